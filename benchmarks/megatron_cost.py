@@ -97,4 +97,4 @@ WAYS = {
 
 
 if __name__ == "__main__":
-    main("megatron_cost", __doc__ or "", WAYS, "megatron-core", ("tests.cpu_megatron", "slapo_megatron.whole.engine"))
+    main("megatron_cost", __doc__ or "", WAYS, "megatron-core", ("tests.cpu_megatron", "slapo_megatron.single_stage"))

@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import slapo_core as slapo
 from slapo_core.testing import preload_modules, run_ranks
-from slapo_deepspeed.starting import start
+from slapo_deepspeed.process_groups import start
 
 ALLOWED_MIB = 400
 CONFIG = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

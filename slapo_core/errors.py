@@ -30,14 +30,12 @@ __all__ = [
     "PreconditionError",
     "RankFailedError",
     "RankMismatchError",
-    "RankTimeoutError",
     "ReplayError",
     "ReplicaError",
     "SealedError",
     "SerializationError",
     "SlapoError",
-    "StaleMatchError",
-    "StaleNodeError",
+    "StaleError",
     "TraceError",
     "UndoError",
     "UnknownNameError",
@@ -53,10 +51,10 @@ class SlapoError(Exception):
     What to do: catch a subclass; this one is for "anything slapo refused".
 
     Args:
-        message: what happened, where, what was required, what was got.
+        message: the mistake, its place, the required and the given value.
         path: the node of the schedule tree concerned, e.g. ``"encoder.layer.0.attention"``.
         plugin: the distribution concerned, e.g. ``"slapo-tp 0.1.0"``.
-        hint: the corrected call, or the command that mends it.
+        hint: the corrected call or command.
     """
 
     def __init__(
@@ -98,17 +96,10 @@ class PathError(SlapoError, LookupError):
     """
 
 
-class StaleNodeError(SlapoError, LookupError):
-    """A node was used whose module a later step removed; the message names that step.
+class StaleError(SlapoError, LookupError):
+    """A node or a match was used after a later step removed its module or changed its place in the graph.
 
-    What to do: address the new module by its path, or undo the step.
-    """
-
-
-class StaleMatchError(SlapoError, LookupError):
-    """A match was used whose place in the graph a later step changed or took away; the message names that step.
-
-    What to do: find the pattern again, or undo the step.
+    What to do: the message names that step; undo it, address the new module by its path, or find the pattern again.
     """
 
 
@@ -173,7 +164,7 @@ class MeshError(SlapoError):
     """A mesh does not fit: an unknown dimension, a bad size, another world size, or a wrapper over the wrong ranks.
 
     What to do: declare the mesh given in the message, launch as many processes as it needs, or wrap the model over the
-    ranks that hold the same pieces.
+    ranks that hold the same shards.
     """
 
 
@@ -181,7 +172,7 @@ class MeshError(SlapoError):
 
 
 class SerializationError(SlapoError):
-    """A record holds something that JSON cannot carry, such as a lambda or a live module.
+    """A record holds a value that is not JSON-serializable: a lambda or a live module.
 
     What to do: give that primitive a value by name, or keep the schedule as a Python function.
     """
@@ -385,16 +376,17 @@ class LaunchError(SlapoError):
 
 
 class RankFailedError(SlapoError):
-    """A rank process raised or died; every rank's traceback is in the message.
+    """A rank process raised, died, or did not end within the timeout; every rank's traceback is in the message.
 
-    What to do: read the traceback of the rank that failed first; its exception is chained where it could be sent.
+    What to do: read the traceback of the rank that failed first; its exception is chained if it could be sent. After a
+    timeout (``first`` is None), look for a collective that not every rank reaches, or raise ``timeout``.
 
     Args:
-        failures: the traceback, or the way of its death, of every rank that failed, e.g. ``{1: "Traceback ..."}``.
-        ended: where each rank stood that was ended because others had failed or the time was over.
-        first: the rank that failed first; None when the time was over before any rank failed.
-        causes: the exception of every rank that raised one that could be sent.
-        codes: the exit code, or minus the signal that ended it, of every rank that died.
+        failures: traceback or exit of every rank that failed, e.g. ``{1: "Traceback ..."}``.
+        ended: traceback of every rank that was ended after a failure of another rank or at the timeout.
+        first: the rank that failed first; None after a timeout.
+        causes: exception of every rank that raised one, if it could be sent.
+        codes: exit code, or minus the signal number, of every rank that died.
     """
 
     def __init__(
@@ -414,13 +406,6 @@ class RankFailedError(SlapoError):
         self.causes = dict(causes or {})
         self.codes = dict(codes or {})
         super().__init__(message, hint=hint)
-
-
-class RankTimeoutError(RankFailedError):
-    """Rank processes did not end in time and were ended; where each of them stood is in the message.
-
-    What to do: look for a collective that not every rank reaches; raise ``timeout`` if the work is just long.
-    """
 
 
 # -- plugins --------------------------------------------------------------------------------------------------

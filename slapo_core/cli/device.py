@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
     from slapo_core.spec.device import DeviceSpec
 
-__all__ = ["find_device", "progress", "register"]
-
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:
     """Add the commands of this file."""
     family = typer.Typer(
-        help="What a machine can do, for estimates of time.",
+        help="Describe the speed of a machine, for estimates of time.",
         no_args_is_help=True,
         rich_markup_mode=root.rich_markup_mode,
     )
@@ -44,14 +42,14 @@ def measure(
 ) -> None:
     """Measure this machine: products by dtype, memory, launches, links.
 
-    The first GPU; the CPU where there is none, with the threads that OMP_NUM_THREADS says. Takes half a minute on an
+    The first GPU; the CPU where there is none, with the threads that OMP_NUM_THREADS says. Takes about 30 seconds on an
     idle machine, and says less on a busy one. Progress goes to stderr.
     """
     from slapo_core.estimation.device_benchmark import measure_device
 
     names = [name.strip() for name in dtypes.split(",") if name.strip()]
     if file is not None and not file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{file.absolute().parent} is no directory", param_hint="--json")
+        raise typer.BadParameter(f"{file.absolute().parent} is not a directory", param_hint="--json")
     with progress(len(names) + 2 + (ranks > 1), "measuring") as tell:
         device = measure_device(ranks=ranks, dtypes=names, tell=tell)
     if file is not None:
@@ -86,7 +84,7 @@ def find_device(name: str) -> DeviceSpec:
         return DEVICES[name.lower()]
     if not Path(name).exists():
         raise ArgumentError(
-            f"there is no device '{name}': neither a file nor one of {', '.join(sorted(DEVICES))}",
+            f"unknown device '{name}': neither a file nor one of {', '.join(sorted(DEVICES))}",
             hint="slapo device measure --json device.json",
         )
     return DeviceSpec.from_json(Path(name))
@@ -94,7 +92,7 @@ def find_device(name: str) -> DeviceSpec:
 
 @contextmanager
 def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr where that is a terminal, a line for each part elsewhere; gives what is told of each part.
+    """Show progress on stderr: a bar on a terminal, otherwise a line for each part.
 
     Args:
         total: number of parts; None where it is not known.

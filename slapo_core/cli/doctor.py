@@ -1,4 +1,4 @@
-"""``slapo doctor``: what is here, what is wrong with it, and the command that fixes it."""
+"""``slapo doctor``: examine the installation, and show the command that fixes each problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from slapo_core.plugins.metadata import Plugin
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["TESTED_TORCH", "Report", "diagnose", "register"]
 
 TESTED_TORCH = ("2.11.0", "2.15.0")
 """The oldest and newest torch that tests, or a part of them, were run with: docs/torch_versions.md has all."""
@@ -82,7 +81,7 @@ def diagnose(registry: Registry, *, ask: Sequence[str] = ()) -> Report:
     """Look over this environment.
 
     Args:
-        registry: what is installed.
+        registry: the installed plugins.
         ask: distributions whose ``slapo_doctor`` hook is called; no other plugin is imported.
     """
     found = [*_python(registry), *_torch(), *_processors(), *_settings(registry)]
@@ -150,7 +149,7 @@ def _torch_version(version: str) -> Iterator[Fact | Problem]:
 
 
 def _processors() -> Iterator[Fact | Problem]:
-    """More threads a process than there are processors: several ranks on one machine then stand in each other's way."""
+    """More threads a process than there are processors: several ranks on one machine then compete for them."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     value = os.environ.get("OMP_NUM_THREADS")
     yield Fact("cpus", str(cpus))
@@ -178,7 +177,7 @@ def _plugin(plugin: Plugin) -> Iterator[Fact | Problem]:
 
 
 def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:
-    """What the ``slapo_doctor`` hook of one distribution says, under its name; one that fails is a problem itself."""
+    """Collect the answers of one distribution's ``slapo_doctor`` hook; a failing hook is a problem itself."""
     from slapo_core.errors import PluginError
     from slapo_core.plugins.manager import HookManager
 
@@ -212,6 +211,6 @@ def _checked(answer: Any, distribution: str) -> list[Fact | Problem]:
                 plugin=distribution,
                 hint=f"yield slapo_core.Problem({item!r})"
                 if isinstance(item, str)
-                else 'yield slapo_core.Problem("what is wrong", hint="the command that mends it")',
+                else 'yield slapo_core.Problem("the problem", hint="the command that fixes it")',
             )
     return items

@@ -1,24 +1,113 @@
-"""The command ``slapo``: put together from the other files of this package, one command or family each.
+"""The command ``slapo``: its own commands, and those of plugins.
 
-A file adds its commands by a function ``register(root, plugins)``, listed in `_FAMILIES`; ``root`` is ``slapo``,
-``plugins`` is ``slapo plugins``. Commands of plugins come behind them (``contributed.py``). Whatever is slow to import
-is imported in the command that needs it.
+A file of this package adds its commands by a function ``register(root, plugins)``, listed in `_FAMILIES`; ``root`` is
+``slapo``, ``plugins`` is ``slapo plugins``. Plugins' commands come after them, listed by name and imported when called.
+Slow imports are inside the command that needs them.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import check, device, dialects, doctor, estimate, new, patterns, plugins, primitives, stubs
-from slapo_core.cli.contributed import RootGroup
+from slapo_core.cli import device, doctor, estimate, new, plugins, stubs, vocabulary
 from slapo_core.errors import SlapoError
 
-__all__ = ["main", "make_app"]
 
-_FAMILIES = (plugins, check, new, primitives, dialects, patterns, stubs, doctor, estimate, device)
+class RootGroup(TyperGroup):
+    """``slapo``: its own commands, and those of plugins of kind ``commands`` behind them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in _registry().names("commands") if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name; one of a plugin is not imported yet.
+
+        Raises:
+            PluginError: the plugin that provides it cannot be used, or the project's own that does is not installed.
+        """
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        from slapo_core.errors import UnknownNameError
+
+        registry = _registry()
+        if cmd_name not in registry.names("commands"):
+            try:
+                registry.resolve("commands", cmd_name)
+            except UnknownNameError as error:
+                if error.plugin is None:  # a word that means nothing anywhere
+                    return None
+                raise
+        return _Contributed(cmd_name)
+
+    def contributed(self) -> dict[str, Any]:
+        """The commands of plugins by name, imported: for the documentation."""
+        return {name: _loaded(name) for name in _registry().names("commands")}
+
+
+class _Contributed(TyperCommand):
+    """Load a command of a plugin when it is called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, help=f"Of {_label(name)}.")
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return _loaded(str(self.name)).make_context(info_name, args, parent=parent, **extra)
+
+
+def _loaded(name: str) -> Any:
+    """The command itself.
+
+    Raises:
+        PluginError: it cannot be imported, or is not an app of typer.
+    """
+    import typer
+
+    from slapo_core.errors import UnusablePluginError
+
+    registry = _registry()
+    entry = registry.resolve("commands", name)
+    cls = registry.load(entry)
+    remedy = f"pip install --upgrade {entry.distribution}, or SLAPO_DISABLE_PLUGINS={entry.distribution}"
+    subject = f"command '{name}' of {entry.label}"
+    try:
+        app = cls().app()
+        command = _family(app, name) if isinstance(app, typer.Typer) else None
+    except Exception as error:
+        raise UnusablePluginError(
+            f"{subject} could not be made: {type(error).__name__}: {error}", plugin=entry.label, hint=remedy
+        ) from error
+    if command is None:
+        raise UnusablePluginError(f"{subject} must give a typer.Typer (got {app!r})", plugin=entry.label, hint=remedy)
+    return command
+
+
+def _family(app: Any, name: str) -> Any:
+    """An app as a part of another one, which has completion and looks as that one does."""
+    import typer.main
+
+    outer = typer.Typer(add_completion=False, rich_markup_mode="rich" if sys.stdout.isatty() else None)
+    outer.add_typer(app, name=name)
+    return typer.main.get_group(outer).commands[name]
+
+
+def _label(name: str) -> str:
+    found = (entry for plugin in _registry().plugins for entry in plugin.entries)
+    return next((entry.label for entry in found if (entry.kind, entry.name) == ("commands", name)), "a plugin")
+
+
+def _registry() -> Any:
+    from slapo_core.plugins import current_registry
+
+    return current_registry()
+
+
+_FAMILIES = (plugins, new, vocabulary, stubs, doctor, estimate, device)
 
 
 def make_app() -> typer.Typer:
@@ -34,7 +123,7 @@ def make_app() -> typer.Typer:
         rich_markup_mode=markup,
         pretty_exceptions_enable=False,
     )
-    family = typer.Typer(help="What is installed, in which state.", no_args_is_help=True, rich_markup_mode=markup)
+    family = typer.Typer(help="The installed plugins and their state.", no_args_is_help=True, rich_markup_mode=markup)
     root.add_typer(family, name="plugins")
 
     @root.callback()

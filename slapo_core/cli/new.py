@@ -1,13 +1,23 @@
-"""``slapo plugins new``: a complete package to start from."""
+"""``slapo plugins new``: render a complete package from ``slapo_core/template``."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import datetime
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
+from packaging.utils import canonicalize_name
 
-__all__ = ["register"]
+from slapo_core.errors import ArgumentError
+from slapo_core.plugins.metadata import Entry, core_version, name_violation
+from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
 
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:
@@ -25,7 +35,6 @@ def new(
     ] = None,
 ) -> None:
     """Write a new plugin package: one primitive, tests on the kit, README, CI workflow."""
-    from slapo_core.cli.rendering import Project, render
 
     project = Project.named(name, namespace=namespace)
     target = directory if directory is not None else Path(project.name)
@@ -39,3 +48,146 @@ def new(
         f"    slapo plugins list\n"
         f"\nthen write your primitives after the example of {target / 'src' / project.package / 'offload.py'}"
     )
+
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")  # the core metadata specification
+_PLACEHOLDER = re.compile(r"<<(\w+)>>")
+_SUFFIX = ".tmpl"
+
+
+@dataclass(frozen=True)
+class Project:
+    """A plugin package to be.
+
+    Args:
+        name: the distribution, canonical, e.g. ``"acme-slapo"``.
+        package: the import package, e.g. ``"acme_slapo"``.
+        namespace: the first part of its primitives' names, e.g. ``"acme"``.
+    """
+
+    name: str
+    package: str
+    namespace: str
+
+    @classmethod
+    def named(cls, name: str, *, namespace: str | None = None) -> Project:
+        """The project of that distribution name.
+
+        Args:
+            name: as users will ``pip install`` it.
+            namespace: default: the name without ``slapo``, e.g. ``"acme"`` for ``"acme-slapo"``.
+
+        Raises:
+            ArgumentError: a name that installers or slapo would not take; the message gives one that they would.
+        """
+        if not _NAME.match(name):
+            raise ArgumentError(
+                f"{name!r} is not a distribution name: letters, digits, '-', '_' and '.', "
+                "beginning and ending with a letter or digit",
+                hint="slapo plugins new acme-slapo",
+            )
+        canonical = canonicalize_name(name)
+        if canonical in FIRST_PARTY:
+            raise ArgumentError(f"'{canonical}' is a distribution of the slapo project", hint="choose another name")
+        package = canonical.replace("-", "_")
+        if not is_identifier(package) or package in sys.stdlib_module_names or package in ("torch", "slapo_core"):
+            raise ArgumentError(
+                f"'{canonical}' gives the package name '{package}', which cannot be imported as a package of its own",
+                hint=f"slapo plugins new slapo-{canonical}",
+            )
+        parts = [part for part in canonical.split("-") if part != "slapo"]
+        chosen = namespace if namespace is not None else "_".join(parts)
+        cls._check_namespace(chosen, canonical)
+        return cls(canonical, package, chosen)
+
+    @staticmethod
+    def _check_namespace(namespace: str, name: str) -> None:
+        hint = f"slapo plugins new {name} --namespace acme"
+        if not is_identifier(namespace):
+            raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
+        from slapo_core.testing.conformance import hides_member
+
+        if hides_member(namespace):
+            raise ArgumentError(f"namespace '{namespace}' would hide a member of nodes or schedules", hint=hint)
+        entry = Entry("primitives", f"{namespace}.offload", "", name, "0.1.0")
+        violation = name_violation(entry)
+        if violation is not None:
+            raise ArgumentError(violation.replace(f" of primitive '{entry.name}'", ""), hint=hint)
+
+    def values(self) -> dict[str, str]:
+        """The values of the template's placeholders."""
+        return {
+            "core_requirement": _core_requirement(),
+            "name": self.name,
+            "namespace": self.namespace,
+            "package": self.package,
+            "year": str(datetime.datetime.now(tz=datetime.UTC).year),
+        }
+
+
+def render(project: Project, target: Path) -> tuple[Path, ...]:
+    """Write the package.
+
+    Args:
+        project: what to write.
+        target: its directory, which must not exist yet.
+
+    Returns:
+        the files written, sorted.
+
+    Raises:
+        ArgumentError: ``target`` exists.
+    """
+    if target.exists():
+        raise ArgumentError(
+            f"{target} exists already; nothing was written", hint=f"slapo plugins new {project.name} --directory OTHER"
+        )
+    values = project.values()
+    texts = {
+        target / _output_path(path, values): _fill(source.read_text("utf-8"), values, path)
+        for path, source in _template_files(files("slapo_core").joinpath("template"), PurePosixPath())
+    }
+    for path, text in texts.items():  # all rendered before the first is written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    return tuple(sorted(texts))
+
+
+def _template_files(folder: Traversable, below: PurePosixPath) -> Iterator[tuple[PurePosixPath, Traversable]]:
+    for item in folder.iterdir():
+        if item.is_dir():
+            yield from _template_files(item, below / item.name)
+        elif item.name.endswith(_SUFFIX):
+            yield below / item.name, item
+
+
+def _output_path(path: PurePosixPath, values: Mapping[str, str]) -> PurePosixPath:
+    """``_github/x.yml.tmpl`` as ``.github/x.yml``, ``src/__package__`` as ``src/acme_slapo``."""
+    parts = []
+    for part in path.parts:
+        part = part.removesuffix(_SUFFIX).replace("__package__", values["package"])
+        is_dunder = part.startswith("__")
+        parts.append(f".{part[1:]}" if part.startswith("_") and not is_dunder else part)
+    return PurePosixPath(*parts)
+
+
+def _fill(text: str, values: Mapping[str, str], path: PurePosixPath) -> str:
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            raise LookupError(f"template file {path} uses the unknown placeholder {match[0]}")
+        return values[match[1]]
+
+    return _PLACEHOLDER.sub(value, text)
+
+
+def _core_requirement() -> str:
+    """The running slapo-core up to its next minor version, before which the API is not promised."""
+    version = core_version()
+    if version is None:
+        return CORE_DISTRIBUTION
+    from packaging.version import Version
+
+    release = Version(version)
+    following = f"{release.major}.{release.minor + 1}" if release.major == 0 else f"{release.major + 1}"
+    first = version if release.is_prerelease else f"{release.major}.{release.minor}"
+    return f"{CORE_DISTRIBUTION}>={first},<{following}"

@@ -6,8 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 
-__all__ = ["print_json", "print_table"]
-
 
 def print_json(value: object) -> None:
     """Print ``value`` with sorted keys, so that equal installations give equal text."""
@@ -15,7 +13,7 @@ def print_json(value: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn with rich on a terminal, as aligned plain text elsewhere.
+    """Print a table: drawn with rich on a terminal, as aligned plain text otherwise.
 
     Args:
         columns: the headings.

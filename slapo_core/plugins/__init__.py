@@ -1,4 +1,4 @@
-"""Finding and loading plugins: what is installed, under which names, in which state."""
+"""Find and load plugins: their distributions, names and states."""
 
 from __future__ import annotations
 

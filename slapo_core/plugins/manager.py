@@ -18,10 +18,9 @@ from slapo_core.spec import hookspecs
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
 
-__all__ = ["HookManager"]
 
 _MAY_RAISE: dict[str, type[Exception]] = {"slapo_partition": TraceError}
-"""What a hook may raise by its specification: it arrives as it is, and is no fault of the plugin."""
+"""Errors that a hook may raise by its specification: re-raised unchanged."""
 
 
 class HookManager:
@@ -47,7 +46,7 @@ class HookManager:
 
         Args:
             distribution: e.g. ``"slapo-tp"``; one that has no hooks is only remembered.
-            version: what `Registry.provider` says besides the name; ``"local"`` stands for code of this process,
+            version: of `Registry.provider`; ``"local"`` for code of this process,
                 which has no distribution and so no hooks, and is only remembered.
 
         Raises:

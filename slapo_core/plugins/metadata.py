@@ -1,4 +1,4 @@
-"""Read what is installed, without importing any of it: every distribution with its entries and its state."""
+"""Read the installed distributions with their entries and states, importing none."""
 
 from __future__ import annotations
 
@@ -28,23 +28,11 @@ from slapo_core.spec.entry_point_groups import (
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
-__all__ = [
-    "DISABLE",
-    "LOCAL_VERSION",
-    "Entry",
-    "Plugin",
-    "State",
-    "close_matches",
-    "core_requirements",
-    "core_version",
-    "name_violation",
-    "read_plugins",
-]
 
 DISABLE = "SLAPO_DISABLE_PLUGINS"
 
 LOCAL_VERSION = "local"
-"""The version of what was registered in this process."""
+"""The version of everything registered in this process."""
 
 State = Literal["ok", "unusable", "conflict", "disabled"]
 
@@ -60,7 +48,7 @@ class Entry:
         name: the full name, e.g. ``"tp.shard"``.
         value: where the object is, e.g. ``"slapo_tp.shard:Shard"``.
         distribution: e.g. ``"slapo-tp"``.
-        version: e.g. ``"0.1.0"``; ``"local"`` for what was registered in this process.
+        version: e.g. ``"0.1.0"``; ``"local"`` if registered in this process.
     """
 
     kind: str
@@ -96,7 +84,7 @@ class Plugin:
         reason: why it is not ok; None if it is.
         remedy: what to do about the reason.
         source: its metadata directory, or ``"this process"``.
-        entries: what it provides, as far as it could be read, sorted.
+        entries: its readable entry points, sorted.
         lost: those of ``entries`` that cannot be used because another distribution provides the same name.
     """
 
@@ -127,7 +115,7 @@ class Plugin:
         """The error of its state, which is not ``ok``.
 
         Args:
-            subject: what was asked for, the beginning of the message.
+            subject: the requested name, the beginning of the message.
             path: the node where it was asked for.
         """
         message = f"{subject} {_IN_WORDS[self.state]}: {self.reason}"
@@ -173,7 +161,7 @@ def core_version() -> str | None:
 
 
 def core_requirements() -> tuple[str, ...]:
-    """What the installed slapo-core requires, e.g. ``("torch>=2.11", ...)``; empty for a bare source tree."""
+    """Return the requirements of the installed slapo-core, e.g. ``("torch>=2.11", ...)``; empty for a source tree."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
@@ -199,7 +187,7 @@ def name_violation(entry: Entry, installed: Collection[str] = ()) -> str | None:
     if entry.kind not in KINDS:
         group = entry.kind if entry.kind.startswith("slapo.") else GROUP_PREFIX + entry.kind
         close = close_matches(entry.kind.rpartition(".")[2], KINDS) or ["primitives"]
-        return f"there is no entry-point group '{group}'; did you mean '{GROUP_PREFIX}{close[0]}'?"
+        return f"unknown entry-point group '{group}'; did you mean '{GROUP_PREFIX}{close[0]}'?"
     parts, namespaced = entry.name.split("."), KINDS[entry.kind].namespaced
     if not all(map(is_identifier, parts)) or len(parts) > 2 or (namespaced and len(parts) != 2):
         form = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
@@ -251,7 +239,7 @@ def _read(name: str, source: str, distribution: Distribution, core: str | None) 
 
 
 def _unmet_requirement(distribution: Distribution, core: str | None) -> str | None:
-    """What the distribution requires of slapo-core, if ``core`` is another version."""
+    """Return the requirement on slapo-core if ``core`` does not satisfy it."""
     lines = [line for line in distribution.requires or () if "slapo" in line.lower()]
     if core is None or not lines:
         return None
@@ -279,7 +267,7 @@ def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str]
 
 
 def _with_conflicts(plugins: Sequence[Plugin]) -> Iterator[Plugin]:
-    """The same full name from two distributions is nobody's, unless one of them is the project's own."""
+    """Mark full names that two distributions provide as conflicts, unless one is first-party."""
     providers: dict[tuple[str, str], dict[str, Plugin]] = defaultdict(dict)
     for plugin in plugins:
         for entry in plugin.entries if plugin.usable else ():

@@ -1,4 +1,4 @@
-"""The registry: what the installed names mean, and how to get the objects behind them."""
+"""Resolve the installed names, and load the objects behind them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, K
 if TYPE_CHECKING:
     from slapo_core.spec.primitive import Primitive
 
-__all__ = ["Registry", "class_violations", "current_registry", "register_primitive", "use_registry"]
 
 _Class = TypeVar("_Class", bound="type[Primitive]")
 
@@ -73,13 +72,13 @@ class Registry:
         core: str | None = None,
         local: dict[Entry, Any] | None = None,
     ) -> Registry:
-        """Read what is installed; nothing is imported and no bad plugin raises.
+        """Read the installed plugins; nothing is imported and no bad plugin raises.
 
         Args:
             environ: environment variables; default ``os.environ``.
             path: directories to search; default ``sys.path``.
             core: the version that ``Requires-Dist`` ranges are compared with; default: the installed one.
-            local: what is registered in process; default: nothing yet.
+            local: entries registered in this process; default: none.
         """
         named = (os.environ if environ is None else environ).get(DISABLE, "")
         disabled = tuple(canonicalize_name(name) for name in re.split(r"[,\s]+", named) if name)
@@ -99,11 +98,11 @@ class Registry:
 
     @property
     def settings_error(self) -> PluginError | None:
-        """What is wrong with ``SLAPO_DISABLE_PLUGINS``: a plugin that is not installed; None if nothing is."""
+        """The error of ``SLAPO_DISABLE_PLUGINS``: a plugin that is not installed; else None."""
         for name in self.disabled:
             if all(plugin.name != name for plugin in self._installed):
                 message = f"{DISABLE} names '{name}', but no plugin of that name is installed"
-                return PluginError(message, hint=self._meant(name) or "`slapo plugins list` shows what is")
+                return PluginError(message, hint=self._meant(name) or "`slapo plugins list` shows the installed ones")
         return None
 
     def check_settings(self) -> None:
@@ -154,7 +153,7 @@ class Registry:
         return plugin
 
     def resolve(self, kind: str, name: str, *, path: str | None = None) -> Entry:
-        """What a bare or full name means; nothing is imported.
+        """Resolve a bare or full name; nothing is imported.
 
         Args:
             kind: e.g. ``"primitives"``.
@@ -239,7 +238,7 @@ class Registry:
         return self._indexed[1]
 
     def _local_plugins(self) -> Iterator[Plugin]:
-        """What was registered, as one plugin for each top-level module."""
+        """Return the registered entries, as one plugin for each top-level module."""
         entries = sorted(self._local, key=lambda entry: (entry.kind, entry.name))
         for module in dict.fromkeys(entry.distribution for entry in entries):
             own = tuple(entry for entry in entries if entry.distribution == module)
@@ -294,7 +293,7 @@ class Registry:
             hint = f"did you mean {' or '.join(map(repr, close))}?"
         else:
             own = {"primitives": "primitives", "dialects": "dialects", "patterns": "patterns list"}
-            hint = f"`slapo {own.get(kind, f'plugins list --kind {kind}')}` shows what is installed"
+            hint = f"`slapo {own.get(kind, f'plugins list --kind {kind}')}` shows the installed names"
             hint += f"; not installed: {', '.join(absent)}" if absent else ""
         return UnknownNameError(message, path=path, hint=hint)
 
@@ -334,7 +333,7 @@ class _Index:
         self.namespaces = tuple(sorted({entry.namespace for entry in usable if entry.namespace}))
 
     def meaning(self, kind: str, bare: str) -> str | None:
-        """The full name that a bare one stands for; None if there is none or it is ambiguous.
+        """Return the full name of a bare one; None if unknown or ambiguous.
 
         ``sch["x"].quant`` cannot be both a primitive and the namespace of another plugin.
         """
@@ -348,7 +347,7 @@ def class_violations(loaded: Any, entry: Entry) -> list[str]:
     """Every rule of its kind that a loaded object breaks, in words.
 
     Args:
-        loaded: what the entry point gave.
+        loaded: the object of the entry point.
         entry: the entry point, of a kind in `KINDS`.
     """
     declared = KINDS[entry.kind].base
@@ -401,8 +400,8 @@ def _discovered(path: tuple[str, ...], disabled: str) -> Registry:
 def current_registry() -> Registry:
     """The registry in force: the one chosen with `use_registry`, else the one of this process.
 
-    The process's registry is discovered at the first call, and anew when ``sys.path`` or ``SLAPO_DISABLE_PLUGINS``
-    changed; what was registered in process stays.
+    The process's registry is discovered at the first call, and again when ``sys.path`` or ``SLAPO_DISABLE_PLUGINS``
+    changed; entries registered in process stay.
     """
     return _chosen.get() or _discovered(tuple(sys.path), os.environ.get(DISABLE, ""))
 

@@ -11,8 +11,6 @@ from slapo_core.spec.edit import Edit
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 
-__all__ = ["Annotate"]
-
 
 @dataclass(frozen=True)
 class Annotate(Primitive):
@@ -26,7 +24,7 @@ class Annotate(Primitive):
         value: any value; only what JSON can carry can be saved with the schedule.
 
     Raises:
-        PreconditionError: no such parameter; ``key`` is no identifier, or is an attribute of every tensor.
+        PreconditionError: no such parameter; ``key`` is not an identifier, or is an attribute of every tensor.
 
     rewrite:
         ``module.weight`` -> ``module.weight`` with ``module.weight.<key> == value``
@@ -51,9 +49,7 @@ class Annotate(Primitive):
         if not self.key.isidentifier() or keyword.iskeyword(self.key):
             yield Violation(f"key must be a Python identifier (got {self.key!r})", 'for example key="no_weight_decay"')
         elif hasattr(torch.Tensor, self.key):
-            yield Violation(
-                f"'{self.key}' is an attribute of every tensor", f"use another key, such as 'my_{self.key}'"
-            )
+            yield Violation(f"'{self.key}' is an attribute of every tensor", f"use another key, e.g. 'my_{self.key}'")
 
     def apply(self, node: Node, edit: Edit) -> None:
         edit.annotate(node, self.param, self.key, self.value)

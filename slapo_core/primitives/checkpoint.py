@@ -13,8 +13,6 @@ from slapo_core.spec.graph import Region, by_place
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 
-__all__ = ["Checkpoint", "checkpoints"]
-
 
 @dataclass(frozen=True)
 class Checkpoint(Primitive):
@@ -25,17 +23,16 @@ class Checkpoint(Primitive):
     Buffers that the forward changes (running statistics) are changed once, by the first run.
 
     Args:
-        match: what is computed again, each as one region: a match or a list of such, or a pattern, as for ``find``, of
+        match: recomputed, each as one region: a match or a list of matches, or a pattern, as for ``find``, of
             which every match is. None: the module's whole forward.
-        preserve_rng_state: whether the second run draws the same random numbers (dropout) as the first. False saves
-            keeping the random state, and is right only for modules that draw none: for others the gradients would be
-            those of another loss. So the step then promises EXACT only provided that none are drawn; ``verify`` finds
-            a module that draws some.
+        preserve_rng_state: whether the recompute uses the RNG state of the first run (dropout). False saves
+            keeping the RNG state, and is right only for modules that do not use the RNG: other modules would get the
+            gradients of another loss. The step then promises EXACT only if the RNG is unused, which ``verify`` checks.
 
     Raises:
         PreconditionError: the module is checkpointed already, or has no forward of its own; nothing matches.
         ApplyError: a match cannot be taken out of the graph.
-        StaleMatchError: an earlier step changed the place of a match.
+        StaleError: an earlier step changed the place of a match.
 
     rewrite:
         ``y = module(x)`` keeping every activation inside -> ``y = checkpoint(module, x)`` keeping only ``x``
@@ -61,7 +58,7 @@ class Checkpoint(Primitive):
     def equivalence(self) -> Equivalence:  # type: ignore[override]
         if self.preserve_rng_state:
             return Equivalence.EXACT
-        return Equivalence.EXACT.provided("what is checkpointed without its random state draws no random numbers")
+        return Equivalence.EXACT.provided("a module checkpointed without its RNG state does not use the RNG")
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
@@ -174,7 +171,7 @@ def _call(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _FirstRunCounts:
-    """Calls the forward; the second run sees the buffers as the first one did, and what it does to them is dropped.
+    """Call the forward; the recompute sees the buffers of the first run, and its changes to them are dropped.
 
     Args:
         module: the state in its state dict (running statistics) is copied now; other buffers are constants.

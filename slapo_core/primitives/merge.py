@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.primitives.at_matches import changes_swallowed
+from slapo_core.primitives.match_replacement import changes_swallowed
 from slapo_core.primitives.merging import MergedFrom, Parts, PartsBack, tensor_violations
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.graph import Match
@@ -19,18 +19,16 @@ if TYPE_CHECKING:
 
     from slapo_core.graph.patterns.pattern import GraphPattern
 
-__all__ = ["Merge"]
-
 
 @dataclass(frozen=True)
 class Merge(Primitive):
-    """Put one nn.Linear in the place of several that read the same value: query, key and value, or gate and up.
+    """Merge several nn.Linear of one input into one: query, key and value, or gate and up.
 
     The new child holds their weights one below the other, and their biases; the graph splits its output. State dicts go
     on holding the reference names. The old modules stay at their paths, without parameters, and are called no more.
 
     A primitive of its own, and no case of ``replace``: that the parameters are put one below the other and that the
-    output is split at the same places belong together, and here nobody can get one of them wrong; and the record holds
+    output is split at the same places belong together, and one step cannot mismatch them; and the record holds
     names only, so that it can be saved.
 
     Args:
@@ -82,8 +80,8 @@ class Merge(Primitive):
             miss = self._pattern().nearest_miss(_graph_of(node), node.module)
             yield Violation(
                 f"the graph does not call {', '.join(map(repr, self.linears))} with one and the same value"
-                + (f"; nearest to it comes this: {miss}" if miss else ""),
-                f"print(sch['{node.path}'].graph) shows what it calls",
+                + (f"; closest candidate: {miss}" if miss else ""),
+                f"print(sch['{node.path}'].graph) shows its calls",
             )
         for match in matches:
             yield from changes_swallowed(node, match)

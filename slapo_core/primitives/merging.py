@@ -1,4 +1,4 @@
-"""Several linear layers as one: its tensors, and which reference tensors they stand for."""
+"""Merge linear layers: the merged tensors, and their reference tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ from slapo_core.spec.primitive import Violation
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-__all__ = [
-    "MergedFrom",
-    "Parts",
-    "PartsBack",
-    "SplitMerged",
-    "slapo_from_reference",
-    "slapo_to_reference",
-    "tensor_violations",
-]
 
 
 @dataclass(frozen=True)
@@ -41,7 +31,7 @@ class MergedFrom:
 
 @dataclass(frozen=True)
 class SplitMerged:
-    """Splits the output of a merged layer, or this rank's piece of it.
+    """Split the output of a merged layer, or this rank's shard of it.
 
     Args:
         sizes: of the parts, in the reference model.
@@ -51,8 +41,8 @@ class SplitMerged:
     slapo_draws = False
 
     def __call__(self, merged: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pieces = sum(self.sizes) // merged.shape[-1]
-        return merged.split([size // pieces for size in self.sizes], dim=-1)
+        shards = sum(self.sizes) // merged.shape[-1]
+        return merged.split([size // shards for size in self.sizes], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -77,13 +67,13 @@ class Parts:
             try:
                 below = node[path]
             except LookupError:
-                return Violation(f"there is no module '{path}' below '{node.path}'", "paths are relative to it")
+                return Violation(f"module not found: '{path}' below '{node.path}'", "paths are relative to it")
             if type(below.module).forward is not nn.Linear.forward:
                 return Violation(f"'{path}' is a {type(below.module).__name__}, no nn.Linear", "leave it out")
             nodes.append(below)
         names = {tuple(name for name in ("weight", "bias") if name in each.parameters) for each in nodes}
         if len(names) > 1:
-            return Violation("some of them have a bias, and some have none", "merge those that are alike")
+            return Violation("some of them have a bias, and some have none", "merge equal ones only")
         (own,) = names
         if "weight" not in own:
             return Violation(
@@ -92,7 +82,7 @@ class Parts:
             )
         inputs = {each.parameters["weight"].shape[1] for each in nodes}
         if len(inputs) > 1:
-            return Violation(f"they take inputs of different sizes: {sorted(inputs)}", "merge those that are alike")
+            return Violation(f"they take inputs of different sizes: {sorted(inputs)}", "merge equal ones only")
         return cls(tuple(nodes), own)
 
     @property
@@ -149,8 +139,8 @@ class PartsBack:
             for name in self.names:
                 whole = merged._parameters[name]
                 assert whole is not None
-                pieces = sum(self.sizes) // whole.shape[0]
-                values = whole.detach().split([size // pieces for size in self.sizes])
+                shards = sum(self.sizes) // whole.shape[0]
+                values = whole.detach().split([size // shards for size in self.sizes])
                 for slot, value in zip(slots, values, strict=True):
                     slot[name] = nn.Parameter(value, requires_grad=whole.requires_grad)
             yield
@@ -169,7 +159,7 @@ def tensor_violations(parts: Parts) -> Iterator[Violation]:
             if layout.placements or layout.padding:
                 yield Violation(f"'{full}' is split already ({layout})", "merge first, shard then")
             elif not layout.origin:
-                yield Violation(f"'{full}' is no tensor of the reference model", "merge first")
+                yield Violation(f"'{full}' is not a tensor of the reference model", "merge first")
             if len(each.ties(name)) > 1:
                 yield Violation(f"'{full}' is tied: {', '.join(each.ties(name))}", "leave it out")
         for what in ("dtype", "device", "requires_grad"):

@@ -1,4 +1,4 @@
-"""``replace``: another module in the place of one, with every parameter accounted for."""
+"""``replace``: replace a module by another one, with every parameter accounted for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
-from slapo_core.primitives.fitting import TensorPlan, lost_changes, signature_mismatches
-from slapo_core.primitives.modes import set_mode
-from slapo_core.primitives.replacing import MatchReplacement
+from slapo_core.primitives.match_replacement import MatchReplacement
+from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, signature_mismatches
 from slapo_core.spec.edit import Carried, Edit
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Equivalence, Primitive, Violation
@@ -17,33 +16,31 @@ from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Replace"]
-
 
 @dataclass(frozen=True)
 class Replace(Primitive):
-    """Put another module in the place of this one, or of what a match computes; weights, ties and hooks stay.
+    """Replace this module, or a match, by another module; weights, ties and hooks stay.
 
     Without a match, every parameter and buffer of the old module must be accounted for: the new module holds the same
     object, or has a tensor of the same name and shape (which then *becomes* the old one, so that real weights and ties
     stay), or it is renamed by ``params``, or given up by ``drop``.
 
-    With a match, a function *is* the new computation: the graph calls it with what the match captured, by the names of
-    its parameters, or else with the match's inputs in their order. One in C, such as
+    With a match, a function *is* the new computation: the graph calls it with the captures of the match, by its
+    parameters' names, or else with the match's inputs in their order. A C function, e.g.
     ``F.scaled_dot_product_attention``, says nothing of its parameters: it gets several inputs in the one order in which
     it computes the same, which a trial in float64 on random values finds. A module becomes a child of the traced one,
-    and the graph calls it; the same object at every match, so that one with parameters can stand in one traced module
-    only. What the match swallowed keeps its path and its parameters. Several outputs are a tuple, in the graph's order.
+    and the graph calls it; the same object at every match, so that one with parameters can be in one traced module
+    only. Modules inside the match keep their paths and parameters. Several outputs are a tuple, in the graph's order.
 
     Args:
         new_module: the new module, or a function ``fn(old) -> new`` that must not change the old one. A function at the
             top level of a module is saved by its name, and can be replayed; a lambda or a module cannot. With a match:
-            a module, or a function that computes what the match does; None takes the ``replacement`` of the pattern
+            a module, or a function that computes the same as the match; None takes the ``replacement`` of the pattern
             that ``match`` names.
-        match: what is replaced: a match or a list of such, or a pattern, as for ``find``, of which every match is.
+        match: a match or a list of matches to replace, or a pattern, as for ``find``, of which every match is.
         params: ``{"old.name": "new.name"}``, relative to the module, for parameters and buffers whose name changes.
         drop: names of parameters and buffers of the old module that the new one does without. Their reference values
-            are what a state dict will hold.
+            stay in the state dict.
         rtol: the difference allowed in ``verify``, relative to the largest element; None means "the same function, up
             to the order of floating-point sums".
         atol: the absolute difference allowed in ``verify``.
@@ -51,11 +48,11 @@ class Replace(Primitive):
 
     Raises:
         PreconditionError: it is the root; the new forward cannot take the old one's arguments; a parameter is not
-            accounted for; the module is in the model already. With a match: nothing matches; what is new cannot take
-            what the match gives (a function in C: in no order, or in several), or gives another number of values, shape
-            or type; hooks or steps of a swallowed module would be lost.
+            accounted for; the module is in the model already. With a match: nothing matches; the replacement does
+            not accept the match's arguments (a C function: in no order, or in several), or returns other numbers of
+            values, shapes or types; hooks or steps of a swallowed module would be lost.
         ApplyError: the function raised or returned no module; the match cannot be taken out of the graph.
-        StaleMatchError: an earlier step changed the place of the match.
+        StaleError: an earlier step changed the place of the match.
 
     rewrite:
         ``parent.child: Old(weight (m, n))`` -> ``parent.child: New(weight (m, n))``, ``weight`` the same object
@@ -98,12 +95,12 @@ class Replace(Primitive):
         if self.match is not None:
             if self.drop:
                 yield Violation(
-                    "drop= is for what a whole module leaves; a match leaves every parameter", "leave it out"
+                    "drop= is for replacing a module; replacing a match keeps every parameter", "leave it out"
                 )
             yield from self._at_matches(node).violations()
             return
         if self.name_ is not None:
-            yield Violation("name= is for what comes in the place of a match", "leave it out: the path stays")
+            yield Violation("name= is for the replacement of a match", "leave it out: the path stays")
         if not node.path:
             yield Violation("the root of the model cannot be replaced", "replace its children one by one")
             return

@@ -16,20 +16,19 @@ from slapo_core.spec.tracer import Untraceable
 if TYPE_CHECKING:
     from slapo_core.graph.traced import TracedForward
 
-__all__ = ["Trace"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Trace(Primitive):
-    """Record what the module's forward computes, and run that graph from now on.
+    """Record the module's forward as a graph, and run that graph from now on.
 
-    The module stays what it is: the same object, class, parameters, hooks and state dict. The forward runs once on
+    The module stays the same object, class, parameters, hooks and state dict. The forward runs once on
     tensors without values, and the torch calls it makes become the graph; calls of child modules stay calls. Sizes stay
-    symbolic: the graph runs at other batch sizes and lengths. What the recorded code decided on of a size is checked at
-    every call, and refused where it is not so. Training and evaluation, another pattern of arguments (None, types), and
-    another value of an attribute or global name that the code read are recorded anew when they are first met. Between
+    symbolic: the graph runs at other batch sizes and lengths. Size-dependent decisions of the recorded code are checked
+    at every call, and another decision is refused. Training and evaluation, other types of arguments, and
+    another value of an attribute or global name that the code read are recorded again when they first occur. Between
     the steps of a split, where the module cannot run, the graph is that of before the split, and follows after it.
 
     Args:
@@ -41,13 +40,13 @@ class Trace(Primitive):
         recursive: whether the modules that stay calls, and those that these call, get graphs of their own, all but
             those of ``torch.nn``, those that ``leaves`` names, and those that have one.
         tracer: the name of a tracer: ``"record"``, or a plugin's.
-        example_inputs: what the module is called with: a mapping (keyword arguments), a tuple (positional ones), or one
-            argument. None takes what it gets when the whole model runs on the schedule's example inputs: the reference
-            model, or, where that does not fit what the steps have made of the module, the scheduled one.
+        example_inputs: arguments of the module: a mapping (keyword arguments), a tuple (positional ones), or one
+            argument. None records them while the whole model runs on the schedule's example inputs: the reference
+            model, or, if the steps changed the module's signature, the scheduled one.
 
     Raises:
         PreconditionError: the module is traced already, or has no forward of its own.
-        ArgumentError: it is not known what the module is called with.
+        ArgumentError: the module's arguments are unknown.
         UnknownNameError: no plugin provides the tracer.
         TraceError: the forward branches on values of tensors, sets attributes, or does what else a graph cannot say.
 
@@ -72,7 +71,7 @@ class Trace(Primitive):
         node.plugin("tracers", self.tracer)  # its error says what there is
         for leaf in self._leaves():
             if isinstance(leaf, type) and not issubclass(leaf, nn.Module):
-                yield Violation(f"leaves= names modules, and {leaf.__qualname__} is no class of modules", "nn.Linear")
+                yield Violation(f"leaves= names modules, and {leaf.__qualname__} is not a module class", "nn.Linear")
         if self.leaves and not self.flatten and not self.recursive:
             yield Violation(
                 "leaves= says what flatten=True and recursive=True leave alone; without them every child is a call",
@@ -131,7 +130,7 @@ class Trace(Primitive):
             elif below.wrappers and all(map(goes_around, below.wrappers)):
                 relative = below.path.removeprefix(f"{node.path}.") if node.path else below.path
                 if not graph.leaves(below.module, relative):
-                    continue  # a graph can hold what is wrapped around it
+                    continue  # a graph can hold its wrappers
                 inner = graph.opened(relative, below.module, below.example_call)
                 if inner is not None:
                     edit.set_graph(below, inner)

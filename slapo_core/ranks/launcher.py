@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slapo_core.errors import LaunchError, RankFailedError, RankTimeoutError
+from slapo_core.errors import LaunchError, RankFailedError
 from slapo_core.ranks.process import Job, describe, origin, run_rank, trace_file
 
 T = TypeVar("T")
@@ -85,8 +85,8 @@ def run_ranks(
     Raises:
         LaunchError: the function or an argument cannot be sent, a number makes no sense, or the ranks cannot import the
             script: it calls `run_ranks` outside of ``if __name__ == "__main__":``, or came from standard input.
-        RankFailedError: a rank raised or died. Ranks that then wait in a collective are ended after two seconds.
-        RankTimeoutError: the time was over; every rank's traceback is in the message.
+        RankFailedError: a rank raised or died (ranks that then wait in a collective are ended after two seconds), or
+            the timeout passed (``first`` is None then); every rank's traceback is in the message.
     """
     if world_size < 1:
         raise LaunchError(f"world_size must be at least 1 (got {world_size})")
@@ -313,11 +313,9 @@ class _Run:
         if self.first is None:
             ranks = ", ".join(map(str, self.ended))
             headline = f"{self.name} did not end within {self.timeout:g} s on rank {ranks} of {self.world_size}"
-            kind: type[RankFailedError] = RankTimeoutError
         else:
             ranks = ", ".join(map(str, sorted(self.failures)))
             headline = f"{self.name} failed on rank {ranks} of {self.world_size}, first on rank {self.first}"
-            kind = RankFailedError
         sections = [headline]
         for rank in range(self.world_size):
             if rank in self.failures:
@@ -329,7 +327,7 @@ class _Run:
                 )
             else:
                 sections.append(f"---- rank {rank} returned ----")
-        return kind(
+        return RankFailedError(
             "\n".join(sections),
             failures=self.failures,
             ended=self.ended,

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ApplyError, PreconditionError, SlapoError, StaleMatchError, TraceError
+from slapo_core.errors import ApplyError, PreconditionError, SlapoError, StaleError, TraceError
 from slapo_core.schedule.finding import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
 from slapo_core.spec.graph import Match
 from slapo_core.spec.primitive import Violation
@@ -31,7 +31,7 @@ def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: H
 
     Raises:
         PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
-        StaleMatchError: a match is gone.
+        StaleError: a match is gone.
     """
     made: Primitive | None = None
     for name in primitive.matches:
@@ -154,7 +154,7 @@ def _located(match: Match, schedule: Schedule, history: History) -> Match:
     node = schedule.tree.node(match.path)
     graph = node.graph
     if graph is None:
-        raise StaleMatchError(
+        raise StaleError(
             f"{match} is not there: {_where(match.path)} is not traced any more, its trace was undone",
             path=match.path,
             hint="trace it again, and find the pattern again",
@@ -165,14 +165,14 @@ def _located(match: Match, schedule: Schedule, history: History) -> Match:
             return each
     step = history.rewrite_of(node.module, match.nodes) if match.nodes else None
     if step is not None:
-        raise StaleMatchError(
+        raise StaleError(
             f"{match} is not there any more: {step}, at {step.location}, changed that part of the graph",
             path=match.path,
             hint=f"find the pattern again after that step, or undo it: sch.undo(to={step.index - 1})",
         )
     if len(present) == match.total:
         return present[match.index]
-    raise StaleMatchError(
+    raise StaleError(
         f"{match} is not there: the pattern matched {match.total} places at {_where(match.path)} when it was "
         f"found, and matches {len(present)} now",
         path=match.path,

@@ -328,7 +328,7 @@ class Schedule(OnRoot):
 
         Raises:
             PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
-            StaleMatchError: a match is gone.
+            StaleError: a match is gone.
         """
         if any(getattr(primitive, name) is not None for name in primitive.matches):
             primitive = settled(primitive, self.tree.node(node.path), self, self._history)

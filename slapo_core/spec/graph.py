@@ -22,7 +22,7 @@ Region = Callable[..., Any]
 class Match:
     """A place in the graph of a traced module where a pattern was found.
 
-    It holds as long as its nodes stand in the present graph of the module; then StaleMatchError names the step that
+    It holds as long as its nodes stand in the present graph of the module; then StaleError names the step that
     ended it.
 
     Args:

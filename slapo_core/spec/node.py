@@ -41,7 +41,7 @@ class Node(Protocol):
         """The live module.
 
         Raises:
-            StaleNodeError: a later step removed it; the message names the step.
+            StaleError: a later step removed it; the message names the step.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What the checks start from: a fresh model of a case under a schedule, the steps before already applied."""
+"""Set up a fresh model of a case under a schedule, with its earlier steps applied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from slapo_core.spec.node import Node
 
-__all__ = ["SEED", "Bench", "build_inputs", "build_model", "call", "prepare", "registered", "seeded"]
 
 SEED = 20
 """Every model and every batch of a case is made under this random seed."""
@@ -44,7 +43,7 @@ def build_model(case: Case) -> nn.Module:
         model = case.model()
     if not isinstance(model, torch.nn.Module):
         raise CheckError(
-            "the case's model is no model",
+            "the case's model is not an nn.Module",
             required="model=: a function that returns a torch.nn.Module",
             got=repr(model),
             hint="model=lambda: MyModel(...)",

@@ -13,10 +13,9 @@ from slapo_core.spec.primitive import Primitive
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Case", "Making"]
 
 Making = Primitive | Callable[[], Primitive]
-"""A primitive value, or a function that makes a fresh one: for arguments that are live objects, such as a module."""
+"""A primitive, or a function that makes a new one: for arguments that are live objects (a module)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,13 +26,13 @@ class Case:
         primitive: the value to apply, e.g. ``Freeze("weight")``; or a function that makes it, where an argument is a
             live object that one model may use up: ``lambda: Replace(nn.GELU())``.
         model: makes a fresh model; called under a fixed random seed, so that every call gives the same weights. A
-            lambda is fine: what is sent to other processes is the model that it makes.
+            lambda is allowed: other processes get the model that it makes.
         inputs: makes one batch as ``verify`` takes it: a tuple of positional arguments, a mapping of keyword arguments,
             or one argument. Called under a fixed random seed.
         path: where the primitive is applied; ``""`` is the root.
         rejects: values that must be refused at ``path``, or ``(path, value)`` pairs.
         before: ``(path, primitive)`` steps that are applied first.
-        after: ``(path, primitive)`` steps that make the model whole again where the primitive alone does not, such as
+        after: ``(path, primitive)`` steps that complete the schedule where the primitive alone does not, e.g.
             the all-reduce after a shard; applied only where outputs and gradients are compared.
         mesh: mesh dimensions that the primitive needs, e.g. ``("tp",)``; on two ranks the last one has size 2. None
             tests the primitive without a mesh.

@@ -1,4 +1,4 @@
-"""What a check is, and how it says that a plugin fails it."""
+"""Define checks, and the error of a plugin that fails one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Check", "CheckError", "NotApplicable"]
-
 CaseT = TypeVar("CaseT")
-"""What a check looks at: a `Case` of a primitive, a `DialectCase` of a dialect."""
+"""The subject of a check: a `Case` of a primitive, a `DialectCase` of a dialect."""
 
 
 class CheckError(AssertionError):
     """A primitive or dialect does not keep a promise that all of its kind make.
 
     Args:
-        violation: what is wrong.
-        required: what the check asks for.
-        got: what it found instead.
-        hint: what the plugin's author can write to keep the promise.
+        violation: the mistake.
+        required: the required result.
+        got: the result found instead.
+        hint: the code that keeps the promise.
     """
 
     def __init__(self, violation: str, *, required: str, got: str, hint: str) -> None:

@@ -25,16 +25,13 @@ from slapo_core.schedule.creation import create_schedule
 from slapo_core.testing.case import Case
 from slapo_core.testing.check import CheckError, NotApplicable
 from slapo_core.testing.checks import CHECKS
-from slapo_core.testing.checks.documentation import documentation_violations
-from slapo_core.testing.checks.json_round_trip import round_trip_value
+from slapo_core.testing.checks.declarations import documentation_violations, round_trip_value
 from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.checks import DIALECT_CHECKS
 from slapo_core.testing.parametrize import case_labels
 from slapo_core.testing.probe import MODULE_LIMIT, probe
 from slapo_core.testing.samplers import sampler_checks
 from slapo_core.testing.stages import check_stages_hooks
-
-__all__ = ["CASES_FUNCTION", "Finding", "check_plugin", "hides_member"]
 
 CASES_FUNCTION = "slapo_cases"
 """The function of a plugin's module that gives its cases."""
@@ -51,7 +48,7 @@ class Finding:
 
     Args:
         plugin: the distribution, e.g. ``"slapo-hello"``.
-        subject: what was checked, e.g. ``"hello.freeze"``; a case in brackets: ``"hello.freeze [freeze-2]"``.
+        subject: the checked object, e.g. ``"hello.freeze"``; a case in brackets: ``"hello.freeze [freeze-2]"``.
         check: e.g. ``"undo_is_exact"``.
         outcome: ``"passed"``, ``"failed"`` or ``"skipped"``.
         message: why it failed or was skipped.
@@ -74,7 +71,7 @@ def check_plugin(
     Args:
         plugin: of ``registry.plugins``.
         registry: where it is loaded from.
-        progress: told what is about to be checked.
+        progress: called with the name of the next check.
     """
     report = functools.partial(Finding, plugin.name)
     if plugin.state == "disabled":
@@ -167,7 +164,7 @@ def _check_cases(
 
 
 def _checks_of(case: Case | DialectCase) -> tuple[str, str, dict[str, Callable[[], None]]]:
-    """The kind and the name of what a case is about, and the checks that need a case: the others were done before."""
+    """Return the kind and name of a case's subject, and the checks that need a case."""
     checks: dict[str, Callable[[], None]]
     if isinstance(case, Case):
         kind, name = "primitives", case.value().name

@@ -1,4 +1,4 @@
-"""Distributions made for a test: real metadata directories and modules on disk, no mocks."""
+"""Make plugin distributions for a test: real metadata directories and modules on disk, no mocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from slapo_core.plugins.registry import Registry
-
-__all__ = ["FakeDistribution", "FakeEnvironment", "primitive_source"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class FakeEnvironment:
     """A directory of fake distributions, to discover in this process or to put before another's ``sys.path``.
 
     Args:
-        directory: where to install; put it on ``sys.path`` to import what it holds.
+        directory: where to install; put it on ``sys.path`` to import from it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -93,11 +91,11 @@ class FakeEnvironment:
     def registry(
         self, environ: Mapping[str, str] | None = None, *, with_installed: bool = False, **options: Any
     ) -> Registry:
-        """The registry of what is in the directory.
+        """Discover the registry of the directory.
 
         Args:
             environ: the only ``SLAPO_*`` variables that count; default none.
-            with_installed: whether what is really installed is seen as well.
+            with_installed: whether to include the distributions of this environment.
             options: as of `Registry.discover`.
         """
         path = [str(self.directory), *(sys.path if with_installed else [])]

@@ -1,4 +1,4 @@
-"""Fixtures for tests of plugins. Import the ones you need into your ``conftest.py``."""
+"""Provide pytest fixtures for tests of plugins: import them into your ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 from slapo_core.plugins import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.testing.distributions import FakeEnvironment
-
-__all__ = ["fake_distributions", "isolated_registry"]
 
 
 @pytest.fixture
@@ -25,6 +23,6 @@ def fake_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def isolated_registry() -> Iterator[Registry]:
-    """A registry of what is really installed, current for one test: what the test registers ends with it."""
+    """Use a registry of this environment for one test; registrations end with the test."""
     with use_registry(Registry.discover(environ={})) as registry:
         yield registry

@@ -14,8 +14,6 @@ from slapo_core.testing.check import Check, NotApplicable
 if TYPE_CHECKING:
     from slapo_core.testing.dialects.case import DialectCase
 
-__all__ = ["BoundCheck", "case_labels", "parametrize_checks", "parametrize_dialect_checks"]
-
 
 class _Labeled(Protocol):
     @property
@@ -121,7 +119,7 @@ def _select(checks: Sequence[Check[CaseT]], names: Iterable[str] | None) -> Sequ
     wanted = set(names)
     unknown = sorted(wanted - {check.name for check in checks})
     if unknown:
-        raise ArgumentError(f"there is no check '{unknown[0]}'", hint=", ".join(check.name for check in checks))
+        raise ArgumentError(f"unknown check '{unknown[0]}'", hint=", ".join(check.name for check in checks))
     return [check for check in checks if check.name in wanted]
 
 

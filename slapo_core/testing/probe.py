@@ -20,8 +20,6 @@ from typing import Any
 
 from slapo_core.ranks.process import make_importable
 
-__all__ = ["HEAVY", "MODULE_LIMIT", "ImportProbe", "probe"]
-
 MODULE_LIMIT = 500
 """Modules that an import may bring along beyond torch and slapo themselves."""
 
@@ -59,7 +57,7 @@ _EVENTS = {
     "it uses the network": ("socket.bind", "socket.connect", "socket.getaddrinfo", "socket.gethostbyname"),
     "it calls": ("os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate"),
 }
-"""Audit events of the interpreter that an import must not raise, by what they mean."""
+"""Audit events of the interpreter that an import must not raise, with their meanings."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class ImportProbe:
 
     Args:
         modules: the number of modules imported beyond torch and slapo; None if the process ended early.
-        violations: what is wrong with it, in words; empty for a light import.
+        violations: broken rules, in words; empty for a light import.
         usable: whether the modules could be imported and left the code of torch and slapo alone, so that this process
             may import them too.
         traceback: of an import that raised.
@@ -167,11 +165,11 @@ def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str)
     sys.stderr.flush()
     with open(answer, "w") as file_:
         json.dump(facts, file_)
-    os._exit(0)  # without what the import registered for the end
+    os._exit(0)  # without the exit handlers of the import
 
 
 def _noted_events() -> dict[str, None]:
-    """What the code that runs from now on writes, starts and connects to, in words; filled as it happens."""
+    """Record files written, processes started and connections made from now on."""
     noted: dict[str, None] = {}
     kinds = {event: kind for kind, events in _EVENTS.items() for event in events}
     start = threading.Thread.start
@@ -199,7 +197,7 @@ def _writes(path: Any, mode: Any, flags: int) -> bool:
 
 
 def _is_bytecode(path: Any) -> bool:
-    """Whether the interpreter itself writes there what it compiled; a number is a file that is open already."""
+    """Whether the path is a bytecode file of the interpreter; a number is an open file."""
     return isinstance(path, int) or "__pycache__" in os.path.normpath(os.fsdecode(path)).split(os.sep)
 
 

@@ -12,15 +12,13 @@ from typing import Any
 from slapo_core.spec.extensions import Point, Sampler, Trial
 from slapo_core.testing.check import CheckError, NotApplicable
 
-__all__ = ["ListedSpace", "sampler_checks"]
-
 
 @dataclass(frozen=True)
 class ListedSpace:
-    """A space given by its points: what a sampler sees in tests.
+    """A space given by its points, for tests of samplers.
 
     Args:
-        listed: every point; those that begin alike stand together.
+        listed: every point, sorted by its first values.
         needs: the bytes of a point; None predicts nothing.
         memory: the limit.
     """
@@ -89,12 +87,12 @@ def _proposes_points(cls: type[Sampler], where: str, space: ListedSpace, seed: i
             return
         tried = [trial.point for trial in history]
         if point not in space.listed or point in tried:
-            what = "a point that the history has" if point in tried else "what is no point of the space"
+            what = "a point that the history has" if point in tried else "a value that is not a point of the space"
             raise CheckError(
                 f"{cls.name!r} proposes {what} ({where})",
                 required="a point of the space that the history does not have, or None",
                 got=f"{point!r} after {len(history)} trials",
-                hint="leave out what the history has, whatever its status; return None when nothing is left",
+                hint="skip points of the history, whatever their status; return None when no point is left",
             )
 
 
@@ -106,10 +104,10 @@ def _is_pure(cls: type[Sampler], where: str, space: ListedSpace, seed: int) -> N
         again = [kept.suggest(space, given, seed), cls().suggest(space, copy.deepcopy(history), seed)]
         if given != history or any(other != point for other in again):
             raise CheckError(
-                f"{cls.name!r} is no function of its arguments ({where})",
+                f"{cls.name!r} does not depend on its arguments alone ({where})",
                 required="the same proposal for the same space, history and seed, from any instance",
                 got=f"{point!r}, then {again[0]!r} and {again[1]!r}" if given == history else "the history was changed",
-                hint="keep nothing on the instance; draw random numbers from random.Random(f'{seed} {len(history)}')",
+                hint="keep no state on the instance; take random numbers from random.Random(f'{seed} {len(history)}')",
             )
 
 

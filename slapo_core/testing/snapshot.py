@@ -12,14 +12,12 @@ from torch import nn
 
 from slapo_core.schedule.guards import Guards
 
-__all__ = ["ModelSnapshot", "assert_bit_identical"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, Guards)
 _CLASS_BOOKKEEPING = frozenset(
     {"__abstractmethods__", "__annotate__", "__annotations__", "__annotations_cache__", "__slotnames__"}
 )
-"""What the interpreter itself adds to a class while it is used; the last one when an instance is copied."""
+"""Attributes that the interpreter adds to a class in use; the last one when an instance is copied."""
 _ABSENT: Any = object()
 _SHOWN = 20  # differences in one message
 
@@ -178,7 +176,7 @@ class _Object:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two are one object; a bound method is made anew each time, of the same two."""
+    """Whether two references are one object; bound methods compare by function and instance."""
     if isinstance(value, MethodType) and isinstance(other, MethodType):
         return value.__self__ is other.__self__ and value.__func__ is other.__func__
     return value is other

@@ -15,8 +15,6 @@ from slapo_core.schedule.creation import create_schedule
 from slapo_core.spec.pipeline import Output, Partition, Stage, StageModule, Value
 from slapo_core.testing.check import CheckError, NotApplicable
 
-__all__ = ["check_stages_hooks", "sample_partitions"]
-
 _STAGES_HOOKS = ("slapo_partition", "slapo_liveness")
 
 _CHAIN: Mapping[str, tuple[int, tuple[int, ...]]] = {
@@ -41,7 +39,7 @@ def check_stages_hooks(distribution: str, registry: Registry) -> Iterator[tuple[
 
 
 def sample_partitions() -> Iterator[tuple[Partition, tuple[str, ...]]]:
-    """Partitions without modules that compute anything, each with pieces of the output that the last stage needs."""
+    """Partitions whose modules compute nothing, each with outputs that the last stage needs."""
     for count in (2, 3, 4):
         last = count - 1
         values = {
@@ -67,7 +65,7 @@ def sample_partitions() -> Iterator[tuple[Partition, tuple[str, ...]]]:
             for index in range(count)
         )
         for outputs in ((), ("logits",), ("logits", "hidden", "aside")):
-            yield Partition(stages, values, (), Output(("logits", "hidden", "aside"), lambda pieces: pieces)), outputs
+            yield Partition(stages, values, (), Output(("logits", "hidden", "aside"), lambda outputs: outputs)), outputs
 
 
 class _Nothing(StageModule):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from slapo_core.errors import ApplyError, PathError, StaleNodeError
+from slapo_core.errors import ApplyError, PathError, StaleError
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.forward import Calls
 from slapo_core.tree.index import ModuleIndex, TensorSites
@@ -152,7 +152,7 @@ class Tree:
         """The live module at a canonical path.
 
         Raises:
-            StaleNodeError: it is gone; the step that removed it is named.
+            StaleError: it is gone; the step that removed it is named.
             ApplyError: it is gone since an earlier edit of the primitive that is being applied.
         """
         module = self.index.modules.get(path)
@@ -172,7 +172,7 @@ class Tree:
         reason = (
             f"step {record}, at {record.location}, removed it" if record else "it was removed outside of the schedule"
         )
-        raise StaleNodeError(
+        raise StaleError(
             f"the module '{path}' is gone: {reason}",
             path=path,
             hint=f"sch.undo(to={record.index - 1}) brings it back" if record else None,

@@ -69,7 +69,7 @@ def check_in_processes(
         SerializationError: a step cannot be sent to another process.
         LaunchError: the model cannot be sent to another process, or the script not be imported there.
         ArgumentError: the model does not run on the batch.
-        RankFailedError: a process ended otherwise; RankTimeoutError if it hung.
+        RankFailedError: a process ended otherwise, or hung.
     """
     mesh = schedules[0].mesh
     assert mesh is not None

@@ -414,7 +414,7 @@ def test_a_new_tensor_does_not_take_over_a_piece_by_its_shape(size: int, message
     sch["head"].apply(Split(("weight",)))
     new = nn.Linear(8, 4 // size)
     new.bias = model.head.bias
-    message(_refusal(lambda: sch["head"].replace(new)), "'weight' is a piece (tp: S(0))", 'drop=["weight"]')
+    message(_refusal(lambda: sch["head"].replace(new)), "'weight' is a shard (tp: S(0))", 'drop=["weight"]')
 
 
 def test_layout_of_a_module_shared_with_another_place_survives_replacing_its_first_place() -> None:

@@ -147,13 +147,13 @@ def test_a_match_used_after_an_edit_names_the_step(message: Messages) -> None:
     node = schedule["blocks.0"]
     match, *_ = node.find(biased)
     node.replace(bias_gelu, match)
-    with pytest.raises(slapo.StaleMatchError) as caught:
+    with pytest.raises(slapo.StaleError) as caught:
         node.replace(bias_gelu, match)
     message(caught, "#3 replace(bias_gelu, match=<1 match of the pattern biased>) at 'blocks.0'")
     schedule.undo()
     node.replace(bias_gelu, match)  # it is there again
     schedule.undo(to=0)
-    with pytest.raises(slapo.StaleMatchError) as caught:
+    with pytest.raises(slapo.StaleError) as caught:
         node.replace(bias_gelu, match)
     message(caught, "its trace was undone")
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.errors import ArgumentError, PathError, StaleNodeError
+from slapo_core.errors import ArgumentError, PathError, StaleError
 from tests.core.edits import Call, Halve, HookAll
 from tests.core.small_models import CNN, MLP, MODELS, Tied, bert, run
 from tests.messages import Messages
@@ -181,10 +181,10 @@ def test_removed_path_names_the_step(message: Messages) -> None:
     sch["head"].checkpoint()
     parent.replace(nn.Sequential(nn.Identity()), drop=["0.weight", "0.bias", "3.weight", "3.bias"])
     message(_error(lambda: sch["layers.0.3"]), "'layers.0.3'", "step #2 replace(", "'layers.0' now", "sch.undo(to=1)")
-    text = _error(lambda: kept.module, StaleNodeError)
+    text = _error(lambda: kept.module, StaleError)
     message(text, "'layers.0.3'", "step #2 replace(", "sch.undo(to=1)")
     assert f" at 'layers.0', at {sch.records[1].location}, " in text
-    assert _error(kept.checkpoint, StaleNodeError) == text
+    assert _error(kept.checkpoint, StaleError) == text
     assert repr(kept) == "<Node 'layers.0.3': gone>"
     assert parent.module is model.layers[0]
     sch.undo()
@@ -205,7 +205,7 @@ def test_changes_outside_of_the_schedule_are_noticed(message: Messages) -> None:
     assert "later: Tanh" in str(sch)
     held = sch["layers.3"]
     del model.layers[3]
-    message(_error(held.checkpoint, StaleNodeError), "'layers.3'", "outside of the schedule")
+    message(_error(held.checkpoint, StaleError), "'layers.3'", "outside of the schedule")
 
 
 def test_name_with_glob_characters_is_a_name_first() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from slapo_core.testing import preload_modules
-from slapo_deepspeed.config.keys import KEYS
-from slapo_deepspeed.config.refusing import ZERO_REFUSED
+from slapo_deepspeed.config.refusals import KEYS, ZERO_REFUSED
 from tests.ecosystem.pages import Page
 
 preload_modules("deepspeed", "slapo_deepspeed.dialect", "slapo_pipeline")

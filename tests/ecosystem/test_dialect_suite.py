@@ -32,7 +32,7 @@ ON_RANKS = {
     "unsupported_mesh_is_refused",
     "replicas_train_as_one_process",
     "split_model_trains_as_one_process",
-    "parted_replicas_are_found",
+    "diverged_replicas_are_found",
     "another_batch_on_a_rank_is_refused",
     "failure_on_one_rank_ends_the_build_on_all",
     "other_options_on_a_rank_are_refused",
@@ -133,7 +133,7 @@ def test_the_two_kits_do_not_take_each_others_cases(message: Messages) -> None:
         parametrize_dialect_checks(["torch"])  # type: ignore[list-item]
     with pytest.raises(slapo.ArgumentError, match=r"^parametrize_checks takes Case "):
         parametrize_checks([DialectCase("torch")])  # type: ignore[list-item]
-    with pytest.raises(slapo.ArgumentError, match="no check 'undo_is_exact'") as caught:
+    with pytest.raises(slapo.ArgumentError, match="unknown check 'undo_is_exact'") as caught:
         parametrize_dialect_checks([DialectCase("torch")], checks=["undo_is_exact"])
     assert str(caught.value.hint).startswith("entry_point_agrees, ")
 

@@ -21,7 +21,7 @@ from slapo_core.testing import (
     NotApplicable,
     primitive_source,
 )
-from slapo_core.testing.checks.documentation import documentation_violations
+from slapo_core.testing.checks.declarations import documentation_violations
 from slapo_core.testing.probe import probe
 from tests.ecosystem import kit_primitives as kit
 from tests.messages import Messages
@@ -178,7 +178,7 @@ DOCSTRINGS = {
     "none": (None, "it has no docstring"),
     "title": (
         "freeze\n\nArgs:\n    parameter: which.\n\nrewrite: ``a`` -> ``b``",
-        "no sentence: 'freeze'",
+        "not a sentence: 'freeze'",
     ),
     "field": ("Stop it.\n\nrewrite: ``a`` -> ``b``", "for 'parameter'"),
     "empty field": ("Stop it.\n\nArgs:\n    parameter:\n\nrewrite: ``a`` -> ``b``", "for 'parameter'"),
@@ -202,7 +202,7 @@ def test_an_incomplete_docstring_is_caught(name: str, message: Messages) -> None
     ("options", "words"),
     [
         ({"before": [("fc2", kit.Good("wieght"))]}, ("before=", "  got:      cannot apply good('wieght') at 'fc2': ")),
-        ({"model": lambda: None}, ("no model\n",)),
+        ({"model": lambda: None}, ("is not an nn.Module\n",)),
     ],
 )
 def test_a_case_that_cannot_be_set_up_says_so(

@@ -155,7 +155,7 @@ def test_parametrize_checks_refuses_what_it_cannot_run() -> None:
         parametrize_checks([])
     with pytest.raises(ArgumentError, match="takes Case objects"):
         parametrize_checks([kit.Good()])  # type: ignore[list-item]
-    with pytest.raises(ArgumentError, match="no check 'undo'"):
+    with pytest.raises(ArgumentError, match="unknown check 'undo'"):
         parametrize_checks([good], checks=["undo"])
     chosen = parametrize_checks([good, good], checks=["undo_is_exact"])
     assert [parameter.id for parameter in chosen.args[1]] == ["good-undo_is_exact", "good-2-undo_is_exact"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.testing.fixtures import FakeEnvironment
+from slapo_core.testing.distributions import FakeEnvironment
 from slapo_core.testing.samplers import sampler_checks
 from tests.dists.healthy import acme, with_sampler
 
@@ -56,8 +56,8 @@ def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributio
 
 FAULTS = {
     "repeats": ("return next(iter(space.points()))", "the history has"),
-    "elsewhere": ("return {'batch': 7}", "no point of the space"),
-    "half": (LAST + "return dict([*left[0].items()][:1]) if left else None", "no point of the space"),
+    "elsewhere": ("return {'batch': 7}", "not a point of the space"),
+    "half": (LAST + "return dict([*left[0].items()][:1]) if left else None", "not a point of the space"),
     "failures forgotten": (
         "tried = [trial.point for trial in history if trial.status == 'ok']\n"
         "left = [point for point in space.points() if point not in tried]\nreturn left[0] if left else None",
@@ -65,15 +65,15 @@ FAULTS = {
     ),
     "counts itself": (
         LAST + "self.calls = getattr(self, 'calls', 0) + 1\nreturn left[self.calls % len(left)] if left else None",
-        "no function of its arguments",
+        "does not depend on its arguments alone",
     ),
     "global random": (
         "import random\n" + LAST + "return random.choice(left) if left else None",
-        "no function of its arguments",
+        "does not depend on its arguments alone",
     ),
     "changes history": (
         LAST + "history.pop() if len(history) > 1 else None\nreturn left[0] if left else None",
-        "no function of its arguments",
+        "does not depend on its arguments alone",
     ),
 }
 

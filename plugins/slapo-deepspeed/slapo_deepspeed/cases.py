@@ -9,8 +9,6 @@ from torch import nn
 
 from slapo_core.testing import DialectCase
 
-__all__ = ["adamw", "cases", "sgd"]
-
 _REJECTS: list[dict[str, Any]] = [
     {"config": {"gradient_cliping": 1.0}},
     {"config": {"train_batch_size": "many"}},

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
 from slapo_core.spec.dialect import arguments_as_options
-from slapo_deepspeed.config.filling import NOTES, filled
-from slapo_deepspeed.config.planning import steps_of
-from slapo_deepspeed.starting import check_device
+from slapo_deepspeed.config.resolution import NOTES, filled, steps_of
+from slapo_deepspeed.process_groups import check_device
 
 if TYPE_CHECKING:
     from slapo_core import Engine
@@ -17,15 +16,13 @@ if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest, ScheduledModel
     from slapo_core.testing import DialectCase
 
-__all__ = ["DeepSpeedDialect", "slapo_cases"]
-
 
 class DeepSpeedDialect(Dialect):
     """DeepSpeed's engine: ZeRO 0 to 3, pipelines, and tensor parallelism as the schedule says.
 
     Options:
 
-    - ``config``: DeepSpeed's own, a dictionary or the path of a JSON file; what the schedule decides is filled in.
+    - ``config``: DeepSpeed's own, a dictionary or the path of a JSON file, completed by the schedule.
     - ``batch_axes``: where a batch is cut into micro-batches: for an argument of the forward, the axis of its tensors
       that counts the samples, None for one that every micro-batch has as a whole. Default: the first axis of every
       tensor.

@@ -10,21 +10,19 @@ from torch import nn
 
 from slapo_core import Plan
 from slapo_core.spec.engine import StatefulEngine
-from slapo_deepspeed.between import BetweenDeepSpeedSteps
-from slapo_deepspeed.state.groups import Groups
+from slapo_deepspeed.external_changes import BetweenDeepSpeedSteps
+from slapo_deepspeed.state.parameter_groups import Groups
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
     from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
-
-__all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(StatefulEngine):
     """State dicts and checkpoints by the request's state, read out of where DeepSpeed keeps it.
 
     Args:
-        plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
+        plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
         request: from ``build``.
         engine: DeepSpeed's, made by ``deepspeed.initialize``, in its last form.
         groups: of the optimizer before DeepSpeed saw it; None for one that DeepSpeed made.
@@ -35,8 +33,8 @@ class DeepSpeedEngine(StatefulEngine):
     """
 
     def __init__(self, plan: Plan, request: BuildRequest, engine: Any, groups: Groups | None = None) -> None:
+        from slapo_deepspeed.state.flat_layout import places_of
         from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
-        from slapo_deepspeed.state.places import places_of
         from slapo_deepspeed.state.tensors import DeepSpeedTensors
         from slapo_deepspeed.state.universal import describe
 
@@ -81,7 +79,7 @@ class DeepSpeedEngine(StatefulEngine):
     # -- for the engines ----------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Let go of what an engine holds beside DeepSpeed's; called once, after that ended."""
+        """Release the engine's own state, apart from DeepSpeed's; called once, after that ended."""
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -93,17 +91,17 @@ class DeepSpeedEngine(StatefulEngine):
         return None if self._is_closed else self._storage
 
     def _beside(self) -> Mapping[str, Any]:
-        from slapo_deepspeed.state.beside import read_beside
+        from slapo_deepspeed.state.extra_state import read_extra_state
 
-        return read_beside(self.deepspeed) if self._kept_optimizer() is not None else {}
+        return read_extra_state(self.deepspeed) if self._kept_optimizer() is not None else {}
 
     def _uses(self) -> Collection[str]:
-        from slapo_deepspeed.state.beside import used_beside
+        from slapo_deepspeed.state.extra_state import used_extra_state
 
-        return used_beside(self.deepspeed) if self._kept_optimizer() is not None else ()
+        return used_extra_state(self.deepspeed) if self._kept_optimizer() is not None else ()
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
-        from slapo_deepspeed.state.beside import write_beside
+        from slapo_deepspeed.state.extra_state import write_extra_state
 
         if self._kept_optimizer() is not None:
-            write_beside(self.deepspeed, runtime)
+            write_extra_state(self.deepspeed, runtime)

@@ -40,7 +40,7 @@ def test_a_file_that_is_no_json_says_where(tmp_path: Path, text: str, place: str
     file = tmp_path / "ds.json"
     file.write_text(text)
     found = refusal(str(file))
-    assert f"{str(file)!r} is no JSON: " in found
+    assert f"{str(file)!r} is not JSON: " in found
     assert f" in {place}" in found
     assert found.partition("\n  hint: ")[2].startswith("plain JSON")
 

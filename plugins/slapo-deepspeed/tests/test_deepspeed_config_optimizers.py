@@ -35,10 +35,10 @@ def test_two_optimizers_are_refused_with_both(message: Messages) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("AdmW", ("'AdmW'", "no optimizer", "did you mean")),
-        ("sgd", ("'sgd'", "no optimizer", "did you mean")),
-        ("OneBitAdam", ("'OneBitAdam'", "no optimizer")),
-        ("Optimizer", ("'Optimizer'", "no optimizer")),
+        ("AdmW", ("'AdmW'", "not an optimizer", "did you mean")),
+        ("sgd", ("'sgd'", "not an optimizer", "did you mean")),
+        ("OneBitAdam", ("'OneBitAdam'", "not an optimizer")),
+        ("Optimizer", ("'Optimizer'", "not an optimizer")),
         ("LBFGS", ("'LBFGS'", "several times")),
         ("MuAdam", ("'muadam'", "mup")),
         ("Muon", ("'Muon'", "groups")),

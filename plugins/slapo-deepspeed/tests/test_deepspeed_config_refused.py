@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from slapo_core.spec.dialect import BuildArguments
-from slapo_deepspeed.config.keys import KEYS
-from slapo_deepspeed.config.refusing import REMOVED, ZERO_REFUSED
+from slapo_deepspeed.config.refusals import KEYS, REMOVED, ZERO_REFUSED
 from tests.messages import Messages
 
 from .planned import ADAM, planned, refusal, schedule_of

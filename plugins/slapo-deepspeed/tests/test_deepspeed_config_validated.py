@@ -10,7 +10,7 @@ import pytest
 
 import slapo_core as slapo
 from slapo_core.spec.dialect import BuildArguments
-from slapo_deepspeed.config.keys import KEYS
+from slapo_deepspeed.config.refusals import KEYS
 from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of
@@ -49,7 +49,7 @@ def test_what_deepspeed_refuses_is_said_in_its_own_words_with_the_place(config: 
         ({"data_types": {"grad_accum_dtype": "bf16"}}, ("'data_types.grad_accum_dtype'", "'bf16'", "without")),
         ({"bf16": {}, "bfloat16": {}}, ("'bf16'", "'bfloat16'", "both")),
         ({"zero_optimization": True}, ("'zero_optimization'", "got True")),
-        ({"scheduler": {"type": "WarmpLR"}}, ("'scheduler.type'", "'WarmpLR'", "no scheduler")),
+        ({"scheduler": {"type": "WarmpLR"}}, ("'scheduler.type'", "'WarmpLR'", "not a scheduler")),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
             ("warmup_num_steps'",),

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from slapo_core.spec.hookspecs import Fact, Problem
-from slapo_deepspeed import doctor
+from slapo_deepspeed import installation
 from tests.messages import Messages
 
 
 def examined() -> tuple[dict[str, str], Sequence[Problem]]:
-    found = list(doctor.examine())
+    found = list(installation.examine())
     facts = {item.what: item.value for item in found if isinstance(item, Fact)}
     return facts, [item for item in found if isinstance(item, Problem)]
 
@@ -26,7 +26,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("DS_ACCELERATOR", "CXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(doctor, "_device", lambda: "cpu")
+    monkeypatch.setattr(installation, "_device", lambda: "cpu")
 
 
 def without_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_on_cpus_a_missing_compiler_is_no_problem(monkeypatch: pytest.MonkeyPatc
 
 def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     without_compilers(monkeypatch)
-    monkeypatch.setattr(doctor, "_device", lambda: "cuda")
+    monkeypatch.setattr(installation, "_device", lambda: "cuda")
     facts, (problem,) = examined()
     assert facts["nvcc"] == "none"
     message(problem.message, "Adam", "C++ compiler and nvcc")
@@ -55,7 +55,7 @@ def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyP
 
 def test_compilers_that_are_there_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/usr/bin/{name}")
-    monkeypatch.setattr(doctor, "_device", lambda: "cuda")
+    monkeypatch.setattr(installation, "_device", lambda: "cuda")
     facts, problems = examined()
     assert (facts["C++ compiler"], facts["nvcc"]) == ("/usr/bin/c++", "/usr/bin/nvcc")
     assert problems == []
@@ -76,7 +76,7 @@ def test_an_accelerator_that_is_not_there_is_a_problem(monkeypatch: pytest.Monke
     ("found", "message"), [(None, "DeepSpeed is not installed"), ("0.18.1", "installed is 0.18.1")]
 )
 def test_another_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: str | None, message: str) -> None:
-    monkeypatch.setattr(doctor, "found_version", lambda: found)
+    monkeypatch.setattr(installation, "found_version", lambda: found)
     facts, (problem,) = examined()
     assert facts["deepspeed"] == (found or "not installed")
     assert message in problem.message

@@ -129,7 +129,7 @@ class Fuse(Primitive):
 
     Raises:
         PreconditionError: nothing matches, no such compiler is installed, or ``name`` is no identifier.
-        StaleMatchError: an earlier step changed the place of a match.
+        StaleError: an earlier step changed the place of a match.
         ApplyError: a match cannot be taken out of the graph; or the compiler failed, then or at a call.
 
     rewrite:

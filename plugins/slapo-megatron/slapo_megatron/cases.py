@@ -9,8 +9,6 @@ from torch import nn
 
 from slapo_core.testing import DialectCase
 
-__all__ = ["adamw", "cases", "sgd"]
-
 _REJECTS: list[dict[str, Any]] = [
     {"optimizer_config": {"learning_rate": 0.1}},
     {"ddp_config": {"overlap": True}},

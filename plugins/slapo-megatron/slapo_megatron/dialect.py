@@ -1,23 +1,75 @@
-"""The dialect of target ``"megatron"``."""
+"""Refuse, plan and build schedules for target ``"megatron"``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slapo_core import Dialect, Plan
+from slapo_core import Dialect, Plan, Violation
 from slapo_core.spec.dialect import arguments_as_options
-from slapo_megatron.checking import violations
-from slapo_megatron.groups.device import check_device, require_device
-from slapo_megatron.installed import require_megatron
+from slapo_megatron.groups.order import unfit
+from slapo_megatron.installation import check_device, require_device, require_megatron
 
 if TYPE_CHECKING:
-    from slapo_core import Engine, Violation
+    from slapo_core import Engine
     from slapo_core.spec.dialect import BuildArguments
     from slapo_core.spec.request import BuildRequest, ScheduledModel
     from slapo_core.testing import DialectCase
 
-__all__ = ["MegatronDialect", "slapo_cases"]
+
+def violations(schedule: ScheduledModel) -> Iterator[Violation]:
+    """Every reason why Megatron cannot run a schedule.
+
+    Args:
+        schedule: to build.
+    """
+    mesh = schedule.mesh
+    if mesh is None:
+        yield from _alone()
+        return
+    reason = unfit(mesh)
+    if reason is not None:
+        yield reason
+    yield from _steps(schedule)
+
+
+def _alone() -> Iterator[Violation]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        count = dist.get_world_size()
+        yield Violation(
+            f"the schedule has no mesh, and torch.distributed runs {count} processes, over which all of Megatron's "
+            "groups lie",
+            hint=f'create_schedule(model, mesh={{"dp": {count}}})',
+        )
+
+
+def _steps(schedule: ScheduledModel) -> Iterator[Violation]:
+    """What works on other groups than those of ``tp`` and ``pp``."""
+    mesh = schedule.mesh
+    assert mesh is not None
+    found = False
+    for record in schedule.records:
+        mesh_dim = getattr(record.primitive, "mesh_dim", None)
+        if mesh_dim == "dp" and mesh.size(mesh_dim) > 1:
+            found = True
+            yield Violation(
+                f"{record} works along mesh_dim '{mesh_dim}', whose ranks are replicas for Megatron: they have other "
+                "samples, and average all gradients",
+                hint='mesh_dim="tp"',
+            )
+    if found:
+        return
+    for node in schedule.root.walk():
+        for name in node.parameters:
+            layout = node.layout(name)
+            for mesh_dim in {*(mesh_dim for mesh_dim, _ in layout.shards()), *layout.partials()} - {"tp"}:
+                if mesh.size(mesh_dim) > 1:
+                    yield Violation(
+                        f"parameter '{f'{node.path}.{name}' if node.path else name}' has layout {layout} over mesh_dim "
+                        f"'{mesh_dim}', and Megatron knows sharded parameters over 'tp' only"
+                    )
 
 
 class MegatronDialect(Dialect):
@@ -61,19 +113,18 @@ class MegatronDialect(Dialect):
                 Megatron-core is not installed.
         """
         require_megatron()
-        from slapo_megatron.config.facts import StagesOf
-        from slapo_megatron.config.filling import filled
-        from slapo_megatron.config.planning import steps_of
+        from slapo_megatron.config.draft import StagesOf
+        from slapo_megatron.config.resolution import filled, steps_of
 
         stages = StagesOf(schedule, config)
         options = filled(schedule, config, stages)
         return Plan("megatron", tuple(steps_of(schedule, options, stages)), options, ("arguments", "origins"))
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """One stage a rank, or several in turn, ``(0, 1, 0, 1)``, as Megatron's interleaved schedule has them.
+        """Require one stage a rank, or several, alternating: ``(0, 1, 0, 1)``, as Megatron's interleaved schedule.
 
         Raises:
-            BuildError: options do not go together with so many stages.
+            BuildError: options do not fit this number of stages.
         """
         from slapo_megatron.config.sizes import check_stages
 
@@ -81,7 +132,7 @@ class MegatronDialect(Dialect):
         return tuple(stage % pp for stage in range(stages))
 
     def build(self, plan: Plan, request: BuildRequest) -> Engine:
-        from slapo_megatron.groups.starting import given_back
+        from slapo_megatron.groups.process_groups import given_back
 
         require_device(request)
         with given_back():
@@ -89,7 +140,7 @@ class MegatronDialect(Dialect):
                 from slapo_megatron.pipeline.engine import PipelineEngine
 
                 return PipelineEngine(plan, request)
-            from slapo_megatron.whole.engine import WholeEngine
+            from slapo_megatron.single_stage import WholeEngine
 
             return WholeEngine(plan, request)
 

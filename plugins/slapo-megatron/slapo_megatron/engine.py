@@ -1,9 +1,10 @@
-"""What both engines of target ``"megatron"`` are."""
+"""Run training steps, checkpoints and refusals that both engines of target ``"megatron"`` share."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +13,91 @@ from torch import nn
 
 from slapo_core import Plan
 from slapo_core.spec.engine import StatefulEngine
+from slapo_core.spec.flat_shards import send_buffers
+from slapo_core.spec.step_invariants import UnusedParameters
+from slapo_megatron.model.buckets import drop_started
 from slapo_megatron.runtime import Megatron
-from slapo_megatron.state.between import BetweenMegatronSteps
+from slapo_megatron.state.external_changes import BetweenMegatronSteps
 from slapo_megatron.state.optimizer import StoredOptimizer
 from slapo_megatron.state.tensors import MegatronTensors
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
-    from slapo_megatron.groups.starting import Lease
+    from torch import nn
 
-__all__ = ["MegatronEngine"]
+    from slapo_core import Plan
+    from slapo_core.spec.request import BuildRequest
+    from slapo_megatron.groups.process_groups import Lease
+    from slapo_megatron.runtime import Megatron
+
+
+class Updates:
+    """The steps of Megatron's optimizer and scheduler.
+
+    Args:
+        plan: of the build.
+        request: from ``build``.
+        megatron: its objects.
+    """
+
+    def __init__(self, plan: Plan, request: BuildRequest, megatron: Megatron) -> None:
+        mesh = request.schedule.mesh
+        self._request, self._megatron = request, megatron
+        self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
+        self._replicas = mesh.group("dp") if mesh is not None and mesh.size("dp") > 1 else None
+        self._unused = UnusedParameters(request, "Megatron", steps_with_zeros=megatron.optimizer is not None)
+        self._has_stepped = False
+
+    def begin(self, module: nn.Module) -> None:
+        """Before the passes.
+
+        Gradients are accumulated from zero on, whatever an earlier step that failed, or a backward pass of the user's
+        own, has left.
+
+        Args:
+            module: of whose buffers replicas hold the same.
+        """
+        self._unused.step_begins()
+        send_buffers(module, self._replicas)
+        drop_started(self._megatron.chunks)
+        for chunk in self._megatron.chunks:
+            chunk.zero_grad_buffer()
+        self._megatron.optimizer.zero_grad()
+
+    def seen(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Parameters that have a gradient, whether or not a pass on this rank gave them one."""
+        for parameter in parameters:
+            self._unused.seen(parameter)
+
+    def step(self, device: torch.device) -> torch.Tensor | None:
+        """After them.
+
+        Returns:
+            the norm of all gradients before clipping, where they are clipped; infinite in a step that Megatron skipped
+            for an overflow.
+        """
+        is_stepped, norm, _ = self._megatron.optimizer.step()
+        if not is_stepped:
+            return torch.tensor(math.inf, device=device)
+        if self._megatron.scheduler is not None:
+            self._megatron.scheduler.step(1)
+        self._unused.step_is_over()
+        if not self._has_stepped:
+            self._has_stepped = True
+            if self._request.optimizer is None:  # the user's tells core that the first step is over
+                self._megatron.optimizer.zero_grad()
+                self._request.clip_gradients()  # there are none any more
+        return torch.tensor(norm, device=device) if self._clips and norm is not None else None
+
+    def end(self) -> None:
+        """Stop to watch parameters."""
+        self._unused.stop()
 
 
 class MegatronEngine(StatefulEngine):
     """State dicts and checkpoints by the request's state, read out of where Megatron keeps it.
 
     Args:
-        plan: what is built.
+        plan: of the build.
         request: from ``build``.
         megatron: its objects, ready to train.
 
@@ -40,7 +109,7 @@ class MegatronEngine(StatefulEngine):
     """Of Megatron's process groups; set by the engines, before they make anything of Megatron's."""
 
     def __init__(self, plan: Plan, request: BuildRequest, megatron: Megatron) -> None:
-        from slapo_megatron.state.places import places_of
+        from slapo_megatron.state.flat_layout import places_of
 
         self.plan, self.megatron = plan, megatron
         self._request, self._state = request, request.state
@@ -76,7 +145,7 @@ class MegatronEngine(StatefulEngine):
     # -- for the engines ----------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Let go of what an engine holds beside Megatron's objects; called once."""
+        """Release the engine's own state, apart from Megatron's objects; called once."""
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -129,7 +198,7 @@ class MegatronEngine(StatefulEngine):
         self._resumed(self._state.load(directory, optimizer=optimizer, uses=self._uses()), optimizer)
 
     def save_sharded(self, directory: str | os.PathLike[str]) -> None:
-        """Write a checkpoint of Megatron's own form: every rank what it holds, by ``megatron.core.dist_checkpointing``.
+        """Write a checkpoint in Megatron's format: each rank its shards, by ``megatron.core.dist_checkpointing``.
 
         A collective over all processes. The keys are the reference model's names (``optimizer.state.exp_avg.<name>``
         for the optimizer's state), the shapes the whole ones: it can be loaded under any schedule of the same model,
@@ -151,7 +220,7 @@ class MegatronEngine(StatefulEngine):
         ShardedDirectory(Path(directory), self._request).write(pieces)
 
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
-        """Read what :meth:`save_sharded` wrote; every rank what it holds. A collective over all processes.
+        """Load a checkpoint of :meth:`save_sharded`: each rank its shards. A collective over all processes.
 
         Its files are those of Megatron and of torch, some of which are pickles: load what you trust.
 
@@ -191,17 +260,17 @@ class MegatronEngine(StatefulEngine):
         return stored.meet() if stored is not None else None
 
     def _beside(self) -> Mapping[str, Any]:
-        from slapo_megatron.state.beside import read_beside
+        from slapo_megatron.state.extra_state import read_extra_state
 
-        return read_beside(self.megatron) if self.optimizer is not None else {}
+        return read_extra_state(self.megatron) if self.optimizer is not None else {}
 
     def _uses(self) -> Collection[str]:
-        from slapo_megatron.state.beside import used_beside
+        from slapo_megatron.state.extra_state import used_extra_state
 
-        return used_beside(self.megatron) if self.optimizer is not None else ()
+        return used_extra_state(self.megatron) if self.optimizer is not None else ()
 
     def _resumed(self, runtime: Mapping[str, Any], optimizer: StoredOptimizer | None) -> None:
-        from slapo_megatron.state.beside import write_beside
+        from slapo_megatron.state.extra_state import write_extra_state
 
         if optimizer is not None:
-            write_beside(self.megatron, runtime, optimizer.loaded or ())
+            write_extra_state(self.megatron, runtime, optimizer.loaded or ())

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from slapo_core import hookimpl
 from slapo_core.spec.hookspecs import Fact, Problem
 
-__all__ = ["slapo_doctor"]
-
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:
-    from slapo_megatron.doctor import examine
+    from slapo_megatron.installation import examine
 
     return examine()

@@ -1,7 +1,7 @@
-"""What Megatron reads on parameters: which of them are pieces, and which are copies that another rank counts.
+"""Mark parameters for Megatron: which are sharded, and which are replicas that another rank counts.
 
-Its norm of all gradients counts what is marked on every rank along ``tp``, and everything else on the first one.
-Without marks the norm leaves out the pieces of the others, or counts ties twice, and nothing tells.
+Its norm of all gradients counts marked parameters on every rank along ``tp``, and all others on the first one.
+Without marks the norm leaves out other ranks' shards, or counts ties twice, silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
     from slapo_core.spec.state import LiveTensor
 
-__all__ = ["Marks", "mark"]
 
 _OF_MEGATRON = ("main_grad", "grad_added_to_main_grad", "main_param", "main_param_sharded")
 """What its wrapper and its optimizers hang on parameters."""
@@ -75,7 +74,7 @@ def mark(request: BuildRequest) -> Marks:
     here = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
     for live in here:
         _refuse_split(request, live)
-    return Marks([(live.tensor, {**_as_piece(request, live), **_as_copy(request, live)}) for live in here])
+    return Marks([(live.tensor, {**_as_shard(request, live), **_as_copy(request, live)}) for live in here])
 
 
 def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
@@ -90,12 +89,12 @@ def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
         if mesh_dim != "tp" and mesh is not None and mesh.size(mesh_dim) > 1:
             raise BuildError(
                 f"'{live.name}' is split on axis {axis} over mesh_dim '{mesh_dim}', and Megatron's "
-                "DistributedDataParallel would average the gradients of its pieces, as of copies",
+                "DistributedDataParallel would average the gradients of its shards, as of replicas",
                 hint='split it over "tp"',
             )
 
 
-def _as_piece(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
+def _as_shard(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
     """Whether ``tp`` splits it, and how; the stride counts the matrices that lie one after the other on that axis."""
     mesh, layout = request.schedule.mesh, live.layout
     split = [axis for mesh_dim, axis in layout.shards() if mesh_dim == "tp"]
@@ -111,7 +110,7 @@ def _as_piece(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
 def _as_copy(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
     """Of a parameter that several ranks along ``pp`` hold: all but the first of them leave it out of the norm.
 
-    ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies alike.
+    ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies equally.
     """
     mesh, placement = request.schedule.mesh, request.placement
     holders = placement.holders(live) if placement is not None else ()

@@ -4,9 +4,9 @@ from slapo_core.testing import preload_modules
 
 preload_modules(
     "tests.cpu_megatron",
-    "slapo_megatron.model.assembling",
+    "slapo_megatron.model.assembly",
     "slapo_megatron.pipeline.engine",
-    "slapo_megatron.pipeline.making",
-    "slapo_megatron.pipeline.running",
-    "slapo_megatron.whole.engine",
+    "slapo_megatron.pipeline.chunks",
+    "slapo_megatron.pipeline.schedule",
+    "slapo_megatron.single_stage",
 )

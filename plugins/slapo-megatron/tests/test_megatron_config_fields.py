@@ -11,9 +11,9 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slapo_megatron.config import reading
+from slapo_megatron.config import field_types
+from slapo_megatron.config.field_types import FieldType, field_types_of
 from slapo_megatron.config.fields import FIELDS, Field
-from slapo_megatron.config.slots import Slot, slots
 from tests.messages import Messages
 
 from .planned import RATE, planned, refusal
@@ -21,38 +21,46 @@ from .planned import RATE, planned, refusal
 _OTHER: dict[Any, Any] = {bool: None, int: 7, float: 0.5, str: "other", torch.dtype: torch.float16}
 
 
-def other_value(slot: Slot) -> Any:
+def other_value(field_type: FieldType) -> Any:
     """One that the type of the field has, but not its default."""
-    if isinstance(slot.default, bool):
-        return not slot.default
+    if isinstance(field_type.default, bool):
+        return not field_type.default
     for kind, value in _OTHER.items():
-        if slot.takes(value) and value is not None and value != slot.default and kind is not bool:
+        if field_type.takes(value) and value is not None and value != field_type.default and kind is not bool:
             return value
     return next(
-        value for value in (True, [2, 2], ["x"], len, "te", "mpi", "ucc") if slot.takes(value) and value != slot.default
+        value
+        for value in (True, [2, 2], ["x"], len, "te", "mpi", "ucc")
+        if field_type.takes(value) and value != field_type.default
     )
 
 
 @pytest.mark.parametrize("option", FIELDS)
 def test_every_field_of_the_installed_version_is_in_the_table(option: str) -> None:
-    assert set(slots(option)) - set(FIELDS[option]) == set()
+    assert set(field_types_of(option)) - set(FIELDS[option]) == set()
 
 
 @pytest.mark.parametrize("option", FIELDS)
 def test_what_the_table_refuses_is_refused_with_its_reason_and_its_default_is_not(option: str) -> None:
-    fields = {name: field for name, field in FIELDS[option].items() if field.how == "refused" and name in slots(option)}
+    fields = {
+        name: field
+        for name, field in FIELDS[option].items()
+        if field.how == "refused" and name in field_types_of(option)
+    }
     assert len(fields) > 5 or option == "scheduler"
-    known = {name: slots(option)[name] for name in fields if not name.startswith("_")}
-    planned(**{option: {name: slot.default for name, slot in known.items()}})
+    known = {name: field_types_of(option)[name] for name in fields if not name.startswith("_")}
+    planned(**{option: {name: field_type.default for name, field_type in known.items()}})
     if known:
-        lines = refusal(**{option: {name: other_value(slot) for name, slot in known.items()}}).splitlines()[1:]
+        lines = refusal(**{option: {name: other_value(field_type) for name, field_type in known.items()}}).splitlines()[
+            1:
+        ]
         for name, line in zip(known, lines, strict=True):
             assert f"'{name}' of {option} " in line
             assert line.endswith(f": {fields[name].why}")
 
 
 def test_a_field_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
-    monkeypatch.setattr(reading, "found_version", lambda: "0.16.1")
+    monkeypatch.setattr(field_types, "found_version", lambda: "0.16.1")
     monkeypatch.setitem(FIELDS["ddp_config"], "of_tomorrow", Field("passed", ""))  # type: ignore[index]
     message(refusal(ddp_config={"of_tomorrow": 1}), "0.16.1 has no 'of_tomorrow' of ddp_config")
     monkeypatch.delitem(FIELDS["ddp_config"], "bucket_size")  # type: ignore[attr-defined]
@@ -84,7 +92,7 @@ def test_a_field_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch, mes
 def test_a_wrong_name_or_type_is_said_with_its_place(
     options: dict[str, Any], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
-    monkeypatch.setattr(reading, "found_version", lambda: "0.16.1")
+    monkeypatch.setattr(field_types, "found_version", lambda: "0.16.1")
     message(refusal(**options), *words)
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from slapo_core.spec.dialect import BuildArguments
-from slapo_megatron.config.facts import trains
+from slapo_megatron.config.draft import trains
 from tests.messages import Messages
 
 from .planned import RATE, plan, planned, refusal, schedule_of

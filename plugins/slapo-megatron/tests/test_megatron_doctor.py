@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from slapo_core.spec.hookspecs import Fact, Problem
-from slapo_megatron import doctor
+from slapo_megatron import installation
 from tests.messages import Messages
 
 
 def examined() -> tuple[dict[str, str], Sequence[Problem]]:
-    found = list(doctor.examine())
+    found = list(installation.examine())
     facts = {item.what: item.value for item in found if isinstance(item, Fact)}
     return facts, [item for item in found if isinstance(item, Problem)]
 
@@ -34,7 +34,7 @@ def test_what_is_there_is_no_problem() -> None:
 
 
 def test_a_missing_psutil_or_einops_is_a_problem(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
-    monkeypatch.setattr(doctor, "_found", lambda name: None)
+    monkeypatch.setattr(installation, "_found", lambda name: None)
     facts, problems = examined()
     assert facts["psutil"] == facts["einops"] == "not installed"
     for name, problem in zip(("psutil", "einops"), problems, strict=True):
@@ -47,7 +47,7 @@ def test_a_missing_psutil_or_einops_is_a_problem(monkeypatch: pytest.MonkeyPatch
     [(None, "megatron-core is not installed"), ("0.15.2", "installed is 0.15.2"), ("0.20.0", "installed is 0.20.0")],
 )
 def test_another_megatron_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: str | None, word: str) -> None:
-    monkeypatch.setattr(doctor, "found_version", lambda: found)
+    monkeypatch.setattr(installation, "found_version", lambda: found)
     facts, (problem,) = examined()
     assert facts["megatron-core"] == (found or "not installed")
     assert word in problem.message
@@ -71,7 +71,7 @@ class _Python(tuple[int, ...]):
 
 
 def test_fused_optimizers_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: object() if name == "apex" else None)
+    monkeypatch.setattr(installation, "find_spec", lambda name: object() if name == "apex" else None)
     facts, problems = examined()
     assert (facts["transformer-engine"], facts["apex"]) == ("not installed", "found")
     assert facts["Adam of Megatron"] == "apex's, fused"

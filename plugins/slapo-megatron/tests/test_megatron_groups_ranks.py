@@ -34,7 +34,7 @@ def kept_and_let_go() -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from slapo_megatron.groups.private import groups_of_megatron, is_alive, timeout_minutes
-    from slapo_megatron.groups.starting import given_back, start
+    from slapo_megatron.groups.process_groups import given_back, start
 
     found: dict[str, Any] = {}
     before = set(dist.distributed_c10d._world.pg_map)
@@ -71,7 +71,7 @@ def half_made() -> list[Any]:
     from megatron.core import parallel_state
 
     from slapo_megatron.groups.private import groups_of_megatron
-    from slapo_megatron.groups.starting import start
+    from slapo_megatron.groups.process_groups import start
 
     create, made = parallel_state.create_group, []
 
@@ -98,7 +98,7 @@ def half_made() -> list[Any]:
 def joined() -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.starting import start
+    from slapo_megatron.groups.process_groups import start
 
     found: dict[str, Any] = {}
     parallel_state.initialize_model_parallel(2, 1, order="dp-tp")

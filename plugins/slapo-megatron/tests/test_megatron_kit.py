@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slapo_core.testing import DialectCase, parametrize_dialect_checks
-from slapo_core.testing.dialects.models import regression_steps
+from slapo_core.testing.dialects.case import regression_steps
 from slapo_megatron.cases import adamw, cases, sgd
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +31,7 @@ def on_cpus_here() -> Iterator[None]:
 
 ON_RANKS = {
     "split_model_trains_as_one_process",
-    "parted_replicas_are_found",
+    "diverged_replicas_are_found",
     "another_batch_on_a_rank_is_refused",
     "failure_on_one_rank_ends_the_build_on_all",
     "other_options_on_a_rank_are_refused",

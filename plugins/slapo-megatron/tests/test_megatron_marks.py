@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import slapo_core as slapo
-import slapo_megatron.whole.engine
+import slapo_megatron.single_stage
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.state import LiveTensor
 from slapo_core.testing import run_ranks
@@ -135,13 +135,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def norms_of(options: dict[str, Any], *, marked: bool) -> list[float]:
-    keep = slapo_megatron.whole.engine.mark
+    keep = slapo_megatron.single_stage.mark
     if not marked:
-        slapo_megatron.whole.engine.mark = lambda request: Marks([])
+        slapo_megatron.single_stage.mark = lambda request: Marks([])
     try:
         _, engine = tied_model.built(TP, target="megatron", max_grad_norm=tied_model.CLIP, **options)
     finally:
-        slapo_megatron.whole.engine.mark = keep
+        slapo_megatron.single_stage.mark = keep
     found = [float(engine.train_step(tied_model.batch(step)).grad_norm) for step in range(2)]
     engine.close()
     return found

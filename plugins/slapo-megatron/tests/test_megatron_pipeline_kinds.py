@@ -16,7 +16,9 @@ from tests import tied_model
 from tests.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
-preload_modules("slapo_megatron.pipeline.running", "slapo_pipeline.partition.hook", "slapo_core.native.pipeline.engine")
+preload_modules(
+    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_core.native.pipeline.engine"
+)
 
 TWO = {"pp": 2}
 CUTS = {"one": ("one",), "three": ("one", "norm", "two")}
@@ -186,7 +188,7 @@ def sending_views() -> None:
 
 def over_megatrons_groups() -> dict[str, Any]:
     """As on GPUs: Megatron sends by itself, and is told the shapes of what comes."""
-    from slapo_megatron.pipeline.communicator import Communicator
+    from slapo_megatron.pipeline.schedule import Communicator
 
     def sending(*, batched: bool) -> Any:
         def made(self: Any, group: Any, config: Any, own: Any = None) -> None:

@@ -14,9 +14,8 @@ from torch import nn
 import slapo_core as slapo
 import slapo_megatron
 from slapo_core.spec.dialect import BuildArguments
-from slapo_megatron import installed
-from slapo_megatron.checking import violations
-from slapo_megatron.dialect import MegatronDialect
+from slapo_megatron import installation
+from slapo_megatron.dialect import MegatronDialect, violations
 from tests.dialect_models import Masked
 from tests.messages import Messages
 
@@ -105,7 +104,7 @@ def test_a_plan_can_be_asked_for_with_the_arguments_of_build() -> None:
 def test_without_megatron_or_with_another_version_there_is_no_plan(
     monkeypatch: pytest.MonkeyPatch, found: str | None, message: Messages
 ) -> None:
-    monkeypatch.setattr(installed, "found_version", lambda: found)
+    monkeypatch.setattr(installation, "found_version", lambda: found)
     message(refusal(), "not installed" if found is None else f"{found} is installed", "pip install ")
 
 

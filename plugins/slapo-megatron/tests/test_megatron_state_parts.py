@@ -9,8 +9,7 @@ import torch
 
 from slapo_core import BuildError
 from slapo_core.spec.flat_shards import Place
-from slapo_megatron.state.optimizer import StoredOptimizer
-from slapo_megatron.state.settings import settings_of
+from slapo_megatron.state.optimizer import StoredOptimizer, settings_of
 from tests.messages import Messages
 
 
@@ -28,7 +27,7 @@ class FusedAdam(torch.optim.SGD):
 
 
 def stored(*parameters: torch.Tensor) -> tuple[FusedAdam, StoredOptimizer]:
-    from slapo_megatron.state.places import Held, Places
+    from slapo_megatron.state.flat_layout import Held, Places
 
     inner = FusedAdam([{"params": list(parameters)}])
     held = {id(one): Held(inner, Place.whole(one, tuple(one.shape)), one.dtype) for one in parameters}

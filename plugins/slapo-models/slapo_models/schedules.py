@@ -1,6 +1,6 @@
 """Full schedules of seven families: kernels, tensor parallelism, checkpointing and pipeline stages.
 
-Every function stands by itself, to be copied and changed. Tensor parallelism follows Megatron-LM: two all-reduces
+Every function is independent, to be copied and changed. Tensor parallelism follows Megatron-LM: two all-reduces
 forward and two backward a layer, one more for each cross-attention, whose two inputs take two of the backward ones.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import slapo_core as slapo
-
-__all__ = ["bert", "gpt", "llama", "opt", "roberta", "t5", "wide_resnet"]
 
 
 def bert(

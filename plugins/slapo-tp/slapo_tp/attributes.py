@@ -1,4 +1,4 @@
-"""``shard_attribute``: divide a module's own numbers, such as its number of heads, by the number of ranks."""
+"""Divide a module's integer attributes (its number of heads) by the number of ranks: ``shard_attribute``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from slapo_core.spec.preconditions import Distributed, Divisible
 from slapo_tp.layers import layer_type_of
 from slapo_tp.splits import as_tuple, mesh_size, sized_tensor, split_axis
 
-__all__ = ["ShardAttribute"]
-
 
 @dataclass(frozen=True)
 class ShardAttribute(Primitive):
-    """Divide integer attributes of the module by the number of ranks, to fit the pieces that its children hold.
+    """Divide integer attributes of the module by the number of ranks, to fit the shards that its children hold.
 
     Args:
         names: e.g. ``"num_heads"``, or ``["num_attention_heads", "all_head_size"]``.

@@ -1,17 +1,17 @@
 """The collectives of tensor parallelism, each with its gradient.
 
-Three pairs; in each, one function is the gradient of the other, so that gradients of gradients are right too (where
-nobody asks for these, the backward of the first pair runs without an autograd function of its own):
+Three pairs; in each, one function is the gradient of the other, so that gradients of gradients are right too (unless
+requested, the backward of the first pair runs without an autograd function of its own):
 
 =================  =============================  =================================
 function           forward                        backward
 =================  =============================  =================================
 `all_reduce`       sum over the ranks             identity
 `copy`             identity                       sum over the ranks
-`all_gather`       concatenate the ranks' pieces  this rank's piece of the gradient
-`split`            this rank's piece              concatenate the ranks' gradients
-`gather_sum`       concatenate the ranks' pieces  sum, then this rank's piece
-`reduce_scatter`   sum, then this rank's piece    concatenate the ranks' gradients
+`all_gather`       concatenate the ranks' shards  this rank's shard of the gradient
+`split`            this rank's shard              concatenate the ranks' gradients
+`gather_sum`       concatenate the ranks' shards  sum, then this rank's shard
+`reduce_scatter`   sum, then this rank's shard    concatenate the ranks' gradients
 =================  =============================  =================================
 
 They are functional (no argument is overwritten unless the caller says so), give plain tensors, and ``torch.compile``
@@ -36,9 +36,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from slapo_core import Mesh, MeshError
 from slapo_core.spec.observers import Origin, run_from
 
-__all__ = ["Collective", "RankGroup", "all_gather", "all_reduce", "copy", "gather_sum", "reduce_scatter", "split"]
-
-_ops = torch.ops._c10d_functional  # each by its overload: choosing one anew costs microseconds a call
+_ops = torch.ops._c10d_functional  # each by its overload: resolving one costs microseconds a call
 
 
 @dataclass(frozen=True)
@@ -68,11 +66,12 @@ class RankGroup:
         """The name, for a collective that is about to run.
 
         Raises:
-            MeshError: the mesh is only declared, so nobody would answer.
+            MeshError: the mesh is abstract, so there is no process group.
         """
         if self.name is None:
             raise MeshError(
-                f"a sync over {self.size} ranks was reached in a process that only plays one of them", hint=self.launch
+                f"sync ran on an abstract mesh: this process has no process group for the {self.size} ranks",
+                hint=self.launch,
             )
         return self.name
 
@@ -83,8 +82,8 @@ def all_reduce(tensor: Tensor, group: RankGroup, *, overwrite: bool = False) -> 
     Args:
         tensor: this rank's part.
         group: the ranks.
-        overwrite: the caller knows that nobody else holds ``tensor``, so that the sum may take its memory, which saves
-            a copy. ``torch.compile`` decides this by itself.
+        overwrite: ``tensor`` has no other reference, so that the sum may take its memory, which saves a copy.
+            Ignored by ``torch.compile``, which decides it.
     """
     return _call("all_reduce_" if overwrite and not is_compiling() else "all_reduce", tensor, group)
 
@@ -95,30 +94,30 @@ def copy(tensor: Tensor, group: RankGroup) -> Tensor:
 
 
 def all_gather(tensor: Tensor, axis: int, group: RankGroup, length: int | None = None) -> Tensor:
-    """The ranks' pieces one after the other along ``axis``; the gradient is this rank's piece.
+    """Concatenate the ranks' shards along ``axis``; the gradient is this rank's shard.
 
     Args:
-        tensor: this rank's piece.
+        tensor: this rank's shard.
         axis: to concatenate along.
         group: the ranks.
-        length: elements of ``axis`` without the last pieces' padding, which is cut off and whose gradient is zero;
+        length: elements of ``axis`` without the last shards' padding, which is cut off and whose gradient is zero;
             None: no padding.
     """
     return _call("all_gather", tensor, group, axis, length)
 
 
 def split(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """This rank's piece of ``axis``; the gradient is gathered."""
+    """Take this rank's shard of ``axis``; the gradient is gathered."""
     return _call("split", tensor, group, axis)
 
 
 def gather_sum(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """The ranks' pieces one after the other along ``axis``; the gradient is summed, then this rank's piece taken."""
+    """Concatenate the ranks' shards along ``axis``; the gradient is summed, then this rank's shard taken."""
     return _call("gather_sum", tensor, group, axis)
 
 
 def reduce_scatter(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """Sum over the ranks, this rank's piece of ``axis``; the gradient is gathered."""
+    """Sum over the ranks, and take this rank's shard of ``axis``; the gradient is gathered."""
     return _call("reduce_scatter", tensor, group, axis)
 
 
@@ -161,7 +160,7 @@ class Collective:
 
 
 def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
-    # A parameter has its values while a graph is recorded, and what is computed with it has none.
+    # While a graph is recorded, a parameter has values and its results have none.
     if group.name is None and (tensor.is_meta or detect_fake_mode(tensor) is not None):
         return _without_ranks(name, tensor, group.size, axis, length)
     if name == "all_reduce_" and tensor.is_contiguous():
@@ -180,7 +179,7 @@ def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | N
 
 
 def _without_ranks(name: str, tensor: Tensor, size: int, axis: int, length: int | None) -> Tensor:
-    """What a collective gives where ranks are declared and tensors have no values: the right shapes."""
+    """Return the shapes of a collective on an abstract mesh with meta tensors."""
     if name == "copy":
         return tensor.view_as(tensor)
     if name == "all_reduce_":
@@ -271,7 +270,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
         ctx.arguments = (axis, name, size)
-        return _sum_piece(tensor, axis, name, size)
+        return _sum_shard(tensor, axis, name, size)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -286,21 +285,21 @@ def _sum(tensor: Tensor, name: str) -> Tensor:
 
 
 def _concatenate(tensor: Tensor, axis: int, name: str, size: int, length: int | None = None) -> Tensor:
-    pieces = _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
+    shards = _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
     if axis % tensor.dim() == 0 and length is None:
-        return pieces
-    return torch.cat(_cut(pieces.chunk(size), axis, length), dim=axis)
+        return shards
+    return torch.cat(_cut(shards.chunk(size), axis, length), dim=axis)
 
 
-def _cut(pieces: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor]:
-    """The pieces without what reaches over ``length`` elements of ``axis``."""
+def _cut(shards: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor]:
+    """Cut the shards to ``length`` elements of ``axis`` in all."""
     if length is None:
-        return list(pieces)
-    extent = pieces[0].shape[axis]
-    rest = [max(0, min(extent, length - number * extent)) for number in range(len(pieces))]
-    return [piece.narrow(axis, 0, own) for piece, own in zip(pieces, rest, strict=True)]
+        return list(shards)
+    extent = shards[0].shape[axis]
+    rest = [max(0, min(extent, length - number * extent)) for number in range(len(shards))]
+    return [shard.narrow(axis, 0, own) for shard, own in zip(shards, rest, strict=True)]
 
 
-def _sum_piece(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
+def _sum_shard(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
     stacked = tensor.contiguous() if axis % tensor.dim() == 0 else torch.cat(tensor.chunk(size, dim=axis))
     return _ops.wait_tensor.default(_ops.reduce_scatter_tensor.default(stacked, "sum", size, name))

@@ -1,4 +1,4 @@
-"""``fork_rng``: a module whose random numbers differ from rank to rank."""
+"""Give each rank its own RNG stream in a module: ``fork_rng``."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ from slapo_core.spec.edit import Forward
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp.splits import mesh_size
 
-__all__ = ["ForkRng"]
-
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that the ranks' seeds differ in their low 32 bits, all that CPU seeding uses
 
 
 @dataclass(frozen=True)
 class ForkRng(Primitive):
-    """Let the module draw random numbers (dropout) from a stream that differs from rank to rank.
+    """Run the module (dropout) on an RNG stream that differs from rank to rank.
 
-    For what works on a piece between two split layers: there the ranks, which start from the same seed, would drop the
-    same elements of different heads or features. Everywhere else the ranks must go on drawing alike: around a dropout
+    For what works on a shard between two split layers: there the ranks, which start from the same seed, would drop the
+    same elements of different heads or features. Everywhere else the ranks must use equal RNG states: around a dropout
     of what every rank has whole, the ranks' activations, and with them their whole parameters, would drift apart.
     ``verify`` finds that, and names the module where the call belongs; where one is missing, it notes it.
 
-    The stream is seeded anew at each call, by a number drawn from the generator that all ranks share and by the rank.
-    So it needs no state of its own in a checkpoint, and activation recomputation draws the same again, whichever of
+    The stream is seeded at each call by a number of the generator that all ranks share and by the rank.
+    So it needs no state of its own in a checkpoint, and a recompute uses the same stream, whichever of
     the two is around the other.
 
     Args:
-        mesh_dim: the mesh dimension whose ranks are to draw differently.
+        mesh_dim: the mesh dimension whose ranks get different RNG streams.
 
     Raises:
-        PreconditionError: no mesh, the module has no forward of its own, or it draws so already.
+        PreconditionError: no mesh, the module has no forward of its own, or has an RNG stream already.
 
     rewrite: (``g`` the generator that all ranks share, ``g[r]`` one seeded by a number of ``g`` and by the rank)
         ``y = module(x)`` drawing from ``g`` -> ``y = module(x)`` drawing from ``g[r]``; ``g`` moves on by one number
@@ -69,7 +67,7 @@ class ForkRng(Primitive):
             )
         for record in node.records:
             if isinstance(record.primitive, ForkRng) and record.primitive.mesh_dim == self.mesh_dim:
-                yield Violation(f"the module draws differently on each rank already, by {record}", "remove this call")
+                yield Violation(f"the module has an RNG stream for each rank already, by {record}", "remove this call")
 
     def apply(self, node: Node, edit: Edit) -> None:
         active = mesh_size(node, self.mesh_dim) > 1
@@ -144,7 +142,7 @@ class Fork(_Switch):
     rank: int
 
     def _switch(self, tensor: Tensor) -> Tensor:
-        if tensor.is_meta or isinstance(tensor, FakeTensor):  # without values there is nothing to draw
+        if tensor.is_meta or isinstance(tensor, FakeTensor):  # meta tensors use no RNG
             return torch.empty(0, dtype=torch.uint8, device=tensor.device)
         states = [generator.get_state() for generator in _generators()]
         for generator in _generators():

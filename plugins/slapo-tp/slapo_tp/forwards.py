@@ -1,4 +1,4 @@
-"""Forwards of split modules: wrappers for ``edit.wrap_forward``, plain functions that take the module first."""
+"""Run split modules: wrappers for ``edit.wrap_forward``, and the hooks that add a left-out bias."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slapo_core import ArgumentError
 from slapo_core.spec.edit import Forward
-
-__all__ = ["OwnRows", "fresh", "gives_fresh_output", "leave_bias_out", "look_up_own_rows"]
+from slapo_tp import collectives
+from slapo_tp.collectives import RankGroup
 
 
 def gives_fresh_output(module: nn.Module) -> bool:
-    """Whether the module's forward makes its output anew and keeps no reference to it, for a module of a known kind.
+    """Whether the forward of a known layer type makes a new output and keeps no reference to it.
 
     So does the forward of its class, and so do those below; what others put in its place, or around it, may keep it.
     """
@@ -29,7 +30,7 @@ def gives_fresh_output(module: nn.Module) -> bool:
 
 
 def fresh(function: Forward) -> Forward:
-    """Mark a forward whose output is made anew and kept by nobody, and that a static graph can hold."""
+    """Mark a forward that makes a new output, keeps no reference to it, and fits in a static graph."""
     setattr(function, _FRESH, function)
     function.slapo_is_inlined = function  # type: ignore[attr-defined]
     return function
@@ -96,3 +97,77 @@ class OwnRows:
             own = own.masked_fill(input >= self.vocabulary, rows)
         found = F.embedding(own, module.weight, padding, sparse=module.sparse)
         return found.masked_fill(others.unsqueeze(-1), 0.0)
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AddBias:
+    """Forward hook: add the bias that the forward left out; the output is the whole sum by now.
+
+    Args:
+        feature_axis: the output's axis that holds the output features, counted from the end.
+        shards: the group over which the output is in shards, so that each rank sees a part of the bias' gradient;
+            None where the output is whole.
+    """
+
+    feature_axis: int
+    shards: RankGroup | None = None
+    slapo_is_inlined = True
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> Tensor:
+        return _with_bias(module, output, self.feature_axis, self.shards)
+
+
+@dataclass(frozen=True)
+class FunctionHook:
+    """Forward hook: a function of the user's reduces the partial sum, then the bias that the forward left out is added.
+
+    The shape of the function's result decides: the partial sum's shape means the full sum, and an equal shard
+    of it is this rank's shard, of which each rank sees a part of the bias' gradient.
+
+    Args:
+        function: with the signature of torch's hook; None as its answer leaves the output, maybe changed in place.
+        feature_axis: the output's axis that holds the output features, counted from the end.
+        group: the ranks.
+        path: of the module, for messages.
+    """
+
+    function: Callable[..., Any]
+    feature_axis: int
+    group: RankGroup
+    path: str
+
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Tensor) -> Tensor:
+        partial = tuple(output.shape)
+        answer = self.function(module, args, kwargs, output)
+        reduced = output if answer is None else answer
+        axis = self.feature_axis + len(partial)
+        shards = [
+            (*partial[:each], extent // self.group.size, *partial[each + 1 :])
+            for each, extent in enumerate(partial)
+            if each != axis and extent % self.group.size == 0
+        ]
+        shape = tuple(reduced.shape) if isinstance(reduced, Tensor) else None
+        if shape != partial and shape not in shards:
+            given = type(reduced).__name__ if shape is None else f"shape {shape}"
+            choices = f", or this rank's shard of it, {' or '.join(map(str, shards))}" if shards else ""
+            raise ArgumentError(
+                f"tp.sync at '{self.path}': the function gave {given} for a partial sum of shape {partial}, and the "
+                "bias that the layer left out cannot be added to that",
+                path=self.path,
+                hint=f"return the whole sum, {partial}{choices}",
+            )
+        in_shards = None if shape == partial else self.group
+        return _with_bias(module, reduced, self.feature_axis, in_shards)
+
+
+def _with_bias(module: nn.Module, output: Tensor, feature_axis: int, shards: RankGroup | None) -> Tensor:
+    bias: Tensor = module.bias  # type: ignore[assignment]
+    if shards is not None:
+        bias = collectives.copy(bias, shards)
+    if feature_axis != -1:
+        bias = bias.view(-1, *[1] * (-1 - feature_axis))
+    return output + bias.type_as(output)

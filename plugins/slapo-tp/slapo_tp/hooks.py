@@ -1,16 +1,58 @@
-"""What slapo asks this plugin: may a step be applied, and what is missing in a schedule."""
+"""Implement slapo's hooks: refuse steps, and report missing steps of a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from slapo_core import Node, Primitive, Suggestion, Violation, hookimpl
+from slapo_core import Node, Primitive, Record, Suggestion, Violation, hookimpl
 from slapo_core.spec.request import ScheduledModel
-from slapo_tp.carried_syncs import carried_sync_violations
-from slapo_tp.obligations import cut_heads, doubled_reductions, missing_gradient_reductions, missing_reductions
-from slapo_tp.suggestions import suggestions
+from slapo_tp.obligations import (
+    cut_heads,
+    doubled_reductions,
+    missing_gradient_reductions,
+    missing_reductions,
+    suggestions,
+)
+from slapo_tp.splits import split_axis
 
-__all__ = ["slapo_check", "slapo_preconditions", "slapo_suggest"]
+
+def carried_sync_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
+    """Why ``replace(..., drop=...)`` would leave a collective at a module that has nothing split any more.
+
+    Args:
+        node: the module to replace.
+        primitive: a ``core.replace``.
+    """
+    names: tuple[str, ...] = primitive.drop  # type: ignore[attr-defined]
+    for mesh_dim in node.mesh.sizes if node.mesh is not None else ():
+        split = [name for name in names if _is_split(node, name, mesh_dim)]
+        syncs = [record for record in node.records if _is_in_force(node, record, mesh_dim)]
+        if split and syncs:
+            shown = " and ".join(f"'{name}'" for name in split)
+            place = f"sch['{node.path}']"
+            yield Violation(
+                f"it drops {shown}, split over mesh_dim '{mesh_dim}', but the collective of {syncs[0]} would go on "
+                "with the new module, which is whole",
+                f"replace first, split then: {place}.replace(...), {place}.shard(...), {place}.sync(...)",
+            )
+
+
+def _is_split(node: Node, name: str, mesh_dim: str) -> bool:
+    path, _, own = name.rpartition(".")
+    try:
+        holder: Node = node[path] if path else node
+    except LookupError:
+        return False  # replace itself refuses an unknown tensor
+    return split_axis(holder, own, mesh_dim) is not None
+
+
+def _is_in_force(node: Node, record: Record, mesh_dim: str) -> bool:
+    """Whether the collective of an earlier step is still there: a replacement before may have taken its place."""
+    sync: Any = record.primitive
+    if record.name != "tp.sync" or sync.mesh_dim != mesh_dim:
+        return False
+    return bool(node.hooks)
 
 
 @hookimpl

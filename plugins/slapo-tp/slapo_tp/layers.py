@@ -27,7 +27,7 @@ class Axis:
     Args:
         role: ``"output"`` features, ``"input"`` features, ``"hidden"`` ones that neither the input nor the output of
             the layer has (those between the two matrices of an expert), the rows of a ``"vocabulary"``, or the
-            ``"channel"``s of a layer that computes each of them by itself: features of its input and of its output.
+            ``"channel"``s of a layer that computes each of them separately: features of its input and of its output.
         attribute: the module's attribute that gives its size, e.g. ``"out_features"``, which is divided with it; None
             where there is none.
     """
@@ -49,9 +49,9 @@ class LayerType:
             front where such layers take any number of axes behind it.
         without_bias: its forward with the bias left out, as ``function(layer, x)``; without one, a layer with a bias
             cannot be split on its input axis, or on hidden features.
-        together: the parameters and buffers that can only be split by one step, such as those of a norm.
+        together: the parameters and buffers that only one step can split (those of a norm).
         weight: the name of the parameter, or buffer, that the axes are of.
-        is_fresh: whether the forward makes its output anew and keeps no reference to it, so that a reduction may
+        is_fresh: whether the forward makes a new output and keeps no reference to it, so that a reduction may
             overwrite the output.
     """
 

@@ -1,8 +1,4 @@
-"""Check what is certain about a schedule without running the model: reductions that are missing or doubled, cut heads.
-
-Where code that this plugin does not know may do the reduction (a hook of the user's, a module that a step put in the
-place of another, a step of another plugin), there is no answer: ``verify`` finds it out.
-"""
+"""Find missing and doubled reductions in a schedule, and suggest the missing calls."""
 
 from __future__ import annotations
 
@@ -12,12 +8,12 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from slapo_core import Node, Record, Violation
+from slapo_core import Change, Node, Record, Suggestion, Violation
 from slapo_core.spec.node import only_looks
 from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
+from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of
-from slapo_tp.left_out_bias import AddBias, FunctionHook
 from slapo_tp.splits import (
     as_tuple,
     bias_is_left_out,
@@ -27,9 +23,9 @@ from slapo_tp.splits import (
     split_axis,
     weight_name,
 )
+from slapo_tp.sync import Sync
+from slapo_tp.sync_gradient import SyncGradient
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
-
-__all__ = ["cut_heads", "doubled_reductions", "missing_gradient_reductions", "missing_reductions"]
 
 _OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
 _SUMS = ("all_reduce", "reduce_scatter")
@@ -49,7 +45,7 @@ def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
     for node in partial:
         others = [place.path for place, _ in sites(node, weight_name(node)) if place.path != node.path]
         if any(path in reduced for path in others):
-            continue  # one that is tied and never called, such as the `shared` embedding of T5, needs no reduction
+            continue  # a tied layer that is never called (the `shared` embedding of T5) needs no reduction
         if node.path not in reduced:
             yield _unreduced(node, mesh_dim, in_sequence=in_sequence)
         elif bias_is_left_out(node, mesh_dim) and not _adds_bias(node):
@@ -59,7 +55,7 @@ def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
 def doubled_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
     """Yield each ``bwd_post`` reduction around layers that all reduce the gradients of their inputs themselves.
 
-    Only where every layer below is split: what is whole may give a partial gradient, which the outer one reduces.
+    Only if every layer below is split: an unsharded layer may give a partial gradient, which the outer one reduces.
     """
     assert schedule.mesh is not None
     nodes, group = list(schedule.root.walk()), RankGroup.along(schedule.mesh, mesh_dim)
@@ -88,7 +84,7 @@ def doubled_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
 def missing_gradient_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
     """Yield each layer with a split output whose partial input gradient reaches a trained weight unreduced.
 
-    Only within an nn.Sequential, where it is certain which layer gets which output; elsewhere ``verify`` finds it.
+    Only within an nn.Sequential, where it is certain which layer gets which output; otherwise ``verify`` finds it.
     """
     assert schedule.mesh is not None
     if any(not _is_known(schedule, record) for record in schedule.records):
@@ -233,7 +229,7 @@ def _bias_lost(node: Node, reducer: Node | None, mesh_dim: str) -> Violation:
 def _others_may_reduce(
     schedule: ScheduledModel, nodes: Sequence[Node], partial: Sequence[Node], group: RankGroup
 ) -> bool:
-    """Whether something beside the collectives at the partial outputs, or around them, may sum one of them."""
+    """Whether an unknown hook or forward at or around the partial outputs may reduce one of them."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return True
     if any(not _is_known(schedule, record) for record in schedule.records):
@@ -322,3 +318,81 @@ def _where(path: str) -> str:
 
 def _address(path: str) -> str:
     return f"sch['{path}']" if path else "sch.root"
+
+
+def suggestions(schedule: ScheduledModel, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
+    """Yield steps that may be missing along ``mesh_dim``, the more likely ones first.
+
+    Args:
+        schedule: the wrong one.
+        gradients: full names of the parameters whose gradients differ; empty where the output does.
+        mesh_dim: of several ranks, along which a step works.
+    """
+    assert schedule.mesh is not None
+    if schedule.mesh.size(mesh_dim) == 1:
+        return
+    nodes = list(schedule.root.walk())
+    if gradients:
+        yield from _suggest_sync_gradients(schedule.root, gradients, mesh_dim)
+        yield from _suggest_gradient_reductions(nodes, mesh_dim)
+    else:
+        yield from _suggest_reductions(nodes, mesh_dim)
+
+
+def _suggest_reductions(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
+    step = Sync("fwd_post", "all_reduce", mesh_dim=mesh_dim)
+    missing = [
+        Change(node.path, step)
+        for node in nodes
+        if output_state(node, mesh_dim) == "partial"
+        and not any(_has_sync(tied, "fwd_post", "forward") for tied, _ in sites(node, weight_name(node)))
+    ]
+    if len(missing) > 1:
+        yield Suggestion(tuple(missing), likely=True)
+    for number, change in enumerate(missing):
+        yield Suggestion((change,), likely=number < 2)
+
+
+def _suggest_gradient_reductions(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
+    step = Sync("bwd_post", "all_reduce", mesh_dim=mesh_dim)
+    by_parent: dict[str, list[Change]] = {}
+    for node in nodes:
+        above = node.parent
+        around = [place for place in (node, above, above and above.parent) if place is not None]
+        is_reduced = any(_has_sync(place, "bwd_post", "backward", "fwd_pre") for place in around)
+        if makes_gradient_partial(node, mesh_dim) and not is_reduced:
+            by_parent.setdefault(above.path if above is not None else "", []).append(Change(node.path, step))
+    yield from (Suggestion((change,), likely=True) for changes in by_parent.values() for change in changes)
+    for parent, changes in by_parent.items():
+        if len(changes) > 1:
+            yield Suggestion(tuple(changes), likely=True)
+            yield Suggestion((Change(parent, step),))
+
+
+def _suggest_sync_gradients(root: Node, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
+    by_path: dict[str, list[str]] = {}
+    for full_name in gradients:
+        path, _, name = full_name.rpartition(".")
+        try:
+            node: Node = root[path] if path else root
+        except LookupError:
+            continue  # a step replaced the module
+        if name not in node.parameters or split_axis(node, name, mesh_dim) is not None:
+            continue
+        steps = [record.primitive for record in node.records if isinstance(record.primitive, SyncGradient)]
+        is_bias_of_sync = name == "bias" and bias_is_left_out(node, mesh_dim)
+        if not is_bias_of_sync and not any(name in as_tuple(step.names) for step in steps):
+            by_path.setdefault(path, []).append(name)
+    changes = [
+        Change(path, SyncGradient(names[0] if len(names) == 1 else tuple(names), mesh_dim=mesh_dim))
+        for path, names in by_path.items()
+    ]
+    if changes and sum(map(len, by_path.values())) == len(gradients):
+        yield Suggestion(tuple(changes), likely=True)
+    if len(changes) > 1:
+        yield from (Suggestion((change,)) for change in changes[:4])
+
+
+def _has_sync(node: Node, *modes: str) -> bool:
+    steps = [record.primitive for record in node.records]
+    return any(isinstance(step, Sync) and step.mode in modes for step in steps)

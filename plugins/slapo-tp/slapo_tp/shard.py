@@ -1,24 +1,262 @@
-"""``shard``: keep only this rank's piece of a parameter or buffer."""
+"""Keep only this rank's shard of a parameter or buffer: ``shard``, and its checks."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
-from slapo_core.spec.preconditions import Distributed
-from slapo_tp.forwards import leave_bias_out, look_up_own_rows
-from slapo_tp.layers import layer_type_of
-from slapo_tp.shard_rules import names_violations, pieces, tensor_violations, together_violations
-from slapo_tp.splits import as_tuple, mesh_size, own_tensor, sites, sized_tensor, split_axis, tensor_axis
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Shard"]
+from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
+from slapo_core.spec.edit import runs_own_forward
+from slapo_core.spec.preconditions import Distributed, Divisible
+from slapo_tp.forwards import leave_bias_out, look_up_own_rows
+from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
+from slapo_tp.splits import (
+    as_tuple,
+    mesh_size,
+    own_tensor,
+    sites,
+    sized_tensor,
+    split_axis,
+    split_together,
+    tensor_axis,
+    weight_name,
+)
+
+Packed = int | tuple[int, ...]
+
+
+def names_violations(names: tuple[str, ...]) -> Iterator[Violation]:
+    if not names:
+        yield Violation("it names no parameter", 'write shard("weight", axis=0)')
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield Violation(f"'{name}' is named {count} times", "name each parameter once")
+
+
+def together_violations(node: Node, names: tuple[str, ...]) -> Iterator[Violation]:
+    """Refuse to split only some of the tensors that belong together: a norm without its running statistics."""
+    together, module = split_together(node), type(node.module).__name__
+    left_out = [name for name in together if name not in names]
+    if left_out and set(names) & set(together):
+        listed = ", ".join(f"'{name}'" for name in left_out)
+        stay = "stay" if len(left_out) > 1 else "stays"
+        written = ", ".join(f'"{name}"' for name in together)
+        yield Violation(
+            f"{listed} {stay} full: {module} reads all of its tensors for each channel",
+            f"use shard([{written}], axis=0)",
+        )
+
+
+def packed_sizes(packed: Packed, extent: int) -> tuple[int, ...]:
+    """Return the sizes of the matrices along an axis: ``packed_sizes(3, 768) == (256, 256, 256)``."""
+    return packed if isinstance(packed, tuple) else (extent // packed,) * packed
+
+
+def tensor_violations(
+    node: Node, name: str, names: tuple[str, ...], axis: int, packed: Packed, mesh_dim: str, *, pad: bool
+) -> Iterator[Violation]:
+    """Every reason why ``shard(names, axis, packed=packed, pad=pad)`` cannot split tensor ``name`` of this node."""
+    tensor = own_tensor(node, name)
+    if tensor is None:
+        yield _missing(node, name)
+        return
+    unsplittable = _unsplittable(name, tensor)
+    if unsplittable is not None:
+        yield unsplittable
+        return
+    own_axis = tensor_axis(node, name, names, axis)
+    if own_axis is None:
+        yield _no_such_axis(node, name, tensor, axis)
+        return
+    split = list(_split_already(node, name, own_axis, mesh_dim))
+    if split:
+        yield from split
+        return
+    refusals = [
+        refusal
+        for place, own in sites(node, name)
+        for refusal in _module_refuses(node, place, own, own_axis, packed, mesh_dim)
+    ]
+    if refusals:
+        yield from refusals
+    elif not pad:
+        yield from _indivisible(node, name, tensor, own_axis, packed, mesh_dim)
+    elif packed != 1 or not _can_be_padded(node, name, own_axis):
+        got = f"axis {own_axis} of '{name}' of {type(node.module).__name__}" if packed == 1 else f"packed={packed}"
+        yield Violation(
+            f"pad=True is for the rows of nn.Embedding and the output axis of nn.Linear (got {got})", "leave pad out"
+        )
+
+
+def _can_be_padded(node: Node, name: str, axis: int) -> bool:
+    """Whether every known layer with the tensor has it as its rows or outputs, and there is one."""
+    kinds = [(layer_type_of(place.module), own) for place, own in sites(node, name)]
+    known = [(kind, own) for kind, own in kinds if kind is not None]
+    return (
+        bool(known)
+        and axis == 0
+        and all(kind in (LINEAR, EMBEDDING) and own in ("weight", "bias") for kind, own in known)
+    )
+
+
+def _missing(node: Node, name: str) -> Violation:
+    module = node.module
+    if name in module._parameters or name in module._buffers:
+        return Violation(f"'{name}' is None in this {type(module).__name__}", f"leave '{name}' out")
+    tensors = {**node.parameters, **node.buffers}
+    if not tensors:
+        below = [child.path for child in node.children if child.parameters or child.buffers]
+        hint = f"its children have some: sch['{below[0]}'].shard(...)" if below else "print(sch) shows the tree"
+        return Violation(f"this {type(module).__name__} has no parameter or buffer of its own", hint)
+    listed = ", ".join(f"'{own}' {tuple(tensor.shape)}" for own, tensor in tensors.items())
+    close = difflib.get_close_matches(name, tensors, n=1)
+    hint = f"did you mean '{close[0]}'? it has {listed}" if close else f"it has {listed}"
+    return Violation(f"this {type(module).__name__} has no parameter or buffer '{name}'", hint)
+
+
+def _unsplittable(name: str, tensor: Tensor) -> Violation | None:
+    if is_lazy(tensor):
+        return Violation(f"'{name}' has no shape yet", "run the model once before, or give the layer its input size")
+    if tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+        subclass = "quantized tensor" if tensor.is_quantized else type(tensor.data).__name__
+        return Violation(f"'{name}' is a {subclass}, not a plain tensor", "shard before it is converted")
+    if tensor.dim() == 0:
+        return Violation(f"'{name}' is a scalar and has no axis", f"leave '{name}' out")
+    return None
+
+
+def _no_such_axis(node: Node, name: str, tensor: Tensor, axis: int) -> Violation:
+    kind, weight = layer_type_of(node.module), own_tensor(node, weight_name(node))
+    if name == "bias" and kind is not None and weight is not None and -weight.dim() <= axis < weight.dim():
+        output = kind.axis_of("output")
+        return Violation(
+            f"'bias' lies along the weight's output axis {output}, not along its axis {axis}",
+            f'use shard(["weight", "bias"], axis={output}), or shard("weight", axis={axis}): '
+            "the whole bias is then added once, by sync",
+        )
+    choices = " or ".join(f"axis={position}" for position in range(tensor.dim()))
+    axes = f"{tensor.dim()} axes" if tensor.dim() > 1 else "1 axis"
+    return Violation(f"'{name}' has {axes} {tuple(tensor.shape)}", f"use {choices}")
+
+
+def _split_already(node: Node, name: str, axis: int, mesh_dim: str) -> Iterator[Violation]:
+    before = split_axis(node, name, mesh_dim)
+    if before is not None:
+        steps = [
+            str(record)
+            for place, own in sites(node, name)
+            for record in place.records
+            if record.name == "tp.shard" and own in as_tuple(record.primitive.arguments()["names"])
+        ]
+        by = f" by {steps[-1]}" if steps else ""
+        yield Violation(
+            f"'{name}' is split over mesh_dim '{mesh_dim}' already, on axis {before}{by}",
+            "remove this call, or name another mesh_dim",
+        )
+    for other, other_axis in node.layout(name).shards():
+        if other_axis == axis and other != mesh_dim:
+            yield Violation(
+                f"axis {axis} of '{name}' is split over mesh_dim '{other}' already", "split another axis of it"
+            )
+
+
+def _indivisible(
+    node: Node, name: str, tensor: Tensor, axis: int, packed: Packed, mesh_dim: str
+) -> Iterator[Violation]:
+    extent, size = tensor.shape[axis], mesh_size(node, mesh_dim)
+    what = f"axis {axis} of '{name}'"
+    if isinstance(packed, tuple):
+        if sum(packed) != extent or min(packed, default=0) < 1:
+            yield Violation(
+                f"{what} has {extent} elements, but packed={packed} gives {sum(packed)}",
+                "packed lists the size of each matrix on that axis, in elements",
+            )
+            return
+    elif packed < 1 or extent % packed:
+        yield Violation(
+            f"{what} has {extent} elements, which packed={packed} does not divide",
+            "give the size of each matrix, e.g. packed=(768, 256, 256)",
+        )
+        return
+    sizes = packed_sizes(packed, extent)
+    for number, length in enumerate(sizes, start=1):
+        part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
+        near = [near for near in (length - length % size, length - length % size + size) if near]
+        hint = f"sizes that work: {' or '.join(map(str, near))}"
+        if packed == 1 and _can_be_padded(node, name, axis):
+            hint += f'; a vocabulary can be padded: shard("{name}", axis={axis}, pad=True)'
+        yield from Divisible(part, length, mesh_dim, hint)(node)
+
+
+def _module_refuses(
+    node: Node, place: Node, name: str, axis: int, packed: Packed, mesh_dim: str
+) -> Iterator[Violation]:
+    """Why the module at ``place``, which holds the tensor as ``name``, could not run with a shard of it."""
+    attention = place if isinstance(place.module, nn.MultiheadAttention) else place.parent
+    if attention is not None and reads_weights_itself(attention.module, place.module):
+        what = f", so '{place.path}' is never called" if attention is not place else ""
+        yield Violation(
+            f"nn.MultiheadAttention reads all of its weights in one function, which splits them by embed_dim{what}",
+            f"write sch['{attention.path}'].replace(...) with an attention of separate projections, and shard those",
+        )
+        return
+    kind = layer_type_of(place.module)
+    if kind is None:
+        if place is not node:
+            yield Violation(
+                f"'{name}' of '{place.path}' is the same tensor, and what {type(place.module).__name__} does with it "
+                "is not known",
+                f"if it works with a shard, write sch['{place.path}'].shard('{name}', axis={axis}) instead of this",
+            )
+        return
+    if name == kind.weight:
+        for refusal in kind.refusals(place.module, axis):
+            yield (
+                refusal
+                if place is node
+                else Violation(f"at '{place.path}', tied to it: {refusal.message}", refusal.hint)
+            )
+        yield from _forward_refuses(place, kind, axis, packed, mesh_dim)
+    elif name == "bias" and output_axis_is_not_split(place, kind, mesh_dim):
+        yield Violation(
+            "the weight is split on its input axis, so the whole bias is added once, by sync", "leave 'bias' out"
+        )
+
+
+def output_axis_is_not_split(place: Node, kind: LayerType, mesh_dim: str) -> bool:
+    """Whether the weight is split over ``mesh_dim`` on another axis than that of the bias."""
+    if own_tensor(place, kind.weight) is None:
+        return False
+    axis = split_axis(place, kind.weight, mesh_dim)
+    return axis is not None and kind.role(axis) not in ("output", "channel")
+
+
+def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, mesh_dim: str) -> Iterator[Violation]:
+    role, bias = kind.role(axis), own_tensor(place, "bias")
+    if role == "vocabulary" and packed != 1:
+        yield Violation(f"the vocabulary of {kind.name} is one matrix (got packed={packed})", "leave packed out")
+    if kind.sums_over(axis) and bias is not None and split_axis(place, "bias", mesh_dim) is not None:
+        yield Violation(
+            "the bias is split already, which belongs to the weight's output axis", f"use axis={kind.axis_of('output')}"
+        )
+    if (role == "vocabulary" or (kind.sums_over(axis) and bias is not None)) and not runs_own_forward(place):
+        steps = f" by {place.records[-1]}" if place.records else ""
+        yield Violation(
+            f"the forward of '{place.path}' was changed{steps}, and splitting this axis has to change it too",
+            "shard first, then apply the other step",
+        )
 
 
 @dataclass(frozen=True)
 class Shard(Primitive):
-    """Keep only this rank's piece of a parameter or buffer, split evenly along one axis.
+    """Keep only this rank's shard of a parameter or buffer, split evenly along one axis.
 
     Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d,
     nn.BatchNorm1d/2d/3d, transformers' Conv1D and what ``slapo_tp.register_layer`` names, the size attributes and the
@@ -29,21 +267,21 @@ class Shard(Primitive):
             all that it has: ``["weight", "bias", "running_mean", "running_var"]``.
         axis: the tensor's axis to split; negative counts from the end. For ``["weight", "bias"]`` it is the weight's:
             the bias goes along with the weight's output axis, e.g. ``axis=0`` of nn.Linear, ``axis=1`` of Conv1D.
-        packed: the axis holds several matrices one after the other, each of which is split by itself: how many of the
+        packed: the axis holds several matrices one after the other, each split separately: how many of the
             same size, e.g. ``3`` for a fused query-key-value weight, or their sizes in elements, e.g.
             ``(768, 256, 256)``.
         mesh_dim: the mesh dimension to split over.
         pad: append zeros to the rows of an nn.Embedding, or to the output axis of an nn.Linear (tied or not, with its
             bias), where their number is not divisible by the ranks: the last ranks hold them, and every rank has a
-            tensor of one size. State dicts and checkpoints have the reference model's shapes, ``sync("fwd_post",
+            tensor of equal size. State dicts and checkpoints have the reference model's shapes, ``sync("fwd_post",
             "all_gather")`` cuts the padding off, and its gradient is zero, so that it stays zero. (A function given
             to ``sync`` gets the padding.)
 
     Raises:
         PreconditionError: no mesh, no such tensor or axis, split already, a size that cannot be divided evenly, or a
-            module whose forward cannot work with a piece; each with the call to write instead.
+            module whose forward cannot work with a shard; each with the call to write instead.
 
-    rewrite: (n ranks, this one is rank r, ``w[r]`` its piece)
+    rewrite: (n ranks, this one is rank r, ``w[r]`` its shard)
         ``Linear, Conv1D, Conv, output axis``: ``x (..., i) -> x w^T + b (..., o)`` -> ``x w[r]^T + b[r] (..., o/n)``:
         the output is split; follow with ``sync("fwd_post", "all_gather")``, or feed an input split layer
 
@@ -55,7 +293,7 @@ class Shard(Primitive):
         ``Embedding, axis 1``: ``w[ids] (..., e)`` -> ``w[r][ids] (..., e/n)``: the output is split
 
         ``BatchNorm, axis 0``: ``x (n, c, ...) -> y (n, c, ...)`` -> ``x[r] (n, c/n, ...) -> y[r] (n, c/n, ...)``: each
-        channel by itself, with its running statistics; between layers split on their output and on their input axis
+        channel separately, with its running statistics; between layers split on their output and on their input axis
 
         ``pad=True``: as above with ``w`` of ``v`` rows followed by zeros up to ``n ceil(v/n)`` rows
 
@@ -106,12 +344,12 @@ class Shard(Primitive):
                 yield Violation(f"'{name}' must have shape {layout.local_shape(node.mesh)} (got {shape})")
 
     def _cut(self, node: Node, edit: Edit, name: str, axis: int) -> None:
-        """Put this rank's piece in the place of the tensor, everywhere it is tied."""
+        """Replace the tensor by this rank's shard, wherever it is tied."""
         from torch.distributed.tensor import Shard as ShardPlacement  # brings sympy along
 
         old = own_tensor(node, name)
         assert old is not None
-        sizes = pieces(self.packed, old.shape[axis])
+        sizes = packed_sizes(self.packed, old.shape[axis])
         placements = ((self.mesh_dim, ShardPlacement(axis)),)
         packing = ((axis, sizes),) if len(sizes) > 1 else ()
         missing = -old.shape[axis] % mesh_size(node, self.mesh_dim) if self.pad else 0
@@ -126,11 +364,11 @@ class Shard(Primitive):
         if mesh_size(node, self.mesh_dim) == 1:
             edit.set_layout(node, name, layout)
             return
-        piece = Layout(before.origin, tuple(old.shape), placements, packing, padding).local(old, node.mesh)
+        shard = Layout(before.origin, tuple(old.shape), placements, packing, padding).local(old, node.mesh)
         if name in node.parameters:
-            edit.set_parameter(node, name, piece, layout=layout)
+            edit.set_parameter(node, name, shard, layout=layout)
         else:
-            edit.set_buffer(node, name, piece, layout=layout)
+            edit.set_buffer(node, name, shard, layout=layout)
 
     def _follow(self, node: Node, edit: Edit, name: str, axis: int) -> None:
         """Let a module that holds the tensor tell the truth about it, and run with it."""

@@ -1,4 +1,4 @@
-"""Questions that the rules of all primitives ask: what is split where, and what a module's output is by now.
+"""Answer which tensors are split, and the state of a module's output.
 
 The answers come from the layouts alone, which are recorded on a mesh of size 1 too: a schedule that is right there is
 right everywhere.
@@ -13,20 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from slapo_core import Node
 from slapo_tp.layers import LayerType, layer_type_of
-
-__all__ = [
-    "bias_is_left_out",
-    "has_split_below",
-    "makes_gradient_partial",
-    "mesh_size",
-    "output_state",
-    "sites",
-    "sized_tensor",
-    "split_axis",
-    "split_together",
-    "tensor_axis",
-    "weight_name",
-]
 
 
 def mesh_size(node: Node, mesh_dim: str) -> int:
@@ -72,12 +58,12 @@ def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int
 
 
 def sized_tensor(node: Node, kind: LayerType) -> str | None:
-    """The tensor whose axes are those of the kind: the weight, or what a norm without one has; None if it has none."""
+    """Return the tensor of the layer type's axes: the weight, or another tensor of a norm; None if missing."""
     return next((name for name in (kind.weight, *kind.together) if own_tensor(node, name) is not None), None)
 
 
 def weight_name(node: Node) -> str:
-    """The name of the tensor whose axes the layer type describes; ``"weight"`` where there is no type."""
+    """Return the name of the tensor that the layer type describes; ``"weight"`` without a type."""
     kind = layer_type_of(node.module)
     return kind.weight if kind is not None else "weight"
 
@@ -106,7 +92,7 @@ def has_split_below(node: Node, mesh_dim: str) -> bool:
 
 
 def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | None:
-    """What the module's own forward gives: a partial sum, or a piece of the output features.
+    """Return the state of the forward's output: a partial sum, or a shard of the output features.
 
     None where it is neither, or where the module is of no known kind.
     """

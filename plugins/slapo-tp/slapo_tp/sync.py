@@ -1,4 +1,4 @@
-"""``sync``: put a collective at a module's input, output, or input gradient."""
+"""Reduce or gather values between split layers: ``sync``, and its checks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,246 @@ from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import HookKind
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp.collectives import RankGroup
-from slapo_tp.layers import layer_type_of
-from slapo_tp.left_out_bias import AddBias, FunctionHook
-from slapo_tp.splits import bias_is_left_out, mesh_size, output_state
+from slapo_tp.forwards import AddBias, FunctionHook
+from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
+from slapo_tp.splits import (
+    bias_is_left_out,
+    has_split_below,
+    makes_gradient_partial,
+    mesh_size,
+    output_state,
+    own_tensor,
+)
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
-from slapo_tp.sync_rules import argument_violations, place_violations, resolve, unpadded_features
 
-__all__ = ["Sync"]
+
+def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | None, int]:
+    """Mode, op and axis with the short forms written out; op is None where they do not say which."""
+    if sync.mode == "backward":
+        return "bwd_post", sync.op or "all_reduce", sync.axis
+    if sync.mode != "forward":
+        return sync.mode, sync.op, sync.axis
+    if sync.op is not None:
+        return "fwd_post", sync.op, sync.axis
+    state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
+    if state == "split" and kind is not None:
+        return "fwd_post", "all_gather", kind.feature_axis
+    return "fwd_post", "all_reduce" if state == "partial" else None, sync.axis
+
+
+def unpadded_features(node: Node) -> int | None:
+    """The number of output features without the padding of ``shard(..., pad=True)``; None where there is none.
+
+    Of this layer, or of one below whose output no step there gathers.
+    """
+    for below in node.walk():
+        gathered = below.path != node.path and any(isinstance(hook, OutputHook) for _, hook in below.hooks)
+        if layer_type_of(below.module) is LINEAR and not gathered:
+            layouts = [below.layout(name) for name in ("weight", "bias") if own_tensor(below, name) is not None]
+            padded = [layout.shape[0] for layout in layouts if layout.padding]
+            if padded:
+                return padded[0]
+    return None
+
+
+def argument_violations(sync: Sync, node: Node) -> list[Violation]:
+    """Arguments that do not go together."""
+    found = []
+    mode, op, _ = resolve(sync, node)
+    if op is None and sync.mode == "forward":
+        if not has_split_below(node, sync.mesh_dim):
+            return []  # said by place_violations
+        found.append(
+            Violation(
+                f"cannot tell from its own weight whether the output of this {type(node.module).__name__} is partial",
+                'use sync("fwd_post", "all_reduce") for a partial sum, sync("fwd_post", "all_gather") for a shard',
+            )
+        )
+    elif op is None:
+        found.append(Violation(f"mode '{mode}' needs an op", f'use sync("{mode}", "all_reduce")'))
+    elif mode == "bwd_post" and op in ("all_gather", "reduce_scatter"):
+        instead = "all_gather" if op == "reduce_scatter" else "reduce_scatter"
+        found.append(
+            Violation(
+                f"the gradient of an input that passes unchanged has that input's shape, which {op} would change",
+                f'use sync("fwd_pre", "{instead}", axis={sync.axis}), whose backward is the {op}',
+            )
+        )
+    if sync.axis != -1 and (op == "all_reduce" or callable(op) or op is None):
+        found.append(
+            Violation(f"axis={sync.axis} means nothing here: only gather and scatter have one", "leave it out")
+        )
+    if sync.inputs is not None and (mode == "fwd_post" or callable(op)):
+        found.append(Violation(f"inputs={sync.inputs} belongs to built-in ops of fwd_pre and bwd_post", "leave it out"))
+    if sync.outputs is not None and (mode != "fwd_post" or callable(op)):
+        found.append(Violation(f"outputs={sync.outputs} belongs to built-in ops of fwd_post", "leave it out"))
+    if sync.inputs is not None:
+        found += _unknown_inputs(sync.inputs, node)
+    if any(position < 0 for position in sync.outputs or ()):
+        found.append(Violation(f"outputs={sync.outputs} must count from 0", "outputs=(0,)"))
+    return found
+
+
+def place_violations(sync: Sync, node: Node) -> list[Violation]:
+    """Refuse arguments that do not fit the split tensors or the earlier collectives."""
+    mode, op, axis = resolve(sync, node)
+    if not has_split_below(node, sync.mesh_dim):
+        return [_nothing_split(sync, node, mode, op)]
+    repeated = _repeated(sync, node, mode, op)
+    if repeated or callable(op):
+        return repeated
+    found = []
+    if mode == "fwd_post":
+        found += _output_violations(sync, node, str(op), axis)
+        if op != "all_gather":
+            found += _biases_below(sync, node, str(op), axis)
+    if mode == "bwd_post":
+        found += _gradient_violations(sync, node)
+    return found
+
+
+def _nothing_split(sync: Sync, node: Node, mode: str, op: object) -> Violation:
+    """Why a collective means nothing at a module without shards, and what to write instead."""
+    message = f"nothing was split over mesh_dim '{sync.mesh_dim}' on this module or below it"
+    kind = layer_type_of(node.module)
+    if kind is not None and mode == "fwd_post" and op in ("all_reduce", "reduce_scatter"):
+        message += ": its output is whole on every rank, not a partial sum"
+        axis = partial_axis(kind)
+        before = f'write shard("{kind.weight}", axis={axis}) before, which makes it one'
+        hint = before if axis is not None else "remove this call"
+    elif kind is not None:
+        hint = f'write shard("{kind.weight}", axis=...) before'
+    elif node.children and not node.parameters:
+        hint = "shard the layers below it before"
+    else:
+        hint = "put it at the layer that is split, or at a module around that layer"
+        if sync.axis != -1:
+            hint += ": under sequence parallelism, at the first and the last block"
+    return Violation(message, hint)
+
+
+def _unknown_inputs(inputs: tuple[int | str, ...], node: Node) -> list[Violation]:
+    parameters = list(inspect.signature(type(node.module).forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    accepts_any = len(names) < len(parameters)
+    unknown = [key for key in inputs if (key not in names if isinstance(key, str) else not 0 <= key < len(names))]
+    if not unknown or (accepts_any and not any(isinstance(key, int) and key < 0 for key in unknown)):
+        return []
+    return [
+        Violation(
+            f"forward of {type(node.module).__name__} has no input {unknown[0]!r}",
+            f"it has {', '.join(names) or 'none'}",
+        )
+    ]
+
+
+def _repeated(sync: Sync, node: Node, mode: str, op: object) -> list[Violation]:
+    """A second collective on what an earlier step synchronized already."""
+    for record in node.records:
+        before: Any = record.primitive
+        if record.name != "tp.sync" or before.mesh_dim != sync.mesh_dim:
+            continue
+        before_mode, before_op, _ = resolve(before, node)
+        if before == sync:
+            return [Violation(f"step {record} is the same sync", "remove this call")]
+        if callable(op) or callable(before_op):
+            continue
+        if mode == before_mode == "fwd_post" and _overlap(sync.outputs, before.outputs):
+            return [Violation(f"the output is synchronized already, by {record}", "remove one of the two")]
+        if mode != "fwd_post" and before_mode != "fwd_post" and _overlap(sync.inputs, before.inputs):
+            both = {mode, before_mode}
+            if len(both) == 1 or {op, before_op} == {"all_gather", "all_reduce"}:
+                what = "input" if mode == before_mode == "fwd_pre" else "gradient of the input"
+                return [Violation(f"the {what} is synchronized already, by {record}", "remove one of the two")]
+    return []
+
+
+def _overlap(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+    return one is None or other is None or bool(set(one) & set(other))
+
+
+def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
+    state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
+    if state == "split" and kind is not None and op != "all_gather":
+        partial = partial_axis(kind)
+        instead = f', or shard("{kind.weight}", axis={partial}), whose output is a partial sum'
+        scattered = instead if op == "reduce_scatter" and partial is not None else ""
+        return [
+            Violation(
+                f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
+                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){scattered}',
+            )
+        ]
+    if state == "split" and kind is not None and axis < 0 > kind.feature_axis != axis:
+        return [
+            Violation(
+                f"the output is split on axis {kind.feature_axis}, not on axis {axis}",
+                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)})',
+            )
+        ]
+    if state == "partial" and op == "all_gather":
+        return [
+            Violation(
+                "the output is a partial sum of the whole output on each rank, which all_gather would not add up",
+                'use sync("fwd_post", "all_reduce"), or sync("fwd_post", "reduce_scatter", axis=...)',
+            )
+        ]
+    left_out = op == "reduce_scatter" and kind is not None and bias_is_left_out(node, sync.mesh_dim)
+    if left_out and kind is not None and axis == kind.feature_axis:
+        return [
+            Violation(
+                "the bias that the layer left out is whole, and cannot be added to a shard of the output features",
+                'use sync("fwd_post", "reduce_scatter", axis=...) with another axis, e.g. the sequence',
+            )
+        ]
+    return []
+
+
+def _biases_below(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
+    """A reduction further up does not know of the bias that a layer left out."""
+    if not node.module._modules:
+        return []
+    call = f'sync("fwd_post", "{op}"{_axis(axis) if op == "reduce_scatter" else ""})'
+    return [
+        Violation(
+            f"'{below.path}' gives a partial sum and left its bias out, which only a sync there adds",
+            f"use sch['{below.path}'].{call}",
+        )
+        for below in node.walk()
+        if below.path != node.path
+        and bias_is_left_out(below, sync.mesh_dim)
+        and not any(r.name == "tp.sync" and resolve(r.primitive, below)[0] == "fwd_post" for r in below.records)  # type: ignore[arg-type]
+    ]
+
+
+def _gradient_violations(sync: Sync, node: Node) -> list[Violation]:
+    state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
+    if kind is None or state is None:
+        return []
+    if kind.role(0) == "channel":
+        return [
+            Violation(
+                "the channels are split, so each rank's input is its own shard with its own gradient",
+                "remove this call; it belongs to the layer before that is split on its output axis",
+            )
+        ]
+    if makes_gradient_partial(node, sync.mesh_dim):
+        return []
+    if kind.axis_of("input") is None:
+        return [Violation(f"the inputs of {kind.name} are ids, which have no gradient", "remove this call")]
+    if state == "partial":
+        return [
+            Violation(
+                "the weight is split on its input axis, so each rank's input is its own shard with its own gradient",
+                "remove this call; it belongs to the layer that is split on its output axis",
+            )
+        ]
+    return []
+
+
+def _axis(axis: int) -> str:
+    return "" if axis == -1 else f", axis={axis}"
+
 
 Mode = Literal["fwd_pre", "fwd_post", "bwd_post", "forward", "backward"]
 Op = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -36,9 +269,9 @@ class Sync(Primitive):
             all_gather of split features. ``"backward"`` is ``bwd_post`` with all_reduce.
         op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, or a function with the signature of torch's hook:
             ``fn(module, args, kwargs)`` for fwd_pre, ``fn(module, args, kwargs, output)`` for fwd_post, and
-            ``fn(module, grad_input, grad_output)`` for bwd_post. Where the layer left its bias out, what the function
-            gives says how the bias is added: the shape of the partial sum is the whole sum, an equal piece along an
-            axis that is not the features' is this rank's piece, and any other shape is refused.
+            ``fn(module, grad_input, grad_output)`` for bwd_post. If the layer's bias was left out, the shape of its
+            result decides how to add the bias: the partial sum's shape means the full sum, an equal shard along an
+            axis other than the features' means this rank's shard; any other shape is refused.
         axis: the tensor's axis to gather or scatter; negative counts from the end.
         mesh_dim: the mesh dimension whose ranks take part.
         inputs: for fwd_pre and bwd_post, the arguments meant, by position or name, e.g. ``("hidden_states",)``. None:
@@ -53,14 +286,14 @@ class Sync(Primitive):
     rewrite: (n ranks; ``x`` the input, ``y`` the output, ``dx`` and ``dy`` their gradients)
         ``fwd_post all_reduce``: ``y -> sum of y``; backward ``dy -> dy``
 
-        ``fwd_post all_gather``: ``y (..., f/n) -> all y (..., f)``; backward ``dy -> this rank's piece of dy``; the
+        ``fwd_post all_gather``: ``y (..., f/n) -> all y (..., f)``; backward ``dy -> this rank's shard of dy``; the
         padding of ``shard(..., pad=True)`` is cut off, and its gradient is zero
 
-        ``fwd_post reduce_scatter``: ``y (s, ...) -> piece of the sum of y (s/n, ...)``; backward ``dy -> all dy``
+        ``fwd_post reduce_scatter``: ``y (s, ...) -> shard of the sum of y (s/n, ...)``; backward ``dy -> all dy``
 
-        ``fwd_pre all_gather``: ``x (s/n, ...) -> all x (s, ...)``; backward ``dx -> piece of the sum of dx``
+        ``fwd_pre all_gather``: ``x (s/n, ...) -> all x (s, ...)``; backward ``dx -> shard of the sum of dx``
 
-        ``fwd_pre reduce_scatter``: ``x (s, ...) -> piece of the sum of x (s/n, ...)``; backward ``dx -> all dx``
+        ``fwd_pre reduce_scatter``: ``x (s, ...) -> shard of the sum of x (s/n, ...)``; backward ``dx -> all dx``
 
         ``fwd_pre all_reduce``: ``x -> sum of x``; backward ``dx -> dx``
 
@@ -99,7 +332,7 @@ class Sync(Primitive):
                 yield Violation(f"the {kind} hook {hook} is not registered")
 
     def _hooks(self, node: Node) -> Iterator[tuple[HookKind, Callable[..., Any]]]:
-        """The hooks that this step stands for, with torch's name of their kind."""
+        """The hooks of this step, with torch's name of their kind."""
         assert node.mesh is not None
         mode, op, axis = resolve(self, node)
         group = RankGroup.along(node.mesh, self.mesh_dim)
@@ -109,7 +342,7 @@ class Sync(Primitive):
         kind, add_bias = layer_type_of(node.module), None
         if mode == "fwd_post" and bias_is_left_out(node, self.mesh_dim):
             assert kind is not None
-            add_bias = AddBias(kind.feature_axis, pieces=group if op == "reduce_scatter" else None)
+            add_bias = AddBias(kind.feature_axis, shards=group if op == "reduce_scatter" else None)
         if callable(op):
             torch_kind: dict[str, HookKind] = {
                 "fwd_pre": "forward_pre", "fwd_post": "forward", "bwd_post": "full_backward"

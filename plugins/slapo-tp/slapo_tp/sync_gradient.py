@@ -1,4 +1,4 @@
-"""``sync_gradient``: sum a whole parameter's gradient, of which each rank sees only a part."""
+"""Sum the partial gradients of an unsharded parameter: ``sync_gradient``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.splits import as_tuple, bias_is_left_out, has_split_below, mesh_size, split_axis
 
-__all__ = ["SyncGradient"]
-
 
 @dataclass(frozen=True)
 class SyncGradient(Primitive):
     """Sum the gradient that whole parameters get from this module over the ranks.
 
-    For a module that is the same on every rank, but works on a piece: a norm on this rank's heads (Qwen3's ``q_norm``),
+    For a module that is the same on every rank, but works on a shard: a norm on this rank's heads (Qwen3's ``q_norm``),
     or a LayerNorm on this rank's part of the sequence. What another module that is tied to the parameter adds to the
     gradient is left as it is.
 
@@ -87,7 +85,7 @@ class SyncGradient(Primitive):
             return
         if split_axis(node, name, self.mesh_dim) is not None:
             yield Violation(
-                f"'{name}' is split over mesh_dim '{self.mesh_dim}': each rank's gradient is that of its own piece",
+                f"'{name}' is split over mesh_dim '{self.mesh_dim}': each rank's gradient is that of its own shard",
                 f"leave '{name}' out",
             )
         for mesh_dim in node.mesh.sizes if node.mesh is not None and name == "bias" else ():
@@ -113,7 +111,7 @@ class SyncGradient(Primitive):
 
 
 def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGroup) -> Forward:
-    """``forward`` with other tensors in the place of the parameters: the same values, whose gradient is summed.
+    """Run ``forward`` with copies of the parameters, whose gradient is summed.
 
     A static graph that looks into the module has the collective as a call.
     """

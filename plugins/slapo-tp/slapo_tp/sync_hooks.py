@@ -15,10 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from slapo_core import ArgumentError
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
-from slapo_tp.forwards import gives_fresh_output
-from slapo_tp.left_out_bias import AddBias
-
-__all__ = ["GradientHook", "InputHook", "OutputHook"]
+from slapo_tp.forwards import AddBias, gives_fresh_output
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -35,7 +32,7 @@ class OutputHook:
         path: of the module, for messages.
         outputs: which tensors of the flattened output; None for the only one.
         add_bias: adds the bias that the forward left out; None where there is none.
-        is_fresh: whether the module is of a kind whose own forward makes its output anew and keeps no reference to it.
+        is_fresh: whether the layer type's forward makes a new output and keeps no reference to it.
         length: features without padding, where the last axis is gathered; None where there is none.
     """
 
@@ -81,7 +78,7 @@ class OutputHook:
         for position in self.outputs:
             if position not in floating:
                 _refuse(
-                    f"outputs={self.outputs}: there is no floating-point tensor at position {position}; "
+                    f"outputs={self.outputs}: not a floating-point tensor at position {position}; "
                     f"the output has some at the positions {floating}",
                     self.path,
                     f"outputs=({_first(floating)},)",
@@ -160,7 +157,7 @@ class GradientHook:
         done: list[tuple[Tensor, Tensor]] = []
 
         def communicate(tensor: Tensor) -> Tensor:
-            # While a graph is made, nobody looks whether a gradient is asked for: it would hold for one answer only.
+            # While a graph is recorded, do not read requires_grad: the graph would hold for one value only.
             if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
                 return tensor
             for before, after in done:  # attention may get one tensor as query, key and value
@@ -175,7 +172,7 @@ class GradientHook:
 
 
 def _is_alone(module: nn.Module) -> bool:
-    """Whether nobody but this hook has seen the output: no other hook and no other forward, which may have kept it."""
+    """Whether only this hook has seen the output: no other hook or forward may have kept it."""
     return len(module._forward_hooks) == 1 and not _global_forward_hooks and gives_fresh_output(module)
 
 

@@ -105,7 +105,7 @@ SYNC = [
     (lambda s: s["fc"].sync("fwd_post", "all_reduce"), "'fc'", "not a partial sum"),
     (lambda s: s["fc"].sync("forward"), "'fc'", "nothing was split"),
     (lambda s: s["norm"].sync("fwd_post", "all_reduce"), "'norm'", "not a partial sum"),
-    (lambda s: s["norm"].shard(STATISTICS, axis=0).sync("backward"), "'norm'", "another shard"),
+    (lambda s: s["norm"].shard(STATISTICS, axis=0).sync("backward"), "'norm'", "its own shard"),
     (lambda s: s["norm"].shard(STATISTICS, axis=0).sync("fwd_post", "all_reduce"), "'norm'", "all_gather"),
     (lambda s: split_pair(s).sync("forward"), "the root", "output of this Model"),
     (lambda s: split_pair(s)["fc"].sync("fwd_pre"), "'fc'", "needs an op"),

@@ -1,4 +1,4 @@
-"""What the checks of a dialect start from: fresh models, batches, schedules, and engines built for its target."""
+"""Provide fresh models, batches, schedules and engines for the checks of a dialect."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from slapo_core.building.batches import LossCall, micro_batches
 from slapo_core.building.phases import build
 from slapo_core.errors import SlapoError
 from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
+from slapo_core.primitives.annotate import Annotate
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.testing.bench import SEED, seeded
 from slapo_core.testing.check import CheckError
-from slapo_core.testing.dialects.case import DialectCase
-from slapo_core.testing.dialects.models import Subject
-from slapo_core.testing.dialects.training import Training, differences, train, train_by_hand
+from slapo_core.testing.dialects.case import DialectCase, Subject
+from slapo_core.testing.snapshot import ModelSnapshot, listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,14 +29,185 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.dialect import Dialect
     from slapo_core.spec.engine import Engine
-    from slapo_core.spec.request import OptimizerFactory
+    from slapo_core.spec.request import LossFunction, OptimizerFactory
 
-__all__ = ["DialectBench", "open_bench", "process_group_of_one"]
+
+@dataclass(frozen=True)
+class Training:
+    """The results of some steps.
+
+    Args:
+        losses: of each step.
+        norms: of all gradients before clipping, of each step; empty where nothing was clipped.
+        state: the state dict afterwards.
+    """
+
+    losses: Sequence[torch.Tensor]
+    norms: Sequence[torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Everything that can be compared, by the words for it."""
+        return {
+            **{f"the loss of step {number}": loss for number, loss in enumerate(self.losses, start=1)},
+            **{f"the gradient norm of step {number}": norm for number, norm in enumerate(self.norms, start=1)},
+            **{f"'{name}' after step {len(self.losses)}": tensor for name, tensor in self.state.items()},
+        }
+
+
+def train(engine: Engine, batches: Sequence[Any], *, first: int = 0) -> Training:
+    """Take a step with each batch.
+
+    Args:
+        engine: it is trained.
+        batches: one for each step.
+        first: how many steps were taken before: step n has the same random numbers in every run.
+    """
+    results = []
+    for number, batch in enumerate(batches, start=first):
+        with seeded(SEED + number):
+            results.append(engine.train_step(batch))
+    norms = [result.grad_norm for result in results if result.grad_norm is not None]
+    return Training([result.loss for result in results], norms, engine.state_dict())
+
+
+def train_in_plain_torch(
+    model: nn.Module,
+    batches: Sequence[Any],
+    optimizer: OptimizerFactory,
+    *,
+    loss: LossFunction | None = None,
+    max_grad_norm: float | None = None,
+    accumulate: int = 1,
+) -> Training:
+    """Train in plain PyTorch, the reference of every engine, over ``accumulate`` micro-batches."""
+    compute_loss, chosen = LossCall(model, loss), optimizer(list(model.parameters()))
+    losses, norms = [], []
+    for number, batch in enumerate(batches):
+        with seeded(SEED + number):
+            values = [compute_loss(each)[0] for each in micro_batches(batch, accumulate)]
+        value = values[0] if accumulate == 1 else torch.stack(values).mean()
+        chosen.zero_grad()
+        value.backward()
+        if max_grad_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
+        chosen.step()
+        losses.append(value.detach())
+    return Training(losses, norms, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+def evaluate_in_plain_torch(model: nn.Module, batch: Any, loss: LossFunction | None = None) -> tuple[torch.Tensor, Any]:
+    """The loss and the output of a plain model in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.no_grad(), seeded():
+        value, output = LossCall(model, loss)(batch)
+    for module, training in modes:
+        module.training = training
+    return value, output
+
+
+def differences(
+    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], *, tolerance: float
+) -> list[str]:
+    """What differs, one line each, in the order of ``expected``.
+
+    Args:
+        expected: by the words for it.
+        got: likewise.
+        tolerance: relative to the largest element of the expected tensor; 0 asks for the same bits.
+    """
+    lines = [f"{name}: missing" for name in expected if name not in got]
+    lines += [f"{name}: not expected" for name in got if name not in expected]
+    for name, reference in expected.items():
+        text = _difference(reference, got[name], tolerance) if name in got else None
+        if text is not None:
+            lines.append(f"{name}: {text}")
+    return lines
+
+
+def _difference(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> str | None:
+    if got.shape != expected.shape:
+        return f"shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    if got.dtype != expected.dtype:
+        return f"{got.dtype} instead of {expected.dtype}"
+    one, other = expected.detach().cpu(), got.detach().cpu()
+    if torch.equal(one, other) or not one.numel():
+        return None
+    if not one.is_floating_point():
+        return f"{other.flatten()[:4].tolist()} instead of {one.flatten()[:4].tolist()}"
+    largest = float((one.double() - other.double()).abs().max())
+    allowed = tolerance * max(float(one.double().abs().max()), 1e-3)
+    if largest <= allowed:
+        return None
+    shown = f"{float(other):.6g} instead of {float(one):.6g}, " if one.dim() == 0 else ""
+    return f"{shown}a difference of {largest:.3g} where {allowed:.3g} is allowed"
+
+
+class Before:
+    """Everything observable about a schedule and its model; the schedule is only read."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._model = ModelSnapshot(schedule.model)
+        self._records, self._layouts = schedule.records, dict(schedule.tree.layouts)
+
+    def differences(self) -> list[str]:
+        """The differences, one line each."""
+        schedule = self._schedule
+        lines = self._model.differences(schedule.model)
+        if schedule.records != self._records:
+            lines.append("the records of the schedule: not those of before")
+        if schedule.tree.layouts != self._layouts:
+            lines.append("the layouts of the schedule: not those of before")
+        if schedule.is_sealed:
+            lines.append("the schedule: sealed")
+        return lines
+
+    def require(self, what: str) -> None:
+        """Hold the schedule against itself, then use it on: another step, undo, and a build for another target.
+
+        Args:
+            what: the call that failed, for the message, e.g. ``"refusing micro_batches=0"``.
+
+        Raises:
+            CheckError: something was left behind, or the schedule cannot be used.
+        """
+        lines = self.differences()
+        if lines:
+            raise CheckError(
+                f"{what} leaves traces",
+                required="the model is bit-identical to before, and the schedule has the same steps",
+                got=listed(lines),
+                hint="refuse in check() or plan(); in build(), change the model only after everything that can fail",
+            )
+        schedule = self._schedule
+        name = next(name for name, _ in schedule.model.named_parameters())
+        path, _, own_name = name.rpartition(".")
+        try:
+            schedule.apply_at(schedule.tree.node(path), Annotate(own_name, "tried", True))
+            schedule.undo()
+            lines = self.differences()
+            build(schedule, "torch")
+        except Exception as error:
+            raise CheckError(
+                f"the schedule cannot be used after {what}",
+                required="another step, undo(), and a build for target 'torch' work",
+                got=f"{type(error).__name__}: {error}",
+                hint="keep no state outside of the engine (e.g. an attribute of the model)",
+            ) from error
+        if lines:
+            raise CheckError(
+                f"undo() after {what} does not give back the model",
+                required="bit-identical to before",
+                got=listed(lines),
+                hint="keep no state outside of the engine (e.g. an attribute of the model)",
+            )
 
 
 @dataclass(frozen=True)
 class DialectBench:
-    """Makes what a check needs of a case; a ``subject`` takes the place of the case's model, batch and loss.
+    """Make models, batches and engines of a case; a ``subject`` replaces the case's model, batch and loss.
 
     Args:
         case: the dialect and what to train.
@@ -52,7 +225,7 @@ class DialectBench:
             model = (subject or self.case.subject).model()
         if not isinstance(model, torch.nn.Module):
             raise CheckError(
-                "the case's model is no model",
+                "the case's model is not an nn.Module",
                 required="model=: a function that returns a torch.nn.Module",
                 got=repr(model),
                 hint="model=lambda: MyModel(...)",
@@ -136,7 +309,7 @@ class DialectBench:
             **{"loss": self.case.loss, **self.case.config, **options},
         )
 
-    def train_by_hand(
+    def train_in_plain_torch(
         self,
         batches: Sequence[Any],
         *,
@@ -146,7 +319,7 @@ class DialectBench:
         accumulate: int = 1,
     ) -> Training:
         """What plain PyTorch makes of the reference model with these batches."""
-        return train_by_hand(
+        return train_in_plain_torch(
             self.model(subject),
             batches,
             optimizer or self.case.optimizers[0],
@@ -168,14 +341,14 @@ class DialectBench:
         """Train three steps both ways.
 
         Args:
-            under: what is special here, for the message, e.g. ``"tied weights"``.
+            under: the special condition, for the message, e.g. ``"tied weights"``.
             hint: the way out.
 
         Raises:
             CheckError: losses, gradient norms or state dicts differ.
         """
         batches = self.batches(3, subject)
-        expected = self.train_by_hand(batches, subject=subject, optimizer=optimizer, max_grad_norm=max_grad_norm)
+        expected = self.train_in_plain_torch(batches, subject=subject, optimizer=optimizer, max_grad_norm=max_grad_norm)
         schedule = self.schedule(self.model(subject), steps=steps)
         engine = self.engine(schedule, subject=subject, optimizer=optimizer, max_grad_norm=max_grad_norm)
         self.require_same(expected.named(), train(engine, batches).named(), under=under, hint=hint)

@@ -27,7 +27,7 @@ __all__ = ["Result", "preload", "run"]
 
 AT_ONCE, SECONDS = 10, 180.0
 REFUSALS = (
-    slapo.ArgumentError, slapo.PreconditionError, slapo.ApplyError, slapo.TraceError, slapo.StaleMatchError,
+    slapo.ArgumentError, slapo.PreconditionError, slapo.ApplyError, slapo.TraceError, slapo.StaleError,
     slapo.PathError,
 )  # fmt: skip
 _WAITING = datetime.timedelta(seconds=150)

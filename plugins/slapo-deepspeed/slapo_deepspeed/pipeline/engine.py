@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,26 +11,21 @@ from torch import nn
 
 from slapo_core import BuildError, StepResult
 from slapo_core.spec.rng_streams import move_on, own_random_state
-from slapo_core.spec.stage_runner import Forms, Work
+from slapo_core.spec.stage_runner import Form, Forms, Leg, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
-from slapo_deepspeed.initializing import has_optimizer, initialize
-from slapo_deepspeed.marks import mark, marks_taken_back
-from slapo_deepspeed.pipeline.bare import bare_ranks, stand_in
-from slapo_deepspeed.pipeline.buffers import forms_with_buffers
-from slapo_deepspeed.pipeline.counting import count_once
-from slapo_deepspeed.pipeline.precision import share_types
+from slapo_deepspeed.grad_norm_marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
+from slapo_deepspeed.initialization import has_optimizer, initialize
+from slapo_deepspeed.pipeline.frozen_ranks import bare_ranks, placeholder
 from slapo_deepspeed.pipeline.private import forget, losses_of, prepare
 from slapo_deepspeed.pipeline.ties import Ties
-from slapo_deepspeed.starting import start
-from slapo_deepspeed.zero.gradients import forget_gradients
-from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step
-from slapo_deepspeed.zero.unused import unused_parameters
+from slapo_deepspeed.process_groups import start
+from slapo_deepspeed.zero.gradients import forget_gradients, unused_parameters
 
 if TYPE_CHECKING:
-    from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
+    import torch
 
-__all__ = ["PipelineEngine"]
+    from slapo_core import Plan
+    from slapo_core.spec.request import BuildRequest, StagedModel
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -40,7 +35,7 @@ class PipelineEngine(DeepSpeedEngine):
     because DeepSpeed has all ranks wait for each other there. After a step that failed the engine is closed.
 
     Args:
-        plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
+        plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
         request: from ``build``.
     """
 
@@ -60,12 +55,12 @@ class PipelineEngine(DeepSpeedEngine):
             pass
         self._part = request.part(request.staged_example(self._count, axes=self._axes).staged.partition)
         bare = bare_ranks(request) if self._trains else frozenset()
-        self._stand_in = stand_in(request) if mesh.rank("pp") in bare else None
+        self._placeholder = placeholder(request) if mesh.rank("pp") in bare else None
         with marks_taken_back(request):
             self._make(request)
             mark(request)
             count_once(request, self._ties.copies)
-            also = () if self._stand_in is None else (self._stand_in,)
+            also = () if self._placeholder is None else (self._placeholder,)
             engine, groups = initialize(plan, request, self._stages, also=also)
         share_types(request, engine.device)
         keep_norm(engine)
@@ -85,7 +80,7 @@ class PipelineEngine(DeepSpeedEngine):
         unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
         unused = {name: one for name, one in unused.items() if id(one) not in held}
         self._ties = Ties(request, topology_of(mesh))
-        self._stages = StagesModule(self._part, unused, self._stand_in, mesh, self._tied)
+        self._stages = StagesModule(self._part, unused, self._placeholder, mesh, self._tied)
 
     @property
     def module(self) -> nn.Module:
@@ -129,7 +124,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
-        work = Work(form, form.leg, cut, self._stand, stand_in=self._stand_in)
+        work = Work(form, form.leg, cut, self._stand, stand_in=self._placeholder)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work
@@ -165,7 +160,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._at = what
 
     def _release(self) -> None:
-        """What this engine holds beside DeepSpeed's."""
+        """The engine's own state, apart from DeepSpeed's."""
         self._forms.close()
         self._unused.stop()
         forget(self._stages)
@@ -179,7 +174,72 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def _no_autocast(what: str) -> BuildError:
-    """A rank finds the stages of others on stand-ins without a device, which autocast leaves as they are."""
+    """A rank finds the other stages on placeholders (meta tensors), which autocast ignores."""
     return BuildError(
-        f"{what}: ranks would not agree about the types of what they send", hint='config={"bf16": {"enabled": True}}'
+        f"{what}: the dtypes of P2P messages would differ between ranks", hint='config={"bf16": {"enabled": True}}'
     )
+
+
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def share_types(request: BuildRequest, device: torch.device) -> None:
+    """Give placeholders the dtypes of their tensors on the owning ranks: a collective over the mesh.
+
+    Args:
+        request: of the build.
+        device: that ranks send from.
+    """
+    import torch.distributed as dist
+
+    mesh = request.schedule.mesh
+    assert mesh is not None
+    tensors = request.state.tensors()
+    own = [
+        _TYPES.index(live.tensor.dtype) + 1 if live.is_here and live.tensor.dtype in _TYPES else 0 for live in tensors
+    ]
+    types = torch.tensor(own, dtype=torch.uint8, device=device)
+    dist.all_reduce(types, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
+    for live, number in zip(tensors, types.tolist(), strict=True):
+        if not live.is_here and number and live.tensor.dtype != _TYPES[number - 1]:
+            live.tensor.data = live.tensor.data.to(_TYPES[number - 1])
+
+
+class BufferedForm(Form):
+    """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbors."""
+
+    @property
+    def leg(self) -> Leg:
+        """The stages of this rank."""
+        (leg,) = self.legs
+        return leg
+
+    def allocate(self) -> None:
+        """Once, for all steps of this form."""
+        coming, going = self.leg.coming, self.leg.going
+        self.received = coming.empty(self.device) if coming is not None else ()
+        sent = going.empty(self.device) if going is not None else ()
+        self.gradients = [one for one in sent if one.is_floating_point()]
+
+
+def forms_with_buffers(
+    request: BuildRequest, device: torch.device, bare: Collection[int]
+) -> Callable[[StagedModel, bool], BufferedForm]:
+    """What makes them.
+
+    Args:
+        request: from ``build``.
+        device: where stages compute.
+        bare: the ranks along ``pp`` that train nothing.
+    """
+    mesh = request.schedule.mesh
+    assert mesh is not None
+    rank = mesh.rank("pp")
+
+    def make(staged: StagedModel, training: bool) -> BufferedForm:
+        form = BufferedForm(staged, request.stage_ranks, rank, device, training=training, bare=bare)
+        form.allocate()
+        return form
+
+    return make

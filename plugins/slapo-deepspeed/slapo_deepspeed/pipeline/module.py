@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.stage_runner import Work
 
-__all__ = ["StagesModule", "topology_of"]
 
 AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 
@@ -35,10 +34,10 @@ class _Layer(nn.Module):
     Args:
         part: this rank's part of the model.
         unused: parameters that live on this rank and that no stage uses, by name.
-        stand_in: what is trained on a rank where nothing else is.
+        placeholder: trained on a rank without other trained parameters.
     """
 
-    def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter], stand_in: nn.Parameter | None) -> None:
+    def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter], placeholder: nn.Parameter | None) -> None:
         super().__init__()
         for name, child in part._modules.items():
             self.add_module(name, child)
@@ -47,7 +46,7 @@ class _Layer(nn.Module):
         for name, buffer in part._buffers.items():
             self.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
         self.unused = nn.ParameterDict({name.replace(".", "/"): one for name, one in unused.items()})
-        self.stand_in = stand_in
+        self.placeholder = placeholder
 
     work: Work
 
@@ -65,7 +64,7 @@ class StagesModule(PipelineModule):
     Args:
         part: this rank's part of the model.
         unused: parameters that live on this rank and that no stage uses, by name.
-        stand_in: what is trained on a rank where nothing else is.
+        placeholder: trained on a rank without other trained parameters.
         mesh: the schedule's.
         tied: gives the parameters that several ranks along ``pipe`` hold, and the groups over which their gradients are
             summed; called once a step, on every rank, when all passes are over.
@@ -75,13 +74,13 @@ class StagesModule(PipelineModule):
         self,
         part: nn.Module,
         unused: Mapping[str, nn.Parameter],
-        stand_in: nn.Parameter | None,
+        placeholder: nn.Parameter | None,
         mesh: Mesh,
         tied: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
     ) -> None:
-        own = _Layer(part, unused, stand_in)
+        own = _Layer(part, unused, placeholder)
         layers = [own if rank == mesh.rank("pp") else nn.Identity() for rank in range(mesh.size("pp"))]
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what the plan of the build says
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the contents of the plan
             super().__init__(layers, topology=topology_of(mesh), partition_method="uniform", loss_fn=self._loss)
         self.__dict__["_own"], self.__dict__["_tied"] = own, tied
 
@@ -95,7 +94,7 @@ class StagesModule(PipelineModule):
         received = forward_input if work.leg.coming is not None else ()
         number = self.__dict__["_count"]  # they come in order on every rank
         self.__dict__["_count"] += 1
-        # With the number beside it, DeepSpeed's activation checkpointing runs the layer again for the right one.
+        # The number tells DeepSpeed's activation checkpointing which layer to recompute.
         outputs = super().forward((*received, torch.tensor(number)))
         return outputs if isinstance(outputs, tuple) else (outputs,)  # which it makes of a tuple of one
 

@@ -1,4 +1,4 @@
-"""What is taken of DeepSpeed's pipeline beyond its documented names; nothing else does. A test looks after it."""
+"""Access DeepSpeed's undocumented pipeline names: only here, under a contract test."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["forget", "losses_of", "prepare"]
-
 
 def prepare(engine: Any, received: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Tell DeepSpeed what the tensors of this step are, so that no rank asks another one.
+    """Give DeepSpeed the tensor shapes and dtypes of this step, so that ranks exchange none.
 
     It would keep its buffers by place and size, and take one of another type for the same.
 

@@ -11,8 +11,6 @@ from torch import nn
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["Ties"]
-
 
 class Ties:
     """The ties of this rank, with groups over the ranks of each: a collective over the mesh.

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.spec.flat_shards import gathered
-from slapo_deepspeed.state.flat_state import flat_states
+from slapo_deepspeed.state.flat_layout import flat_states
 
 if TYPE_CHECKING:
     from slapo_core.spec.flat_shards import Place
     from slapo_core.spec.mesh import Mesh
-    from slapo_deepspeed.state.groups import Groups
-    from slapo_deepspeed.state.places import Places
-
-__all__ = ["DeepSpeedOptimizer"]
+    from slapo_deepspeed.state.flat_layout import Places
+    from slapo_deepspeed.state.parameter_groups import Groups
 
 
 class DeepSpeedOptimizer:
@@ -72,9 +70,9 @@ class DeepSpeedOptimizer:
         if place is None:
             value: torch.Tensor = self._inner.state[parameter][key]
             return value
-        piece = place.of(self._inner.state[place.flat][key])
+        shard = place.of(self._inner.state[place.flat][key])
         groups = [self._mesh.group("dp")] if self._mesh is not None and self.partitioned(parameter) else []
-        return gathered(piece, place.offset, place.shape, groups, device=self._device)
+        return gathered(shard, place.offset, place.shape, groups, device=self._device)
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         place = self._place(parameter)

@@ -1,4 +1,4 @@
-"""The model's tensors under DeepSpeed: what is trained, and what the forward computes with."""
+"""Read and write the model's tensors under DeepSpeed: main weights and forward values."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.spec.flat_shards import gathered, is_rounding
-from slapo_deepspeed.state.places import partition_of, shape_of
+from slapo_deepspeed.state.flat_layout import partition_of, shape_of
 
 if TYPE_CHECKING:
     from slapo_core.spec.flat_shards import Place
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.state import LiveTensor
-    from slapo_deepspeed.state.places import Places
-
-__all__ = ["DeepSpeedTensors"]
+    from slapo_deepspeed.state.flat_layout import Places
 
 
 class DeepSpeedTensors:
     """The implementation of :class:`slapo_core.spec.state.TensorStorage`.
 
-    Masters are read and written where ZeRO partitions them, or beside the model; the parameters of the model follow.
+    Main weights are read and written in ZeRO's partitions or apart from the model; the model's parameters follow.
 
     Args:
         places: of the engine.
@@ -91,13 +89,13 @@ class DeepSpeedTensors:
     def _place(self, live: LiveTensor) -> Place | None:
         return self._places.by_parameter.get(id(live.tensor))
 
-    def _whole(self, live: LiveTensor, piece: torch.Tensor, offset: int) -> torch.Tensor:
+    def _whole(self, live: LiveTensor, shard: torch.Tensor, offset: int) -> torch.Tensor:
         groups = [self._mesh.group("dp")] if self._mesh is not None and self.partitioned(live) else []
-        return gathered(piece, offset, shape_of(live.tensor), groups, device=self._device)
+        return gathered(shard, offset, shape_of(live.tensor), groups, device=self._device)
 
 
 def _is_whole(parameter: Any) -> bool:
-    """Whether ZeRO-3 has a parameter put together just now, as it keeps small ones between steps."""
+    """Whether ZeRO-3 holds the full parameter now, as it keeps small ones between steps."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return bool(parameter.ds_status == ZeroParamStatus.AVAILABLE)

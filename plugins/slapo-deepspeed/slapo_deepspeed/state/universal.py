@@ -1,6 +1,6 @@
-"""How the pieces of split parameters lie in the whole ones, told to DeepSpeed's conversion to universal checkpoints.
+"""Describe the shards of parameters for DeepSpeed's conversion to universal checkpoints.
 
-Without it the conversion puts pieces together along their first axis, whatever the schedule did, and a checkpoint of a
+Without it the conversion concatenates shards along their first axis, whatever the schedule did, and a checkpoint of a
 pipeline is refused.
 """
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.request import BuildRequest
 
-__all__ = ["describe", "forget"]
 
 _PARTIAL = "it is a partial sum over the ranks, which no place in a whole tensor explains"
 _PADDED = "its vocabulary is padded, by shard(pad=True), to this mesh; slapo's engine.save() writes it without padding"
@@ -87,24 +86,26 @@ class _At:
 
 
 def _map_of(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Where the pieces of all ranks along ``tp`` lie in the whole tensor, as DeepSpeed saves it."""
+    """Locate the shards of all ranks along ``tp`` in the full tensor, as DeepSpeed saves it."""
     from deepspeed.checkpoint.affine import ParamAffineMap
 
     is_split = any(mesh_dim == "tp" for mesh_dim, _ in layout.shards())
     everywhere = list(range(mesh.size("tp")))
-    shapes, pieces = {}, {}
+    shapes, shards = {}, {}
     for place in everywhere:
         segments = layout.segments(_At(mesh, place))  # type: ignore[arg-type]
         shapes[place] = [sum(length for _, length in ranges) for ranges in segments]
         holders = [place] if is_split else everywhere
-        pieces[place] = [_piece(block, layout.shape, shapes[place], holders) for block in _blocks(segments)]
-    found = ParamAffineMap(layout.shape, shapes, pieces)
+        shards[place] = [_shard(block, layout.shape, shapes[place], holders) for block in _blocks(segments)]
+    found = ParamAffineMap(layout.shape, shapes, shards)
     found.validate()
     described: dict[str, Any] = found.to_dict()
     return described
 
 
-_Block = Sequence[tuple[int, int, int]]  # for each axis: where in the piece, where in the whole, how many elements
+_Block = Sequence[
+    tuple[int, int, int]
+]  # for each axis: offset in the shard, offset in the full tensor, number of elements
 
 
 def _blocks(segments: Sequence[Sequence[tuple[int, int]]]) -> list[_Block]:
@@ -115,7 +116,7 @@ def _blocks(segments: Sequence[Sequence[tuple[int, int]]]) -> list[_Block]:
     return list(itertools.product(*axes))
 
 
-def _piece(block: _Block, whole: Sequence[int], shape: Sequence[int], holders: Sequence[int]) -> Any:
+def _shard(block: _Block, whole: Sequence[int], shape: Sequence[int], holders: Sequence[int]) -> Any:
     from deepspeed.checkpoint.affine import AffinePiece
 
     outer, inner = _strides(whole), _strides(shape)

@@ -10,31 +10,24 @@ import torch
 from slapo_core import StepResult
 from slapo_core.spec.flat_shards import send_buffers
 from slapo_deepspeed.engine import DeepSpeedEngine
-from slapo_deepspeed.initializing import has_optimizer, initialize
-from slapo_deepspeed.marks import mark, marks_taken_back
-from slapo_deepspeed.mpu import MeshUnit
-from slapo_deepspeed.starting import start
-from slapo_deepspeed.zero.failing import Failing
-from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch
-from slapo_deepspeed.zero.linear import linear_of_torch, partitioned_linear
-from slapo_deepspeed.zero.memory import returned_at_once
-from slapo_deepspeed.zero.norms import keep_norm, norm_of_last_step, require_counted
-from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned
-from slapo_deepspeed.zero.regions import gather_whole
-from slapo_deepspeed.zero.unused import unused_parameters
+from slapo_deepspeed.grad_norm_marks import keep_norm, mark, marks_taken_back, norm_of_last_step, require_counted
+from slapo_deepspeed.initialization import has_optimizer, initialize
+from slapo_deepspeed.process_groups import MeshUnit, start
+from slapo_deepspeed.zero.failed_step import Failing
+from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch, unused_parameters
+from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned, returned_at_once
+from slapo_deepspeed.zero.zero3_gather import gather_whole, linear_of_torch, partitioned_linear
 
 if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest
-
-__all__ = ["ZeroEngine"]
 
 
 class ZeroEngine(DeepSpeedEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's engine.
 
     Args:
-        plan: what is built; ``plan.config["config"]`` is DeepSpeed's configuration, filled in.
+        plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
         request: from ``build``.
     """
 
@@ -80,15 +73,15 @@ class ZeroEngine(DeepSpeedEngine):
         self._failing.refuse_after()
         self._between.check()
         self._between.check_boundary()
-        pieces = self._pieces(batch)
+        micro_batches = self._micro_batches(batch)
         losses, output = [], None
         with self._failing.watched(), partitioned_linear(self._config):
             send_buffers(self.module, self._replicas)
             forget_gradients(self.deepspeed)
-            for number, piece in enumerate(pieces, start=1):
-                loss, output = self._request.compute_loss(piece, self.deepspeed)
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                loss, output = self._request.compute_loss(micro_batch, self.deepspeed)
                 self._failing.backward_begins()
-                with last_micro_batch(self.deepspeed) if number == len(pieces) > 1 else contextlib.nullcontext():
+                with last_micro_batch(self.deepspeed) if number == len(micro_batches) > 1 else contextlib.nullcontext():
                     self.deepspeed.backward(loss)
                 self.deepspeed.step()
                 losses.append(loss.detach())
@@ -96,7 +89,7 @@ class ZeroEngine(DeepSpeedEngine):
         self._unused.step_is_over()
         if not self._has_stepped:
             self._end_first_step()
-        loss, output = (losses[0], output) if len(pieces) == 1 else (torch.stack(losses).mean(), None)
+        loss, output = (losses[0], output) if len(micro_batches) == 1 else (torch.stack(losses).mean(), None)
         norm = norm_of_last_step(self.deepspeed) if self._config.get("gradient_clipping") else None
         return StepResult(loss, output, norm)
 
@@ -106,7 +99,7 @@ class ZeroEngine(DeepSpeedEngine):
             loss, output = self._request.compute_loss(batch, self.deepspeed)
         return StepResult(loss, output)
 
-    def _pieces(self, batch: Any) -> list[Any]:
+    def _micro_batches(self, batch: Any) -> list[Any]:
         """The micro-batches of a step, as many as DeepSpeed accumulates."""
         count = self._config.get("gradient_accumulation_steps", 1)
         axes = self.plan.config.get("batch_axes") or None

@@ -2,18 +2,20 @@
 
 DeepSpeed 0.19 writes a gradient over the last one where a step's first micro-batch gives one, and adds it otherwise.
 With ZeRO-3, and with an offloaded optimizer, a parameter that only later micro-batches use gets the last step's
-gradient added, and one that none uses is stepped with the last step's gradient once more.
-"""
+gradient added, and one that none uses is stepped with the last step's gradient once more."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["forget_gradients", "last_micro_batch"]
+from slapo_core.spec.step_invariants import UnusedParameters
+
+if TYPE_CHECKING:
+    from slapo_core.spec.request import BuildRequest
 
 
 def forget_gradients(engine: Any) -> None:
@@ -24,25 +26,25 @@ def forget_gradients(engine: Any) -> None:
     """
     optimizer = engine.optimizer
     kept = getattr(optimizer, "grad_partitions_flat_buffer", None)  # of ZeRO-3
-    masters: list[torch.Tensor] = []  # whose gradients are copied there as they come
+    main_weights: list[torch.Tensor] = []  # whose gradients are copied there as they come
     if getattr(optimizer, "offload_optimizer", False):
-        masters += optimizer.fp32_partitioned_groups_flat
+        main_weights += optimizer.fp32_partitioned_groups_flat
     if getattr(optimizer, "cpu_offload", False):
-        masters += optimizer.single_partition_of_fp32_groups
+        main_weights += optimizer.single_partition_of_fp32_groups
     with torch.no_grad():
         if kept is not None:
             kept.zero_()
-        for master in masters:
-            if master.grad is not None:
-                master.grad.zero_()
+        for main in main_weights:
+            if main.grad is not None:
+                main.grad.zero_()
         for summed in getattr(optimizer, "accumulated_grads_in_cpu", {}).values():
             summed.zero_()
-    if masters:
+    if main_weights:
         optimizer.norm_for_param_grads.clear()
 
 
 _USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_offload_accumulated_param_ids"}
-"""How an optimizer of DeepSpeed says that it is offloaded -> the numbers of what a step has given a gradient."""
+"""Names by which DeepSpeed's optimizers mark offloading -> those of the gradients of a step."""
 
 
 @contextlib.contextmanager
@@ -67,3 +69,17 @@ def last_micro_batch(engine: Any) -> Iterator[None]:
         setattr(optimizer, name, earlier - now)
         optimizer.finalize_gradient_accumulation_boundary()
     setattr(optimizer, name, earlier | now)
+
+
+def unused_parameters(request: BuildRequest, engine: Any) -> UnusedParameters:
+    """What watches for them.
+
+    Not in full precision without ZeRO, on one replica: there the optimizer is torch's, on the model's gradients.
+
+    Args:
+        request: of the build.
+        engine: DeepSpeed's.
+    """
+    low = engine.fp16_enabled() or engine.bfloat16_enabled()
+    with_zeros = engine.optimizer is not None and (engine.zero_optimization() or low or engine.dp_world_size > 1)
+    return UnusedParameters(request, "DeepSpeed", steps_with_zeros=bool(with_zeros))

@@ -1,12 +1,13 @@
 """Values for the model, tensor by tensor; with ZeRO-3 each is partitioned before the next one comes.
 
-No rank ever holds more of the model than its partitions and one whole tensor.
-"""
+No rank ever holds more of the model than its partitions and one whole tensor."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
-    from slapo_deepspeed.mpu import MeshUnit
-
-__all__ = ["Partitioning", "is_partitioned", "with_shapes"]
+    from slapo_deepspeed.process_groups import MeshUnit
 
 
 def is_partitioned(config: Mapping[str, Any]) -> bool:
@@ -119,3 +118,29 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     if any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16")):
         return torch.bfloat16
     return None
+
+
+_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_SMALL, _LARGE = 256 * 2**10, 32 * 2**20
+
+
+@contextlib.contextmanager
+def returned_at_once() -> Iterator[None]:
+    """Let the C library allocate each tensor from the system, and return it when freed.
+
+    Otherwise tensors lie in the heap of the process from the second one of a size on. Each is freed when it has been
+    partitioned, small things are put where it lay, and the heap keeps the rest: of a whole model, more than the
+    partition. Afterwards the limits are those that large tensors would cause anyway.
+
+    Nothing is done where the C library is another one than glibc, or where the environment sets its limits.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        yield
+        return
+    adjust(_MMAP, _SMALL)
+    try:
+        yield
+    finally:
+        adjust(_MMAP, _LARGE)
+        adjust(_TRIM, 2 * _LARGE)

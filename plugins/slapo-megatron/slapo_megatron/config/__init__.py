@@ -1,1 +1,1 @@
-"""What the user says, in Megatron's own terms, and what is filled in."""
+"""Read the user's options in Megatron's terms, and complete them."""

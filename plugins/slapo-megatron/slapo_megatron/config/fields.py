@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DDP", "FIELDS", "MODEL_PARALLEL", "OPTIMIZER", "SCHEDULER", "Field"]
-
 
 @dataclass(frozen=True)
 class Field:
@@ -20,7 +18,7 @@ class Field:
         how: ``"passed"`` to Megatron as it is; ``"filled"``: its value comes from the schedule, the arguments of
             ``build`` or other fields where the user gives none; ``"refused"`` with any other value than Megatron's
             default.
-        why: what is filled in, or why it is refused; what to know about one that is passed.
+        why: the filled-in value, the reason of a refusal, or a note on a field that is passed on.
     """
 
     how: Literal["passed", "filled", "refused"]
@@ -78,7 +76,9 @@ OPTIMIZER: dict[str, Field] = {
         "`build(max_grad_norm=...)`; else Megatron's default of 1.0; 0 (no clipping) without any `optimizer_config`",
         "clip_grad",
     ),
-    **_refused("nobody would see it; `engine.megatron.optimizer.count_zeros()` after a step", "log_num_zeros_in_grad"),
+    **_refused(
+        "the result is not returned; `engine.megatron.optimizer.count_zeros()` after a step", "log_num_zeros_in_grad"
+    ),
     **_passed("Megatron writes its configurations there", "config_logger_dir"),
     **_passed("needs parameters marked `is_embedding_or_output_parameter`", "decoupled_lr", "decoupled_min_lr"),
     **_refused(_FP8, "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),
@@ -130,7 +130,7 @@ OPTIMIZER: dict[str, Field] = {
         "pin_cpu_params",
     ),
     **_refused("it leaves out steps in silence; clip_grad bounds them", "grad_norm_skip_threshold"),
-    **_refused("a captured step would not see what is loaded", "optimizer_cuda_graph"),
+    **_refused("a captured step would not see loaded values", "optimizer_cuda_graph"),
     **_refused(_TIMERS, "timers", "barrier_with_L1_time"),
 }
 
@@ -200,7 +200,7 @@ MODEL_PARALLEL: dict[str, Field] = {
     **_passed(
         "with several stages a rank; the number of ranks along `pp` by default", "microbatch_group_size_per_vp_stage"
     ),
-    **_passed("frees what was sent", "deallocate_pipeline_outputs"),
+    **_passed("frees the sent tensors", "deallocate_pipeline_outputs"),
     **_passed("GPUs only", "batch_p2p_sync"),
     **_refused(_TIMERS, "timers", "barrier_with_L1_time"),
     **_refused(
@@ -215,13 +215,15 @@ MODEL_PARALLEL: dict[str, Field] = {
         "_cpu_offloading_context",
     ),
     **_refused(
-        "packs between stages have one shape for each form of a batch, which may be another one in every step",
+        "packs between stages have one shape for each input signature, which may change in every step",
         "variable_seq_lengths",
     ),
     **_refused("evaluation would run without it; bf16 of `optimizer_config`", "enable_autocast", "autocast_dtype"),
     **_refused("groups have the backend of the mesh", "pipeline_model_parallel_comm_backend"),
     **_refused("it needs a torch that was built for it", "use_ring_exchange_p2p"),
-    **_refused("`.checkpoint()` steps say what is recomputed", "num_microbatches_with_partial_activation_checkpoints"),
+    **_refused(
+        "`.checkpoint()` steps decide what is recomputed", "num_microbatches_with_partial_activation_checkpoints"
+    ),
     **_refused("torch.use_deterministic_algorithms(True) decides it", "deterministic_mode"),
     **_refused("`build` gives the model its values", "perform_initialization", "use_cpu_initialization"),
     **_refused("it would need Transformer Engine's layers", "use_te_rng_tracker"),

@@ -7,8 +7,6 @@ from typing import Any
 from slapo_core import BuildError
 from slapo_megatron.config.draft import Draft
 
-__all__ = ["check_sequence_parallel", "check_stages", "fill_microbatches", "fill_pipeline", "fill_sizes"]
-
 _CONFIG = "model_parallel_config"
 _SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -66,7 +64,7 @@ def check_sequence_parallel(draft: Draft) -> None:
             f"{draft.place(_CONFIG, 'sequence_parallel')} is True, but no step of the schedule scatters activations "
             "over 'tp', and no parameter is marked sequence_parallel",
             hint='.sync("fwd_post", "reduce_scatter", axis=1) behind the layers that are split; .sync_gradient() steps '
-            "sum what works on pieces",
+            "sum the gradients of modules between them",
         )
 
 
@@ -103,7 +101,7 @@ def check_interleaving(config: dict[str, Any], per_rank: int | None, pp: int) ->
         pp: the number of these ranks.
 
     Raises:
-        BuildError: a setting that Megatron's schedule for so many stages does not run, or runs wrongly.
+        BuildError: a setting that Megatron's schedule for this number of stages does not run, or runs wrongly.
     """
     if per_rank is None:
         return
@@ -118,20 +116,20 @@ def check_interleaving(config: dict[str, Any], per_rank: int | None, pp: int) ->
     elif config.get("batch_p2p_comm", True) and pp == 2:
         raise BuildError(
             f"'batch_p2p_comm' of {_CONFIG} is True with {per_rank} stages on each of two ranks along 'pp': Megatron "
-            "mixes up what they send each other, and gradients are wrong",
-            hint=f'{_CONFIG}={{"batch_p2p_comm": False}}, which is filled in where it is left out',
+            "confuses their P2P messages, and gradients are wrong",
+            hint=f'{_CONFIG}={{"batch_p2p_comm": False}}, the value filled in by default',
         )
 
 
 def fill_microbatches(draft: Draft, given: Any) -> int:
-    """Into how many pieces a batch is cut.
+    """Complete the number of micro-batches.
 
     Args:
-        draft: with the facts.
+        draft: of the options.
         given: the option ``microbatches``; None where there is none.
 
     Raises:
-        BuildError: it is no positive number, ``accumulate`` is another one, or Megatron's schedule does not run it.
+        BuildError: it is not positive, ``accumulate`` differs, or Megatron's schedule does not run it.
     """
     facts = draft.facts
     pp = facts.sizes["pp"]
@@ -163,7 +161,7 @@ def check_microbatches(config: dict[str, Any], count: int, per_rank: int | None,
         pp: the number of these ranks.
 
     Raises:
-        BuildError: Megatron's interleaved schedule does not run so many.
+        BuildError: Megatron's interleaved schedule does not run this number.
     """
     if per_rank is None or per_rank == 1 or pp == 1:
         return
@@ -194,7 +192,7 @@ def check_stages(config: dict[str, Any], count: int, stages: int, pp: int) -> No
         pp: the number of ranks along ``pp``.
 
     Raises:
-        BuildError: Megatron's schedule for so many stages does not run it.
+        BuildError: Megatron's schedule for this number of stages does not run it.
     """
     check_virtual(config, stages // pp)
     check_interleaving(config, stages // pp, pp)

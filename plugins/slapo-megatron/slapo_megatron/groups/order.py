@@ -1,18 +1,15 @@
-"""The order of a mesh in Megatron's terms: which dimension lies innermost, then the next, ``"tp-cp-ep-dp-pp"``.
-
-Source: ``RankGenerator`` and ``initialize_model_parallel`` of ``megatron/core/parallel_state.py``. The mesh has one
-rank along ``cp`` and ``ep``, which may stand anywhere.
-"""
+"""Express the mesh in Megatron's order of dimensions, and compare Megatron's groups with the mesh."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
 
 from slapo_core import BuildError, Violation
 from slapo_core.spec.mesh import Mesh
-
-__all__ = ["order_of", "row", "unfit"]
 
 _INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
 """Megatron's own default."""
@@ -103,3 +100,68 @@ def _is_plain(mesh: Mesh) -> bool:
         _rank_at(mesh, place) == sum(place[name] * strides[name] for name in strides)
         for place in (dict(zip(mesh.sizes, one, strict=True)) for one in every)
     )
+
+
+def compare(mesh: Mesh) -> None:
+    """
+    Args:
+        mesh: of the schedule.
+
+    Raises:
+        BuildError: a group that this rank is in has other ranks; it names both.
+    """
+    found = list(differences(mesh))
+    if found:
+        sizes = {
+            "tensor_model_parallel_size": mesh.size("tp"),
+            "pipeline_model_parallel_size": mesh.size("pp"),
+        }
+        arguments = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        call = ", ".join([*arguments, f'order="{order_of(mesh)}"'])
+        raise BuildError(
+            f"Megatron's process groups, which were made before, are not those of the mesh {mesh}: on rank "
+            f"{dist.get_rank()}, {'; '.join(found)}",
+            hint=f"parallel_state.initialize_model_parallel({call}), or leave it to build",
+        )
+
+
+def differences(mesh: Mesh) -> Iterator[str]:
+    """Which groups of Megatron's have other ranks than the mesh says, as far as this rank is in them.
+
+    Args:
+        mesh: of the schedule.
+    """
+    from megatron.core import parallel_state
+
+    groups: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "tensor model parallel": (parallel_state.get_tensor_model_parallel_group(), ("tp",)),
+        "pipeline model parallel": (parallel_state.get_pipeline_model_parallel_group(), ("pp",)),
+        "data parallel": (parallel_state.get_data_parallel_group(with_context_parallel=True), ("dp",)),
+        "context parallel": (parallel_state.get_context_parallel_group(), ("cp",)),
+        "expert parallel": (parallel_state.get_expert_model_parallel_group(), ("ep",)),
+    }
+    for name, (group, mesh_dims) in groups.items():
+        there, wanted = dist.get_process_group_ranks(group), row(mesh, mesh_dims)
+        if there != wanted:
+            dims = " and ".join(f"'{one}'" for one in mesh_dims if one in mesh) or "one rank"
+            yield f"{name} ranks {there}, by the mesh ({dims}) {wanted}"
+
+
+def compare_virtual(virtual: int | None) -> None:
+    """
+    Args:
+        virtual: stages on each rank along ``pp``, where there are several.
+
+    Raises:
+        BuildError: the user's script has said another number.
+    """
+    from megatron.core import parallel_state
+
+    there = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if there is not None and there != virtual:
+        raise BuildError(
+            f"Megatron's parallel state, which was made before, has {there} virtual stages, and the schedule makes "
+            f"{virtual or 1} for each rank along 'pp'",
+            hint=f"parallel_state.initialize_model_parallel(virtual_pipeline_model_parallel_size={virtual}, ...), or "
+            "leave it to build",
+        )

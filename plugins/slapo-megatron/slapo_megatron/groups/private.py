@@ -11,8 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["groups_of_megatron", "is_alive", "timeout_minutes"]
-
 
 def groups_of_megatron() -> list[Any]:
     """Every process group of Megatron's that this rank is in, each once, in the order in which they were made."""
@@ -21,7 +19,7 @@ def groups_of_megatron() -> list[Any]:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether torch.distributed still knows the group: it was not destroyed, and neither was what it was made in."""
+    """Whether torch.distributed still knows the group: neither it nor its world was destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 

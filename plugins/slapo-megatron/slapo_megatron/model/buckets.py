@@ -1,6 +1,6 @@
-"""Megatron's buckets of gradients where it reduces them beside the backward pass: what it waits for, and what is left.
+"""Check Megatron's gradient buckets under overlapped reduction.
 
-Its attributes of buckets are no documented interface; a test of this plugin looks after them.
+Its attributes of buckets are undocumented; a contract test of this plugin covers them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from slapo_core import BuildError
-
-__all__ = ["drop_started", "refuse_missing"]
 
 _SHOWN = 5
 
@@ -37,13 +35,13 @@ def refuse_missing(chunks: Sequence[Any]) -> None:
         raise BuildError(
             f"the last micro-batch of a step gave {', '.join(map(repr, missing[:_SHOWN]))}{more} no gradient, and with "
             "overlap_grad_reduce Megatron waits for that of every parameter in each step",
-            hint="set requires_grad=False on what the loss does not depend on, before build; or "
+            hint="set requires_grad=False on unused parameters before build; or "
             'ddp_config={"overlap_grad_reduce": False}',
         )
 
 
 def drop_started(chunks: Sequence[Any]) -> None:
-    """After a step that failed: wait for reductions that have begun, and forget them, so that the next starts anew.
+    """After a failed step, wait for started reductions and drop them, so that the next step starts afresh.
 
     Args:
         chunks: wrapped.

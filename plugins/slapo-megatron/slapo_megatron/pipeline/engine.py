@@ -13,16 +13,13 @@ from torch import nn
 from slapo_core import BuildError, StepResult
 from slapo_core.spec.rng_streams import move_on, own_random_state
 from slapo_core.spec.stage_runner import Form, Forms, Work
-from slapo_megatron.engine import MegatronEngine
-from slapo_megatron.groups.starting import start
+from slapo_megatron.engine import MegatronEngine, Updates
+from slapo_megatron.groups.process_groups import start
 from slapo_megatron.marks import mark
-from slapo_megatron.updating import Updates
 
 if TYPE_CHECKING:
     from slapo_core import Plan
     from slapo_core.spec.request import BuildRequest, StagedModel
-
-__all__ = ["PipelineEngine"]
 
 
 class PipelineEngine(MegatronEngine):
@@ -32,7 +29,7 @@ class PipelineEngine(MegatronEngine):
     is closed.
 
     Args:
-        plan: what is built.
+        plan: of the build.
         request: from ``build``.
     """
 
@@ -46,10 +43,10 @@ class PipelineEngine(MegatronEngine):
         per_rank = len(request.stage_ranks) // mesh.size("pp")
         self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
 
-        from slapo_megatron.model.configuration import transformer_config
-        from slapo_megatron.model.precision import lowered, working_dtype
-        from slapo_megatron.pipeline.making import assembled, ties_of
-        from slapo_megatron.pipeline.running import Schedule
+        from slapo_megatron.model.assembly import transformer_config
+        from slapo_megatron.model.chunk import lowered, working_dtype
+        from slapo_megatron.pipeline.chunks import assembled, ties_of
+        from slapo_megatron.pipeline.schedule import Schedule
 
         config = transformer_config(plan.config, mesh)
         dtype = working_dtype(config)
@@ -130,7 +127,7 @@ class PipelineEngine(MegatronEngine):
         self._at = what
 
     def _release(self) -> None:
-        from slapo_megatron.model.releasing import release
+        from slapo_megatron.model.assembly import release
 
         self._updates.end()
         release(self.megatron, self._marks, gather=self._reason is None)
@@ -144,8 +141,8 @@ class PipelineEngine(MegatronEngine):
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled(self._device.type):
             raise BuildError(
-                "a step of a pipeline of target 'megatron' was called under torch.autocast: ranks would not agree "
-                "about the types of what they send",
+                "a step of a pipeline of target 'megatron' was called under torch.autocast: the dtypes of "
+                "P2P messages would differ between ranks",
                 hint='optimizer_config={"bf16": True}',
             )
 

@@ -1,4 +1,7 @@
-"""Megatron's optimizer by the parameters of the model."""
+"""Settings of Megatron's groups of parameters, and the counts of an optimizer that keeps them there.
+
+Apart from the optimizer's settings, a group of Megatron's has those of its scheduler (``wd_mult``,
+``max_lr``, ...). Those are of the build: a checkpoint holds the optimizer's settings only."""
 
 from __future__ import annotations
 
@@ -9,14 +12,46 @@ import torch
 
 from slapo_core import BuildError
 from slapo_core.spec.flat_shards import gathered
-from slapo_megatron.state.settings import counts_in_groups, kind_of, settings_of
-from slapo_megatron.state.tensors import shared_dims, united
+from slapo_megatron.state.tensors import merge_across_ranks, shared_dims
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
-    from slapo_megatron.state.places import Held, Places
+    from slapo_megatron.state.flat_layout import Held, Places
 
-__all__ = ["StoredOptimizer"]
+_OF_THE_BUILD = (
+    "wd_mult",
+    "lr_mult",
+    "max_lr",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "pre_wd_mult",
+    "pre_lr_mult",
+    "default_config",
+    "is_expert_parallel",
+    "is_decoupled_lr",
+)
+_FUSED = ("lr", "betas", "eps", "weight_decay")  # settings that a fused Adam shares with torch's
+
+
+def counts_in_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer counts its steps once for each group: the fused Adam of Transformer Engine and of Apex."""
+    return type(optimizer).__name__ == "FusedAdam"
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class of torch that computes the same."""
+    if not counts_in_groups(optimizer):
+        return type(optimizer).__name__
+    return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
+
+
+def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a group in a checkpoint, and those that loading changes."""
+    if counts_in_groups(optimizer):
+        return {key: group[key] for key in _FUSED if key in group}
+    return {key: value for key, value in group.items() if key != "params" and key not in _OF_THE_BUILD}
+
 
 _STEP = "step"
 
@@ -51,7 +86,7 @@ class StoredOptimizer:
         """Learn which state there is of parameters that lie on other replicas altogether: a collective over them."""
         described = {number: self._described(parameter) for number, parameter in enumerate(self._places.order)}
         own = {number: one for number, one in described.items() if one}
-        for number, one in united(own, self._places.shared).items():
+        for number, one in merge_across_ranks(own, self._places.shared).items():
             self._elsewhere[id(self._places.order[number])] = one
         return self
 
@@ -85,10 +120,10 @@ class StoredOptimizer:
             assert place is not None
             return place.of(held.inner.state[place.flat][key]).view(shape)
         if place is None:
-            piece, offset = torch.empty(0, dtype=self._elsewhere[id(parameter)][key]), 0
+            shard, offset = torch.empty(0, dtype=self._elsewhere[id(parameter)][key]), 0
         else:
-            piece, offset = place.of(held.inner.state[place.flat][key]), place.offset
-        return gathered(piece, offset, shape, self._places.shared, device=self._device)
+            shard, offset = place.of(held.inner.state[place.flat][key]), place.offset
+        return gathered(shard, offset, shape, self._places.shared, device=self._device)
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         held = self._held(parameter)
@@ -115,7 +150,7 @@ class StoredOptimizer:
         groups: Sequence[Mapping[str, Any]],
         states: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> Callable[[], None]:
-        """As ``torch.optim.Optimizer.load_state_dict`` takes it: what is stepped, numbered in its order."""
+        """Return the argument of ``torch.optim.Optimizer.load_state_dict``: stepped tensors by number."""
         stepped = {id(tensor): tensor for group in inner.param_groups for tensor in group["params"]}
         numbers = {key: number for number, key in enumerate(stepped)}
         packed: list[dict[str, Any]] = []
@@ -150,14 +185,14 @@ class StoredOptimizer:
             elif isinstance(value, torch.Tensor) and value.dim() and place.length < parameter.numel():
                 raise BuildError(
                     f"the checkpoint has '{key}' of shape {tuple(value.shape)} for '{self._names[id(parameter)]}' of "
-                    f"shape {tuple(parameter.shape)}: Megatron's distributed optimizer keeps only what has the shape "
-                    "of the parameter"
+                    f"shape {tuple(parameter.shape)}: Megatron's distributed optimizer keeps only tensors of the "
+                    "parameter's shape"
                 )
             else:
                 yield key, value
 
     def _described(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """By key: a type for what has the parameter's shape, the value of anything else."""
+        """By key: the dtype of a tensor of the parameter's shape, or the value of anything else."""
         held = self._held(parameter)
         if held is None or held.place is None:
             return {}

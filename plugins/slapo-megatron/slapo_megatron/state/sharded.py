@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron's own form: every rank writes and reads what it holds, by ``dist_checkpointing``.
+"""Save and load checkpoints in Megatron's format: each rank its shards, by ``dist_checkpointing``.
 
 Imports Megatron: import it in functions.
 """
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
     from slapo_core.spec.state import Piece, Pieces
 
-__all__ = ["ShardedDirectory"]
 
-_OURS = "slapo"  # in Megatron's file of what is no tensor
+_OURS = "slapo"  # in Megatron's file of other values than tensors
 _COMPLETE = "metadata.json"  # which Megatron writes last
 
 
@@ -47,7 +46,7 @@ class ShardedDirectory:
         return f"the sharded checkpoint '{self._path}'"
 
     def write(self, pieces: Pieces) -> None:
-        """Write it beside the directory, and put it there when it is complete: a collective.
+        """Write to a temporary directory, and rename it when complete: a collective.
 
         Raises:
             BuildError: ``psutil`` is not installed; or something else is in the directory.
@@ -73,10 +72,10 @@ class ShardedDirectory:
                 _put(new, self._path)
 
     def describe(self) -> dict[str, Any]:
-        """What was saved beside the tensors, and which tensors there are: no collective.
+        """Read the saved extra values and the names of the tensors: not a collective.
 
         Raises:
-            WeightsError: it is no checkpoint of this kind.
+            WeightsError: it is not a checkpoint of this format.
         """
         try:
             description = dist_checkpointing.load_common_state_dict(str(self._path))[_OURS]
@@ -100,24 +99,24 @@ class ShardedDirectory:
         dist_checkpointing.load(_sharded(wanted), str(self._path), validate_access_integrity=False)
 
 
-def _sharded(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """In Megatron's form; rectangles of any size, so that there is no grid of them."""
+def _sharded(shards: Sequence[Piece]) -> dict[str, Any]:
+    """Convert to Megatron's format; blocks of any size, without a regular grid."""
     return {
-        f"piece {number}": ShardedTensor(
-            _key(piece.kind, piece.name),
-            piece.value,
-            piece.value.dtype,
-            tuple(piece.value.shape),
-            piece.shape,
-            piece.offset,
+        f"shard {number}": ShardedTensor(
+            _key(shard.kind, shard.name),
+            shard.value,
+            shard.value.dtype,
+            tuple(shard.value.shape),
+            shard.shape,
+            shard.offset,
             axis_fragmentations=None,
         )
-        for number, piece in enumerate(pieces)
+        for number, shard in enumerate(shards)
     }
 
 
 def _key(kind: str, name: str) -> str:
-    """As Megatron names them: weights by the model's names, and before the optimizer's state what it is."""
+    """Return Megatron's names: weights by the model's names, optimizer states with a prefix."""
     if kind == "weight":
         return name
     if kind == "added":

@@ -1,4 +1,4 @@
-"""The model's tensors under Megatron: what is trained, and what the forward computes with."""
+"""Read and write the model's tensors under Megatron: main weights and forward values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from slapo_core.spec.flat_shards import gathered, is_rounding
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.state import LiveTensor
-    from slapo_megatron.state.places import Held, Places
-
-__all__ = ["MegatronTensors", "shared_dims", "united"]
+    from slapo_megatron.state.flat_layout import Held, Places
 
 
 class MegatronTensors:
@@ -33,7 +31,7 @@ class MegatronTensors:
         self._follows = True
 
     def end(self) -> None:
-        """What the forward computes with follows no more: Megatron may not have sent the last step's changes."""
+        """Stop following the main weights: Megatron may not have sent the last step's changes."""
         self._follows = False
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
@@ -51,9 +49,9 @@ class MegatronTensors:
         if not held.is_part:
             assert place is not None
             return place.of(place.flat).view(shape)
-        piece = torch.empty(0, dtype=held.dtype) if place is None else place.of(place.flat)
+        shard = torch.empty(0, dtype=held.dtype) if place is None else place.of(place.flat)
         offset = place.offset if place is not None else 0
-        return gathered(piece, offset, shape, self._places.shared, device=self._device)
+        return gathered(shard, offset, shape, self._places.shared, device=self._device)
 
     def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
         held = self._held(live)
@@ -89,7 +87,7 @@ def shared_dims(held: Held | None, mesh: Mesh | None) -> tuple[str, ...]:
     return ("dp",) if mesh.size("dp") > 1 else ()
 
 
-def united(own: dict[int, Any], groups: Sequence[Any]) -> dict[int, Any]:
+def merge_across_ranks(own: dict[int, Any], groups: Sequence[Any]) -> dict[int, Any]:
     """What all ranks of some groups know, one group after the other; the first rank that knows something counts."""
     found = own
     for group in groups:

@@ -8,52 +8,52 @@ from collections.abc import Callable
 from slapo_core.testing.check import Check, NotApplicable
 from slapo_core.testing.dialects.bench import DialectBench, open_bench
 from slapo_core.testing.dialects.case import DialectCase
-from slapo_core.testing.dialects.checks.batches import batches_of_every_form, labels_are_left_to_the_loss
-from slapo_core.testing.dialects.checks.checkpoints import (
-    checkpoint_is_read_by_other_targets,
-    checkpoint_resumes_exactly,
-)
-from slapo_core.testing.dialects.checks.engines import (
+from slapo_core.testing.dialects.checks.building import (
+    bad_options_are_refused,
     closed_engine_says_so,
     engine_has_every_member,
+    entry_point_agrees,
+    failed_build_changes_nothing,
+    light_import,
     module_keeps_the_paths,
-    without_optimizer_it_only_evaluates,
-)
-from slapo_core.testing.dialects.checks.evaluation import eval_step_changes_nothing, eval_step_equals_the_plain_model
-from slapo_core.testing.dialects.checks.failures import failed_build_changes_nothing, wrong_optimizer_is_refused
-from slapo_core.testing.dialects.checks.installation import entry_point_agrees, light_import
-from slapo_core.testing.dialects.checks.plans import (
-    bad_options_are_refused,
     plan_changes_nothing,
     plan_is_the_same_again,
     unknown_option_is_refused,
+    without_optimizer_it_only_evaluates,
+    wrong_optimizer_is_refused,
 )
 from slapo_core.testing.dialects.checks.ranks import (
+    another_batch_on_a_rank_is_refused,
+    diverged_replicas_are_found,
     failure_on_one_rank_ends_the_build_on_all,
     other_options_on_a_rank_are_refused,
     replicas_train_as_one_process,
     split_model_trains_as_one_process,
     unsupported_mesh_is_refused,
 )
-from slapo_core.testing.dialects.checks.replicas import another_batch_on_a_rank_is_refused, parted_replicas_are_found
-from slapo_core.testing.dialects.checks.states import (
+from slapo_core.testing.dialects.checks.state import (
     bad_state_dict_changes_nothing,
+    checkpoint_is_read_by_other_targets,
+    checkpoint_resumes_exactly,
     loaded_state_is_trained_on,
-    state_dict_is_the_untouched_models,
+    meta_model_is_given_its_values,
+    state_dict_is_the_reference_models,
+    weights_are_read,
 )
-from slapo_core.testing.dialects.checks.steps import (
+from slapo_core.testing.dialects.checks.training import (
+    accumulation_is_the_whole_batch_or_refused,
+    batches_of_every_type,
     clipping_is_that_of_plain_training,
+    eval_step_changes_nothing,
+    eval_step_equals_the_plain_model,
+    evaluation_mode_is_left_for_training,
     frozen_parameters_stay,
+    labels_are_left_to_the_loss,
     scheduled_model_trains_the_same,
     step_result_is_complete,
     tied_weights_stay_tied,
     training_is_that_of_the_plain_model,
 )
-from slapo_core.testing.dialects.checks.training import (
-    accumulation_is_the_whole_batch_or_refused,
-    evaluation_mode_is_left_for_training,
-)
-from slapo_core.testing.dialects.checks.values import meta_model_is_given_its_values, weights_are_read
 
 __all__ = ["DIALECT_CHECKS"]
 
@@ -89,11 +89,11 @@ _ON_A_BENCH = (
     clipping_is_that_of_plain_training,
     evaluation_mode_is_left_for_training,
     accumulation_is_the_whole_batch_or_refused,
-    batches_of_every_form,
+    batches_of_every_type,
     labels_are_left_to_the_loss,
     eval_step_equals_the_plain_model,
     eval_step_changes_nothing,
-    state_dict_is_the_untouched_models,
+    state_dict_is_the_reference_models,
     loaded_state_is_trained_on,
     bad_state_dict_changes_nothing,
     checkpoint_resumes_exactly,
@@ -103,7 +103,7 @@ _ON_A_BENCH = (
     unsupported_mesh_is_refused,
     replicas_train_as_one_process,
     split_model_trains_as_one_process,
-    parted_replicas_are_found,
+    diverged_replicas_are_found,
     another_batch_on_a_rank_is_refused,
     failure_on_one_rank_ends_the_build_on_all,
     other_options_on_a_rank_are_refused,

@@ -1,4 +1,4 @@
-"""Several ranks train as one process, and decide together."""
+"""Check that several ranks train as one process, decide together, and find diverged replicas."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from slapo_core.errors import BuildError, WeightsError
 from slapo_core.spec.mesh import MESH_DIMS
 from slapo_core.testing.bench import SEED
 from slapo_core.testing.check import CheckError, NotApplicable
-from slapo_core.testing.dialects.bench import DialectBench
-from slapo_core.testing.dialects.launch import checkpoint_of, meshes, on_ranks, unsupported_dim
-from slapo_core.testing.dialects.parts import MeshTraining, Part, Refusal, clipping_norm
-from slapo_core.testing.dialects.training import Training, differences, evaluate_by_hand, train
-
-__all__ = [
-    "failure_on_one_rank_ends_the_build_on_all",
-    "other_options_on_a_rank_are_refused",
-    "replicas_train_as_one_process",
-    "split_model_trains_as_one_process",
-    "unsupported_mesh_is_refused",
-]
+from slapo_core.testing.dialects.bench import DialectBench, Training, differences, evaluate_in_plain_torch, train
+from slapo_core.testing.dialects.launch import (
+    MeshTraining,
+    Part,
+    Refusal,
+    checkpoint_of,
+    clipping_norm,
+    meshes,
+    on_ranks,
+    unsupported_dim,
+)
 
 _REPLICAS = "average the gradients over mesh.group('dp') before request.clip_gradients(), which is a collective too"
 _SPLIT = "leave collectives to the schedule's steps, clipping to request.clip_gradients(), names to request.state"
@@ -34,7 +33,7 @@ def unsupported_mesh_is_refused(bench: DialectBench) -> None:
     supports = bench.dialect.supports
     if not isinstance(supports, frozenset) or supports - set(MESH_DIMS):
         raise CheckError(
-            "supports is no set of mesh dimensions",
+            "supports is not a set of mesh dimensions",
             required=f"a frozenset of {', '.join(MESH_DIMS)}",
             got=repr(supports),
             hint='supports = frozenset({"dp"}), or frozenset() for one process',
@@ -104,11 +103,11 @@ def _first_mesh(bench: DialectBench, name: str) -> Part:
 def _compare(bench: DialectBench, part: Part, *, hint: str) -> None:
     results: list[MeshTraining] = on_ranks(bench, part)
     batches, last = bench.batches(4), bench.case.optimizers[-1]
-    begun = bench.train_by_hand(batches[:2], optimizer=last)
-    whole = bench.train_by_hand(batches, optimizer=last)
+    begun = bench.train_in_plain_torch(batches[:2], optimizer=last)
+    whole = bench.train_in_plain_torch(batches, optimizer=last)
     resumed = Training(whole.losses[2:], (), whole.state)
     expected = {
-        "clipped training": bench.train_by_hand(batches[:3], max_grad_norm=clipping_norm(bench, batches)),
+        "clipped training": bench.train_in_plain_torch(batches[:3], max_grad_norm=clipping_norm(bench, batches)),
         "training": begun,
         "evaluation": Training([_evaluated(bench, begun, batches[2])], (), {}),
         "training from a checkpoint of one process": resumed,
@@ -134,7 +133,7 @@ def _compare(bench: DialectBench, part: Part, *, hint: str) -> None:
 def _evaluated(bench: DialectBench, training: Training, batch: Any) -> torch.Tensor:
     model = bench.model()
     model.load_state_dict(training.state)
-    return evaluate_by_hand(model, batch, bench.case.loss)[0]
+    return evaluate_in_plain_torch(model, batch, bench.case.loss)[0]
 
 
 def _with_losses_of_all(trainings: list[Training], part: Part) -> list[Training]:
@@ -190,3 +189,47 @@ def _raise_for(refusal: Refusal, rank: int, what: str, required: str) -> None:
         got=got,
         hint=_TOGETHER,
     )
+
+
+def diverged_replicas_are_found(bench: DialectBench) -> None:
+    """A copy that is changed on one rank is named by check_replicas() and save(), on all ranks, and can be repaired."""
+    part = _first_mesh(bench, "diverged")
+    results = on_ranks(bench, part)
+    if not results[0][0]:
+        raise NotApplicable(f"no parameter has copies on two ranks of the mesh {part.mesh}")
+    for rank, (name, found) in enumerate(results):
+        for call, text in found.items():
+            # A runtime may keep a second value for the forward: 'up.weight in the forward'.
+            starts = [f"{kind}: '{name}{end}" for kind in ("ReplicaError", "RankMismatchError") for end in ("'", " ")]
+            named = text.startswith(tuple(starts))
+            wrong = text != "fine" if "again" in call else not named
+            if wrong:
+                raise CheckError(
+                    f"{call} does not tell on rank {rank} that '{name}' was changed on the last rank"
+                    if "again" not in call
+                    else f"{call} on rank {rank} does not work after check_replicas(repair=True)",
+                    required=f"RankMismatchError that names '{name}'" if "again" not in call else "no error",
+                    got=text if text != "fine" else "no error",
+                    hint="check_replicas(repair=False): request.state.check_replicas(optimizer=self.optimizer, "
+                    "repair=repair); save(directory): request.state.save(directory, optimizer=self.optimizer)",
+                )
+
+
+def another_batch_on_a_rank_is_refused(bench: DialectBench) -> None:
+    """Tensor-parallel ranks that are given different batches in the first step are told so, all of them."""
+    reasons, chosen = [], None
+    for words, mesh in meshes(bench).items():
+        if isinstance(mesh, str):
+            reasons += [mesh] * ("tp" in words)
+        elif mesh.get("tp", 1) > 1:
+            chosen = chosen or Part("other_batch", tuple(mesh.items()))
+    if chosen is None:
+        raise NotApplicable("; ".join(reasons) or "none of the case's meshes= splits over mesh_dim 'tp'")
+    for rank, text in enumerate(on_ranks(bench, chosen)):
+        if not text.startswith("RankMismatchError: ranks disagree about the batch"):
+            raise CheckError(
+                f"another batch on the last rank is not refused on rank {rank}",
+                required="RankMismatchError before the model runs",
+                got=text if text != "fine" else "a training step",
+                hint="let request.compute_loss(batch) call the model; it compares the first batch",
+            )

@@ -1,0 +1,62 @@
+"""What must stay as it was from one training step to the next: DeepSpeed does not look at it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import BuildError
+from slapo_core.spec.step_invariants import BetweenSteps
+
+if TYPE_CHECKING:
+    from slapo_core.spec.request import BuildRequest
+    from slapo_core.spec.state import LiveTensor
+    from slapo_deepspeed.state.tensors import DeepSpeedTensors
+
+
+class BetweenDeepSpeedSteps(BetweenSteps):
+    """The parameters, and DeepSpeed's counters.
+
+    Args:
+        request: of the build.
+        engine: DeepSpeed's.
+        tensors: compares the forward's parameters with their main weights.
+    """
+
+    def __init__(self, request: BuildRequest, engine: Any, tensors: DeepSpeedTensors) -> None:
+        self._engine = engine
+        self._count = engine.gradient_accumulation_steps()
+        mesh = request.schedule.mesh
+        groups = [mesh.group("dp")] if mesh is not None and tensors.are_parts else []
+        super().__init__(request, tensors, "DeepSpeed", groups=groups)
+
+    def check(self) -> None:
+        """Before a step.
+
+        Raises:
+            BuildError: a parameter was frozen, or unfrozen, or written into; or DeepSpeed's accumulation was changed.
+        """
+        super().check()
+        count = self._engine.gradient_accumulation_steps()
+        if count != self._count:
+            raise BuildError(
+                f"DeepSpeed accumulates {count} micro-batches now, and this engine gives it {self._count} a step",
+                hint=f"leave engine.deepspeed.set_train_batch_size(); or build(accumulate={count})",
+            )
+
+    def check_boundary(self) -> None:
+        """Before a step of an engine whose micro-batches are steps of DeepSpeed's.
+
+        Raises:
+            BuildError: a part of a step ran outside of train_step.
+        """
+        done = self._engine.micro_steps % self._count
+        if done:
+            raise BuildError(
+                f"train_step called in the middle of an accumulation window of engine.deepspeed ({done} of "
+                f"{self._count} micro-batches already ran)",
+                hint="run the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
+            )
+
+    def steps_frozen(self, live: LiveTensor) -> bool:
+        """Also where ZeRO-3 steps the parts of a parameter that it holds."""
+        return super().steps_frozen(live) or hasattr(live.tensor, "ds_tensor")

@@ -1,0 +1,154 @@
+"""Mark the parameters that count for the gradient norm, and keep the norm before clipping."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core import BuildError
+
+if TYPE_CHECKING:
+    from slapo_core.spec.request import BuildRequest
+
+SHARDED = ("model_parallel", "tensor_model_parallel")
+"""DeepSpeed takes either; other code around it one of them."""
+
+
+@contextlib.contextmanager
+def marks_taken_back(request: BuildRequest) -> Iterator[None]:
+    """Where the block fails, parameters have the attributes and hooks again that they had before it.
+
+    Args:
+        request: of the build.
+    """
+    before = [
+        (live.tensor, dict(vars(live.tensor)), dict(live.tensor._post_accumulate_grad_hooks or {}))
+        for live in request.state.tensors()
+        if live.is_parameter
+    ]
+    try:
+        yield
+    except BaseException:
+        for tensor, attributes, hooks in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+            kept = tensor._post_accumulate_grad_hooks
+            for key in [key for key in kept or () if key not in hooks]:
+                del kept[key]
+        raise
+
+
+def mark(request: BuildRequest) -> list[torch.Tensor]:
+    """Mark the parameters that are split over ``tp``, by their layouts; all others lose such marks.
+
+    To be called when every tensor is in its place. In mixed precision without ZeRO, DeepSpeed looks for the marks on
+    the gradients instead, so they get them too.
+
+    Args:
+        request: of the build.
+
+    Returns:
+        the marked parameters.
+    """
+    marked = []
+    mesh = request.schedule.mesh
+    for live in request.state.tensors():
+        if not live.is_parameter:
+            continue
+        split_over = {mesh_dim for mesh_dim, _ in live.layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1}
+        is_shard = "tp" in split_over
+        for name in SHARDED:
+            if is_shard or hasattr(live.tensor, name):
+                setattr(live.tensor, name, is_shard)
+        if is_shard:
+            marked.append(live.tensor)
+            if live.tensor.requires_grad:
+                live.tensor.register_post_accumulate_grad_hook(_mark_gradient)
+    return marked
+
+
+def _mark_gradient(parameter: torch.Tensor) -> None:
+    for name in SHARDED:
+        if parameter.grad is not None:
+            setattr(parameter.grad, name, True)
+
+
+def count_once(request: BuildRequest, copies: Collection[torch.Tensor]) -> None:
+    """Mark what this rank counts, after ``marks.mark``, and after ``PipelineModule`` has marked everything as counted.
+
+    Args:
+        request: of the build; every tensor is in its place.
+        copies: parameters of this rank that an earlier one along ``pp`` holds too.
+    """
+    mesh = request.schedule.mesh
+    assert mesh is not None
+    is_copy = {id(one) for one in copies}
+    for live in request.state.tensors():
+        if not live.is_here or not live.is_parameter:
+            continue
+        if id(live.tensor) in is_copy:
+            live.tensor.ds_pipe_replicated = True  # type: ignore[attr-defined]
+            for name in SHARDED:
+                setattr(live.tensor, name, False)
+        elif mesh.rank("pp") and not mesh.rank("tp"):
+            setattr(live.tensor, SHARDED[0], True)
+
+
+def require_counted(engine: Any, marked: Sequence[torch.Tensor]) -> None:
+    """Refuse what DeepSpeed's optimizer of bfloat16 fails at in the first step, on some ranks only.
+
+    Args:
+        engine: DeepSpeed's.
+        marked: the sharded parameters.
+
+    Raises:
+        BuildError: the ranks along ``tp`` but the first one have nothing to count in the norm of all gradients.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    if engine.mp_world_size == 1 or not isinstance(engine.optimizer, BF16_Optimizer):
+        return
+    if not any(one.requires_grad for one in marked):
+        raise BuildError(
+            f"no parameter that is trained is split over the {engine.mp_world_size} ranks of mesh_dim 'tp', and "
+            "DeepSpeed's optimizer for bfloat16 with gradients summed in float32 cannot take a norm of nothing",
+            hint='leave out "data_types": {"grad_accum_dtype": "fp32"}, or a mesh without \'tp\'',
+        )
+
+
+def keep_norm(engine: Any) -> None:
+    """Let DeepSpeed's engine remember the norm that it clips by in fp32 without ZeRO, and otherwise forgets.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    def clip_fp32_gradients(self: Any) -> None:
+        self._global_grad_norm = clip_grad_norm_(
+            parameters=[_with_axes(one) for one in self.module.parameters()],
+            max_norm=self.gradient_clipping(),
+            mpu=self.mpu,
+        )
+
+    engine.clip_fp32_gradients = types.MethodType(clip_fp32_gradients, engine)
+
+
+def norm_of_last_step(engine: Any) -> torch.Tensor | None:
+    """A scalar tensor; None where DeepSpeed computed none."""
+    norm = engine.get_global_grad_norm()
+    if norm is None:
+        return None
+    return torch.as_tensor(norm, dtype=torch.float32).detach().reshape(()).clone()
+
+
+def _with_axes(parameter: torch.Tensor) -> Any:
+    """What DeepSpeed reads of a parameter; of a number, it cannot scale the gradient as it is."""
+    if parameter.dim() or parameter.grad is None:
+        return parameter
+    marks = {name: value for name, value in vars(parameter).items() if name in SHARDED}
+    return types.SimpleNamespace(grad=parameter.grad.view(1), device=parameter.device, **marks)

@@ -1,0 +1,34 @@
+"""Ranks where nothing is trained, because all of their stages are frozen: DeepSpeed's optimizers need something there.
+
+Such a rank trains one unused number, whose gradient is zero in every backward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from slapo_core.spec.request import BuildRequest
+
+
+def bare_ranks(request: BuildRequest) -> frozenset[int]:
+    """The ranks along ``pp`` that train nothing; every rank knows all of them."""
+    mesh, placement = request.schedule.mesh, request.placement
+    assert mesh is not None
+    assert placement is not None
+    training = {
+        rank
+        for live in request.state.tensors()
+        if live.is_parameter and live.tensor.requires_grad
+        for rank in placement.holders(live)
+    }
+    return frozenset(range(mesh.size("pp"))) - training
+
+
+def placeholder(request: BuildRequest) -> nn.Parameter:
+    """What such a rank trains; like its other parameters."""
+    here = (live.tensor for live in request.state.tensors() if live.is_here and live.tensor.is_floating_point())
+    like = next(here, torch.empty(0))
+    return nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))

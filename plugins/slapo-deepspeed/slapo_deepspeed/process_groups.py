@@ -1,0 +1,241 @@
+"""Start DeepSpeed on the process groups of the mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from slapo_core import BuildError
+from slapo_core.spec.mesh import start_alone
+from slapo_deepspeed.installation import require_deepspeed
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_core.spec.mesh import Mesh
+
+
+def import_deepspeed(device_type: str) -> Any:
+    """Import DeepSpeed for the devices that the model is on.
+
+    DeepSpeed chooses its accelerator when it is imported: ``DS_ACCELERATOR``, or the one found. Without that variable
+    it follows the device of the model, until it communicates.
+
+    Args:
+        device_type: e.g. ``"cpu"``.
+
+    Returns:
+        the module.
+
+    Raises:
+        BuildError: it is not installed, has another version, or runs on other devices.
+    """
+    require_deepspeed()
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen is None and device_type == "cpu" and "deepspeed" not in sys.modules:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        try:
+            import deepspeed
+        finally:
+            del os.environ["DS_ACCELERATOR"]
+    else:
+        import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if chosen is None:
+        _follow(device_type)
+    found = get_accelerator().device_name()
+    if found != device_type:
+        where = f"DS_ACCELERATOR={chosen}" if chosen is not None else "the one found when it was imported"
+        raise BuildError(
+            f"the model is on '{device_type}', and DeepSpeed runs on '{found}': {where}",
+            hint=f"set DS_ACCELERATOR={device_type} before deepspeed is imported, or build(device='{found}')",
+        )
+    return deepspeed
+
+
+def _follow(device_type: str) -> None:
+    """Set DeepSpeed's accelerator to the device of the model, unless it communicates already.
+
+    A plan must not decide for later builds.
+    """
+    import torch
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if get_accelerator().device_name() == device_type or comm.comm.cdb is not None:
+        return
+    if device_type == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+    elif device_type == "cuda" and torch.cuda.is_available():
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        set_accelerator(CUDA_Accelerator())
+
+
+def start(mesh: Mesh | None) -> None:
+    """Let DeepSpeed communicate through the process groups that are there; nothing is compiled for it.
+
+    Where no process group is there, this process is alone: it gets a group of one, which stays until it ends.
+
+    Args:
+        mesh: of the schedule; None for one process alone.
+
+    Raises:
+        BuildError: DeepSpeed is not installed, has another version, or runs on other devices than the mesh.
+    """
+    require_deepspeed()
+    if mesh is not None and mesh.device_mesh is not None:
+        import_deepspeed(mesh.device_mesh.device_type)
+    import deepspeed
+    import deepspeed.comm
+    import deepspeed.ops
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    device_type = get_accelerator().device_name()
+    os.environ.setdefault("LOCAL_RANK", str(local_rank(device_type)))
+    if not dist.is_initialized():
+        backend = get_accelerator().communication_backend_name()
+        start_alone(device_type, None if device_type == "cpu" else backend)
+    if deepspeed.comm.comm.cdb is None:
+        # Without this, the first start on CPUs compiles an operator for minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Hide DeepSpeed's warnings in the block: it repeats work, and would repeat them."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def local_rank(device_type: str) -> int:
+    """The number of the device that DeepSpeed takes: LOCAL_RANK; without a launcher, the device that torch uses."""
+    import torch
+
+    given = os.environ.get("LOCAL_RANK")
+    if given is None:
+        return 0 if device_type == "cpu" else int(torch.get_device_module(device_type).current_device())
+    if not given.isdecimal():
+        raise BuildError(f"LOCAL_RANK must be the number of a device (got {given!r})", hint="torchrun sets it")
+    return int(given)
+
+
+def check_device(device: torch.device | None) -> None:
+    """
+    Raises:
+        BuildError: the user wants the model on another device than the one that DeepSpeed takes.
+    """
+    if device is None or device.index is None or device.type == "cpu":
+        return
+    taken = local_rank(device.type)
+    if taken != device.index:
+        where = f"LOCAL_RANK={taken}" if "LOCAL_RANK" in os.environ else f"the device that torch uses, {taken}"
+        raise BuildError(
+            f"build(device='{device}'), but DeepSpeed takes device {taken}: {where}",
+            hint=f"device='{device.type}:{taken}', or torch.{device.type}.set_device({device.index}) and the same "
+            "LOCAL_RANK before",
+        )
+
+
+_ALONE: list[Any] = []  # the group of this process alone, for all engines; torch keeps it for good
+
+
+class MeshUnit:
+    """``dp`` is DeepSpeed's data-parallel dimension, ``tp`` its model-parallel one.
+
+    DeepSpeed keeps the last one that it was given for the whole process, and asks it wherever an engine has none. So
+    every engine gets one, also without tensor parallelism, and also without a mesh.
+
+    Args:
+        mesh: of the schedule; None for one process that trains on its own.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self._mesh = mesh
+
+    def forget(self) -> None:
+        """Unregister it from DeepSpeed, if it was the last one: an engine that a user makes may have none."""
+        from deepspeed.utils import groups
+
+        if groups.mpu is self:
+            groups.mpu = None
+
+    # -- replicas ---------------------------------------------------------------------------------------------
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group("dp")
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._size("dp")
+
+    def get_data_parallel_rank(self) -> int:
+        return self._rank("dp")
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._group("dp"))
+
+    # -- tensor parallelism: under its general name, and under that of newer code --------------------------------
+
+    def get_model_parallel_group(self) -> Any:
+        return self._group("tp")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._size("tp")
+
+    def get_model_parallel_rank(self) -> int:
+        return self._rank("tp")
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """The global rank of the first one in the group."""
+        return dist.get_process_group_ranks(self._group("tp"))[0]
+
+    # -- pipeline: there is none here -----------------------------------------------------------------------------
+
+    def get_pipeline_model_parallel_group(self) -> Any:
+        return self._group("pp")
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._size("pp")
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self._rank("pp")
+
+    def _size(self, mesh_dim: str) -> int:
+        return self._mesh.size(mesh_dim) if self._mesh is not None else 1
+
+    def _rank(self, mesh_dim: str) -> int:
+        return self._mesh.rank(mesh_dim) if self._mesh is not None else 0
+
+    def _group(self, mesh_dim: str) -> Any:
+        """Of the mesh; where it has one rank there, the group of this process alone, which DeepSpeed needs."""
+        group = self._mesh.group(mesh_dim) if self._mesh is not None else None
+        return group if group is not None else _alone()
+
+
+def _alone() -> Any:
+    """A process group of this process: torch has no name for it, and None means all processes."""
+    if dist.get_world_size() == 1:
+        return dist.group.WORLD
+    if not _ALONE or _ALONE[0][0] is not dist.group.WORLD:
+        _ALONE[:] = [(dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True))]
+    return _ALONE[0][1]

@@ -1,0 +1,88 @@
+"""What a user changes between two steps counts, or is refused: DeepSpeed keeps copies, and counts micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from tests import between_steps
+from tests.between_steps import batch, outcome, plain, told
+from tests.messages import Messages
+
+pytestmark = pytest.mark.ranks
+
+
+def by_hand(engine: Any) -> None:
+    engine.deepspeed.backward(engine.deepspeed(batch(9)[:2]))
+    engine.deepspeed.step()
+
+
+def larger(engine: Any) -> None:
+    engine.deepspeed.set_train_batch_size(engine.deepspeed.train_batch_size() * 2)
+
+
+def on_module(name: str) -> Callable[[Any], Any]:
+    return lambda engine: between_steps.CHANGES[name](engine.module)
+
+
+STAGES = (0, 1, 3)
+OF_MODULE = ("nothing", "in place", "in place, on another rank", "frozen", "unfrozen", "another one")
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    **{name: on_module(name) for name in OF_MODULE},
+    "by hand": by_hand,
+    "accumulation": larger,
+    "own checkpoint": lambda engine: engine.load_state_dict(engine.state_dict()),
+}
+
+
+def outcomes() -> dict[tuple[int, str], Any]:
+    found = {}
+    for stage in STAGES:
+        config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
+        for name, change in CHANGES.items():
+            found[stage, name] = outcome(change, target="deepspeed", config=config)
+    return found
+
+
+@functools.cache
+def found() -> Mapping[tuple[int, str], Any]:
+    return told(outcomes)
+
+
+COUNTS = [
+    (0, "in place"),
+    (0, "in place, on another rank"),
+    (0, "frozen"),
+    *((stage, each) for stage in STAGES for each in ("nothing", "own checkpoint")),
+]
+
+
+@pytest.mark.parametrize(("stage", "change"), COUNTS)
+def test_what_counts_in_plain_training_counts(stage: int, change: str) -> None:
+    state = found()[stage, change]
+    assert not isinstance(state, str), state
+    torch.testing.assert_close(state, plain(change), atol=1e-6, rtol=1e-5)
+
+
+SAYS = {
+    "in place": ("'up.weight'", "in place"),
+    "in place, on another rank": ("'down.bias'", "in place"),
+    "frozen": ("'down.weight'", "frozen"),
+    "unfrozen": ("'frozen.weight'", "unfrozen"),
+    "another one": ("'up.weight'", "another parameter"),
+    "by hand": ("1 of 2", "accumulation window"),
+    "accumulation": ("accumulates 4", "2 a step"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "change"), [(stage, each) for each in SAYS for stage in STAGES if (stage, each) not in COUNTS]
+)
+def test_what_deepspeed_would_pass_over_is_refused(stage: int, change: str, message: Messages) -> None:
+    text = found()[stage, change]
+    assert isinstance(text, str)
+    message(text, *SAYS[change], "\n  hint: ")

@@ -1,1 +1,0 @@
-"""Random numbers in code that asks Megatron for a state of its own."""

@@ -1,1 +1,0 @@
-"""Without a pipeline: the whole model on every rank of a replica."""

@@ -1,0 +1,136 @@
+"""What a step of the engine without a pipeline promises: buffers, the first step, failures, refusals, closing."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slapo_core.testing import run_ranks
+from tests import tied_model
+from tests.messages import Messages
+
+from .single_stage_steps import half, on_rank
+
+pytestmark = pytest.mark.ranks
+
+
+@functools.cache
+def found() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(on_rank, world_size=2)
+
+
+def both(name: str) -> list[dict[str, Any]]:
+    return [rank[name] for rank in found()]
+
+
+def stepped_by_hand(*steps: int, samples: int = 8) -> dict[str, torch.Tensor]:
+    model = tied_model.make()
+    optimizer = tied_model.adamw(model.parameters())
+    for step in steps:
+        optimizer.zero_grad()
+        model(**tied_model.batch(step, samples)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), tied_model.CLIP)
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def test_the_first_step_compares_batches_and_no_later_one() -> None:
+    for rank in both("first_step"):
+        assert rank == dict.fromkeys(("factory", "Megatron's"), ("RankMismatchError", ""))
+
+
+def test_buffers_are_treated_as_target_torch_treats_them() -> None:
+    for rank in both("buffers"):
+        (values, evaluated, modes), wanted = rank["megatron"], rank["torch"]
+        assert values["norm.num_batches_tracked"] == 6
+        assert values.keys() == wanted[0].keys()
+        for name, value in values.items():
+            assert value == pytest.approx(wanted[0][name], rel=1e-5), name
+        assert evaluated == pytest.approx(wanted[1], rel=1e-5)
+        assert modes == wanted[2]
+
+
+def test_a_step_that_fails_in_the_middle_leaves_nothing_to_the_next_one() -> None:
+    for rank in both("failing"):
+        for name in ("plain", "distributed", "overlapped"):
+            for fatal in (1, 2, 4):
+                told, state = rank[f"{name} {fatal}"]
+                which = 0 if fatal < 3 else 1
+                assert [bool(one) for one in told] == [number == which for number in range(len(told))], told
+                assert "bad sample" in told[which]
+                wanted = stepped_by_hand(*([1] if fatal < 3 else [0, 1]))
+                torch.testing.assert_close(state, wanted, rtol=1e-5, atol=2e-6)
+
+
+def test_what_a_step_gives_no_gradient_is_named_once_and_stepped_with_zeros(message: Messages) -> None:
+    (told,) = {rank[f"{name} 1"][0] for rank in both("unused") for name in ("factory", "Megatron's", "distributed")}
+    message(told, "training step 2", "'unused.weight', 'unused.bias'")
+    for rank in both("unused"):
+        for name in ("factory", "Megatron's", "distributed"):
+            assert rank[f"{name} 0"] == rank[f"{name} 2"] == []
+            assert len(rank[f"{name} 1"]) == 1
+            for key in ("frozen.weight", "frozen.bias"):
+                assert torch.equal(rank[name][key], half().state_dict()[key])
+        torch.testing.assert_close(rank["factory"], rank["distributed"], rtol=1e-5, atol=2e-6)
+        assert not torch.equal(rank["factory"]["unused.weight"], half().state_dict()["unused.weight"])
+
+
+def test_with_overlap_a_parameter_without_gradient_is_refused_and_the_next_step_goes_on(message: Messages) -> None:
+    (refused,) = {rank["waited for"][number] for rank in both("unused") for number in (0, 3)}
+    message(refused, "BuildError: ", "last micro-batch", "'unused.weight', 'unused.bias'")
+    for rank in both("unused"):
+        told = rank["waited for"]
+        assert [bool(one) for one in told] == [True, False, False, True, False]
+
+
+def test_what_cannot_train_says_why(message: Messages) -> None:
+    for what, *words in (
+        ("no optimizer", "BuildError: ", "built without"),
+        ("no gradients", "BuildError: ", "without gradients"),
+        ("closed", "BuildError: ", "is closed"),
+        ("closed, evaluation", "BuildError: ", "is closed"),
+        ("detached", "BuildError: ", "nothing that is trained"),
+        ("frozen", "BuildError: ", "nothing that is trained"),
+        ("double", "float64"),
+        ("SGD, distributed", "AdamW only", "SGD"),
+        ("decoupled", "embeddings"),
+    ):
+        (told,) = {rank[what] for rank in both("refusals")}
+        message(told, *words)
+    for rank in both("refusals"):
+        evaluated = float(tied_model.make()(**tied_model.batch(0)).detach())
+        assert rank["evaluated"] == pytest.approx(evaluated, rel=1e-6)
+        one = float(tied_model.make()(**tied_model.batch(0, 1)).detach())
+        assert rank["by position"] == pytest.approx(one, rel=1e-6)
+        assert rank["detached, state"] == float(tied_model.make().head.weight.sum())
+
+
+def test_a_build_that_fails_leaves_no_marks() -> None:
+    for rank in both("marks_after_failure"):
+        assert rank["same"]
+        assert "Megatron's distributed optimizer" in rank["told"]
+
+
+def test_a_closed_engine_leaves_a_model_that_trains_by_itself() -> None:
+    wanted = stepped_by_hand(0, 1, samples=6)
+    model = tied_model.make()
+    model.load_state_dict(wanted)
+    model(**tied_model.batch(5)).backward()
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    for rank in both("closing"):
+        for name in ("plain", "overlapped"):
+            left, own, state, values = rank[name]
+            assert left == []
+            torch.testing.assert_close(values, wanted, rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(own, gradients, rtol=1e-4, atol=2e-5)
+            assert state is None or all(torch.equal(one, values[key]) for key, one in state.items())
+
+
+def test_an_evaluation_between_steps_changes_nothing() -> None:
+    for rank in both("evaluation"):
+        assert rank["with"][0] == rank["without"][0]
+        assert all(torch.equal(one, rank["without"][1][name]) for name, one in rank["with"][1].items())
