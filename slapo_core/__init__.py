@@ -133,9 +133,9 @@ _PUBLIC = {
     "hookimpl": "slapo_core.spec.hookspecs",
     "load_state_dict": "slapo_core.live",
     "register_primitive": "slapo_core.plugins.registry",
-    "replay": "slapo_core.schedule.replaying",
+    "replay": "slapo_core.schedule.creation",
     "save_pretrained": "slapo_core.live",
-    "stages": "slapo_core.pipeline.asking",
+    "stages": "slapo_core.pipeline.stages",
     "state_dict": "slapo_core.live",
     "verify": "slapo_core.verification",
 }

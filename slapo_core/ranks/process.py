@@ -219,6 +219,8 @@ def _leave_with_the_caller() -> None:
 
     def watch() -> None:
         wait([sentinel])
-        os.killpg(0, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # by its number: a rank may be in another group for a moment
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="caller-watch", daemon=True).start()

@@ -361,21 +361,27 @@ ORPHANS = """
 import os, sys, threading
 from slapo_core.ranks.launcher import run_ranks
 
-def hold_the_fifo_open(fifo):
+def hold_the_fifo_open(fifo, in_the_callers_group):
+    if in_the_callers_group:
+        os.setpgid(0, os.getpgid(os.getppid()))
     stream = open(fifo, "w")
     print("here", file=stream, flush=True)
     threading.Event().wait()
 
 if __name__ == "__main__":
-    run_ranks(hold_the_fifo_open, sys.argv[1], world_size=2)
+    run_ranks(hold_the_fifo_open, sys.argv[1], sys.argv[2] == "True", world_size=2)
 """
 
 
-def test_no_rank_outlives_a_caller_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_the_callers_group", [False, True])
+def test_no_rank_outlives_a_caller_that_was_killed_and_others_of_its_group_do(
+    tmp_path: Path, in_the_callers_group: bool
+) -> None:
     script, fifo = tmp_path / "script.py", tmp_path / "fifo"
     script.write_text(ORPHANS)
     os.mkfifo(fifo)
-    caller = subprocess.Popen([sys.executable, str(script), str(fifo)])
+    caller = subprocess.Popen([sys.executable, str(script), str(fifo), str(in_the_callers_group)], process_group=0)
+    other = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=caller.pid)
     with fifo.open() as stream:
         assert [stream.readline() for _ in range(2)] == ["here\n", "here\n"]
         caller.kill()
@@ -383,3 +389,4 @@ def test_no_rank_outlives_a_caller_that_was_killed(tmp_path: Path) -> None:
         # The end of the file comes when the last rank has let go of the fifo.
         assert select.select([stream], [], [], 600)[0], "a rank outlived its caller"
         assert stream.read() == ""
+    assert other.communicate(b"alive") == (b"alive", None)
