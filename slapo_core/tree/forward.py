@@ -118,7 +118,7 @@ class ModuleForward:
     there again. A forward set meanwhile is kept: it is neither removed nor replaced.
 
     Not a bound method itself, because pickle stores that by its name alone: the module would come back with its class's
-    own forward, and nobody would notice.
+    own forward, silently.
 
     Args:
         module: the module that is called.

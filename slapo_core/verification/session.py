@@ -426,7 +426,7 @@ class Session:
         again = self.trials.again(reference, phases)
         fault: CutFault | None = None
         if self._is_cut():
-            whole = self.trials.in_one_piece(again, phases, records)
+            whole = self.trials.without_stages(again, phases, records)
             if whole.agrees and tried.raised is not None and self.trials.was_refused(tried.raised):
                 reraise(tried.raised)
             if whole.agrees:

@@ -143,7 +143,7 @@ def room_for_rounding(
     return room
 
 
-_PIECE = 1 << 20  # elements that are widened at a time, so that comparing takes no memory to speak of
+_CHUNK = 1 << 20  # elements that are widened at a time, so that comparing takes no memory to speak of
 
 
 def gap(before: torch.Tensor, after: torch.Tensor) -> float:
@@ -151,7 +151,7 @@ def gap(before: torch.Tensor, after: torch.Tensor) -> float:
     an infinite difference."""
     wide = torch.complex128 if before.is_complex() else torch.float64
     found = 0.0
-    pieces = zip(before.reshape(-1).split(_PIECE), after.reshape(-1).split(_PIECE), strict=True)
+    pieces = zip(before.reshape(-1).split(_CHUNK), after.reshape(-1).split(_CHUNK), strict=True)
     for one, other in ((one.to(wide), other.to(wide)) for one, other in pieces):
         apart = largest(one - other) if one.numel() else 0.0
         if not math.isfinite(apart):

@@ -390,7 +390,7 @@ class Trials:
             Candidate(schedule, counterparts, make), reference, phases, part if promises is None else promises
         )
 
-    def in_one_piece(self, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]) -> Tried:
+    def without_stages(self, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]) -> Tried:
         """Try the whole schedule, or a part of its steps, without the cuts."""
         plain = dataclasses.replace(self, staging=None)
         if len(records) < len(self.subjects.schedule.records):
