@@ -148,7 +148,7 @@ def save_pretrained(
 ) -> None:
     """Write the weights of a scheduled model as safetensors, as the reference model would have been saved.
 
-    A model with a ``save_pretrained`` of its own (transformers') writes itself, in its untouched form: with its
+    A model with a ``save_pretrained`` of its own (transformers') writes itself, as the reference model: with its
     ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the reference model with the trained values.
     Of any other model the directory holds ``model.safetensors``, or several files and their index. A collective: every
     rank calls it, and the first one writes.
@@ -192,7 +192,7 @@ def _write(
         write_configurations(sch.model, Path(directory))
     elif callable(getattr(sch.model, "save_pretrained", None)):
         options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        with sch.untouched() as model:
+        with sch.reference() as model:
             own: Any = model
             own.save_pretrained(directory, state_dict=dict(weights), **options)
     else:

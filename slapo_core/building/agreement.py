@@ -14,9 +14,10 @@ from torch import nn
 
 from slapo_core.errors import RankMismatchError
 from slapo_core.ranks.rank_consistency import RankFact, describe, describe_tensor, first_difference
-from slapo_core.ranks.rng_state import OTHER, draw_alike, foreign_states, restore, synchronize, torch_states
+from slapo_core.ranks.rng_state import OTHER, foreign_states, restore, synchronize, synchronize_and_warn, torch_states
 from slapo_core.ranks.world import World
 from slapo_core.schedule.agreement import SAME_SCRIPT, schedule_facts
+from slapo_core.weights.replicas import ranks_along
 
 if TYPE_CHECKING:
     from slapo_core.building.target import Arguments
@@ -41,7 +42,7 @@ def agree(
     arguments: Arguments,
     plan: Plan,
     source: Source | None,
-    untouched: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
 ) -> None:
     """Compare the schedule, the arguments of ``build`` and the weights over all ranks.
 
@@ -51,13 +52,13 @@ def agree(
         arguments: what the user gave to ``build``.
         plan: the dialect's, with its options after defaults were filled in.
         source: what the weights given were opened as; None without any.
-        untouched: the tensors of the reference model by name.
+        reference: the tensors of the reference model by name.
 
     Raises:
         RankMismatchError: on every rank; it names the first difference and the ranks.
     """
     world.agree(chain(schedule_facts(schedule), build_facts(schedule, arguments, plan)), hint=SAME_SCRIPT)
-    tensors = arguments.weights if isinstance(arguments.weights, Mapping) else untouched if source is None else None
+    tensors = arguments.weights if isinstance(arguments.weights, Mapping) else reference if source is None else None
     world.agree(weights_facts(tensors, source), hint=_SAME_WEIGHTS[_kind(arguments.weights)])
 
 
@@ -107,7 +108,7 @@ def _flat(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def drawing_alike(world: World, mesh: Mesh | None) -> Iterator[None]:
+def synchronized_rng(world: World, mesh: Mesh | None) -> Iterator[None]:
     """Give the tensor-parallel ranks of a replica one random state, that of the first of them.
 
     They drop the same elements of what they all hold from then on, whatever each of them was seeded with. Replicas
@@ -117,8 +118,8 @@ def drawing_alike(world: World, mesh: Mesh | None) -> Iterator[None]:
         yield
         return
     own = torch_states()
-    with World(mesh, over="tp") as replica:
-        differing, row = synchronize(replica), replica.ranks
+    row = next(ranks for ranks in ranks_along(mesh, ("tp",)) if world.rank in ranks)
+    differing = synchronize(world, row)
     if differing:
         _LOG.info(
             "torch's random state on %s was another one on each of the ranks %s; it is rank %d's on all of them now",
@@ -155,7 +156,7 @@ class FirstSteps:
 
     def __init__(self, mesh: Mesh | None, model: nn.Module, state: TensorState) -> None:
         self._mesh, self._model, self._state = mesh, model, state
-        watched = mesh is not None and not mesh.is_dry and mesh.size("tp") * mesh.size("pp") > 1
+        watched = mesh is not None and not mesh.is_abstract and mesh.size("tp") * mesh.size("pp") > 1
         self._training = self._evaluating = watched
 
     def training_is_over(self) -> None:
@@ -193,14 +194,14 @@ class FirstSteps:
                 return
             has_stages = self._mesh is not None and self._mesh.size("pp") > 1
             with World(self._mesh, over="tp") if has_stages else contextlib.nullcontext(replica) as world:
-                differing = draw_alike(world, "was changed after build(), to another one", stacklevel=7)
+                differing = synchronize_and_warn(world, "was changed after build(), to another one", stacklevel=7)
                 before = {**torch_states(), **foreign_states()}
                 yield  # a rank that raises leaves; what the others do then, only their groups know
                 after = {**torch_states(), **foreign_states()}
                 drew = {source for source, state in after.items() if before.get(source) != state}
                 anywhere = set().union(*world.gather(drew))
         if anywhere - set(OTHER):
-            self._state.draws = True
+            self._state.uses_rng = True
         for source in differing:
             if source in anywhere:
                 raise RankMismatchError(

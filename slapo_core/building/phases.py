@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.building.agreement import agree, drawing_alike
+from slapo_core.building.agreement import agree, synchronized_rng
 from slapo_core.building.request import Request
 from slapo_core.building.target import Arguments, Target, stages_of_build
 from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
@@ -112,10 +112,10 @@ class _Build:
             values = Materialization(
                 self.schedule, source, device=self.arguments.torch_device(), seed=self.arguments.seed
             )
-        agree(self.world, self.schedule, self.arguments, plan, source, values.untouched)
+        agree(self.world, self.schedule, self.arguments, plan, source, values.reference)
         stage_ranks = self._place(target, plan, values)
         try:
-            with drawing_alike(self.world, self.schedule.mesh):
+            with synchronized_rng(self.world, self.schedule.mesh):
                 self._materialize(target, values)
                 engine = self._hand_over(target, plan, values, stage_ranks)
                 self._compare_added(values)

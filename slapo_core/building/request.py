@@ -134,7 +134,7 @@ class Request:
         self._stage_ranks = stage_ranks
         self._stages: Stages | None = None
         self._is_cut = False  # a batch, before
-        self._originals = {id(tensor): name for name, tensor in values.untouched.items()}
+        self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
     @property
     def schedule(self) -> Schedule:
@@ -167,10 +167,10 @@ class Request:
     def materialize(self) -> Iterator[LiveTensor]:
         return self._values.run()
 
-    def make_optimizer(self, *, in_pieces: bool = False) -> torch.optim.Optimizer | None:
+    def make_optimizer(self, *, partitioned: bool = False) -> torch.optim.Optimizer | None:
         with self.together("making the optimizer"):
             named = dict(self._schedule.model.named_parameters())
-            elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_here}
+            elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_local}
             parameters = {name: one for name, one in named.items() if id(one) not in elsewhere}
             foreign = {key: f"'{name}' of the reference model" for key, name in self._originals.items()}
             foreign |= {key: f"'{name}' of another pipeline stage" for key, name in elsewhere.items()}
@@ -178,7 +178,7 @@ class Request:
                 parameters,
                 self._arguments.optimizer,
                 foreign,
-                self._split(in_pieces=in_pieces),
+                self._split(partitioned=partitioned),
                 is_part=self.placement is not None,
                 elementwise=self._arguments.elementwise,
             )
@@ -244,11 +244,11 @@ class Request:
         stages = [stage.module for stage in partition.stages if self._stage_ranks[stage.index] == own]
         return Part(self._schedule.model, stages)
 
-    def _split(self, *, in_pieces: bool) -> dict[int, list[int]]:
+    def _split(self, *, partitioned: bool) -> dict[int, list[int]]:
         """The axes along which parameters are split over running ranks, or by the runtime, by their identity."""
         found: dict[int, list[int]] = {}
         for live in self._state.tensors():
-            if in_pieces and live.is_parameter and live.is_here:
+            if partitioned and live.is_parameter and live.is_local:
                 found[id(live.tensor)] = list(range(live.tensor.dim()))
             for mesh_dim, axis in live.layout.shards():
                 if self._mesh is not None and self._mesh.size(mesh_dim) > 1:

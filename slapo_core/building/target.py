@@ -199,7 +199,7 @@ class Target:
             raise BuildError("\n".join(lines))
         refuse_if_incomplete(schedule, trains=trains)
         _warn_of_unused_dimensions(schedule)
-        if mesh is not None and mesh.is_dry:
+        if mesh is not None and mesh.is_abstract:
             raise BuildError(
                 f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
                 "torch.distributed",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "check_sizes", "declare_mesh", "start_alone"]
+__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "check_sizes", "declare_mesh", "start_single_process_group"]
 
 
 MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
@@ -64,7 +64,7 @@ class Mesh:
         return not any(self._coordinate.values())
 
     @property
-    def is_dry(self) -> bool:
+    def is_abstract(self) -> bool:
         """Whether this process only plays one rank of the mesh: several ranks declared, none running."""
         return self._device_mesh is None and self.world_size > 1
 
@@ -110,7 +110,7 @@ class Mesh:
         return "{" + ", ".join(f"{mesh_dim!r}: {size}" for mesh_dim, size in self._sizes.items()) + "}"
 
     def __repr__(self) -> str:
-        return f"Mesh({self}{', dry' if self.is_dry else ''}, rank={self._rank})"
+        return f"Mesh({self}{', dry' if self.is_abstract else ''}, rank={self._rank})"
 
     def __deepcopy__(self, memo: object) -> Mesh:
         return self  # process groups are handles of the process, not values
@@ -205,7 +205,7 @@ def _realize(sizes: dict[str, int], rank: int) -> Mesh:
     return Mesh(sizes, rank=dist.get_rank(), device_mesh=device_mesh)
 
 
-def start_alone(device_type: str, backend: str | None = None) -> None:
+def start_single_process_group(device_type: str, backend: str | None = None) -> None:
     """Make a process group of one; it stays until the process ends.
 
     Args:

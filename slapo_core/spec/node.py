@@ -152,7 +152,7 @@ class Node(Protocol):
         """
         ...
 
-    def untouched(self, to: int = 0) -> AbstractContextManager[nn.Module]:
+    def reference(self, to: int = 0) -> AbstractContextManager[nn.Module]:
         """The module that stood here before the first step, for the duration of a ``with`` block: see Schedule.
 
         Args:
@@ -206,7 +206,7 @@ class Node(Protocol):
         ``node.shard("weight", axis=0)`` is short for ``node.apply(Shard("weight", axis=0))``.
 
         Raises:
-            PreconditionError: a rule is broken; the model is untouched.
+            PreconditionError: a rule is broken; the model is reference.
             ApplyError: the step failed halfway; the model is as it was before.
             PostconditionError: it took no effect, and was taken back.
             SealedError: the schedule was built or sealed.

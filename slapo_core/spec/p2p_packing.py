@@ -19,14 +19,14 @@ from slapo_core.errors import BuildError
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Value
 
-__all__ = ["Parcel", "attached", "check_sent", "common_dtype"]
+__all__ = ["P2PMessage", "attached", "check_sent", "common_dtype"]
 
 
 _ALIGNMENT = 16  # bytes: of the largest element, complex128
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 
 
-class Parcel:
+class P2PMessage:
     """How the values of one boundary travel.
 
     Args:

@@ -162,7 +162,7 @@ class BuildRequest(Protocol):
         """Which ranks along ``pp`` hold which tensors; None where the mesh has one of these ranks.
 
         What this rank does not hold is a stand-in on the meta device, in ``schedule.model`` and in
-        ``state.tensors()`` (:attr:`~slapo_core.spec.state.LiveTensor.is_here`).
+        ``state.tensors()`` (:attr:`~slapo_core.spec.state.LiveTensor.is_local`).
         """
         ...
 
@@ -276,14 +276,14 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def make_optimizer(self, *, in_pieces: bool = False) -> torch.optim.Optimizer | None:
+    def make_optimizer(self, *, partitioned: bool = False) -> torch.optim.Optimizer | None:
         """Call the user's factory with every parameter of the scheduled model, each once, and check what it made.
 
         Where the mesh has several ranks along ``pp``, with those that this rank holds. A rank that holds none has the
         optimizer that the factory makes of any, with empty groups.
 
         Args:
-            in_pieces: whether the runtime gives the optimizer pieces of parameters, besides what the schedule splits.
+            partitioned: whether the runtime gives the optimizer pieces of parameters, besides what the schedule splits.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.

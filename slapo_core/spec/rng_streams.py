@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["has_drawn", "move_on", "own_random_state", "start_stream"]
+__all__ = ["advance", "start_stream", "step_seed", "was_used"]
 
 
 @contextlib.contextmanager
-def own_random_state(device: torch.device) -> Iterator[int]:
+def step_seed(device: torch.device) -> Iterator[int]:
     """Give the seed of a step; afterwards torch's stream is where it was.
 
     Args:
@@ -30,7 +30,7 @@ def own_random_state(device: torch.device) -> Iterator[int]:
         yield seed
 
 
-def move_on() -> None:
+def advance() -> None:
     """After a step in which a stage of the replica drew: behind the number that was its seed."""
     torch.randint(1 << 62, (), device="cpu")
 
@@ -45,7 +45,7 @@ def start_stream(seed: int, stage: int, number: int, device: torch.device) -> li
         device: where the stage draws, beside the CPU.
 
     Returns:
-        for :func:`has_drawn`.
+        for :func:`was_used`.
     """
     own = hash((seed, stage, number)) & ((1 << 63) - 1)
     torch.default_generator.manual_seed(own)
@@ -54,7 +54,7 @@ def start_stream(seed: int, stage: int, number: int, device: torch.device) -> li
     return _states(device)
 
 
-def has_drawn(since: list[torch.Tensor], device: torch.device) -> bool:
+def was_used(since: list[torch.Tensor], device: torch.device) -> bool:
     """Whether anything was drawn since the stream began."""
     return any(not torch.equal(one, other) for one, other in zip(since, _states(device), strict=True))
 

@@ -16,10 +16,10 @@ __all__ = [
     "LiveTensor",
     "ModelState",
     "OptimizerStorage",
-    "Piece",
-    "PieceSource",
-    "Pieces",
     "Placement",
+    "ShardSource",
+    "ShardedState",
+    "TensorShard",
     "TensorStorage",
 ]
 
@@ -33,23 +33,23 @@ class Placement:
     along ``pp`` that is named here.
 
     Args:
-        untouched: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
+        reference: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
             it, ascending; several for a parameter that several stages use. E.g. ``{"wte.weight": (0, 1)}``.
         added: the same of what steps made that no single reference tensor explains, by its name in the scheduled model.
     """
 
-    untouched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reference: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holders(self, live: LiveTensor) -> tuple[int, ...]:
         """The ranks along ``pp`` that hold a tensor of the scheduled model; none where it came after the build."""
-        if live.stands_for:
-            return self.untouched.get(live.stands_for[0], ())
+        if live.reference_names:
+            return self.reference.get(live.reference_names[0], ())
         return self.added.get(live.name, ())
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A rectangle of a whole tensor, in the reference model's layout: no padding, no order of packed matrices.
 
     Args:
@@ -69,7 +69,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ShardedState:
     """What one rank writes of a checkpoint.
 
     Args:
@@ -78,10 +78,10 @@ class Pieces:
     """
 
     description: Mapping[str, Any]
-    own: Sequence[Piece]
+    own: Sequence[TensorShard]
 
 
-class PieceSource(Protocol):
+class ShardSource(Protocol):
     """Where pieces are read from."""
 
     @property
@@ -97,7 +97,7 @@ class PieceSource(Protocol):
         """
         ...
 
-    def read(self, wanted: Sequence[Piece]) -> None:
+    def read(self, wanted: Sequence[TensorShard]) -> None:
         """Fill the values of these pieces, of any shape: a collective, also of ranks that want none."""
         ...
 
@@ -105,7 +105,7 @@ class PieceSource(Protocol):
 class TensorStorage(Protocol):
     """The parameters and buffers of a runtime.
 
-    It is asked about tensors of which ``live.is_here``, in the same order on all ranks that share one. A tensor with
+    It is asked about tensors of which ``live.is_local``, in the same order on all ranks that share one. A tensor with
     which the runtime did nothing is ``live.tensor``, in every answer.
     """
 
@@ -230,9 +230,9 @@ class LiveTensor:
         layout: how it lies in the reference tensor; ``layout.origin`` is ``""`` where no single one explains it.
         is_parameter: False for a buffer.
         is_persistent: whether it belongs into a state dict.
-        stands_for: the reference tensors that it carries, by first name: one for a layout, several for what a plugin
-            merged, none for what a step added.
-        is_here: False where only other ranks along ``pp`` hold it; ``tensor`` is a stand-in on the meta device then.
+        reference_names: first names of its reference tensors: one by a layout, several by a plugin that merged them,
+            none for a tensor that a step added.
+        is_local: False where only other ranks along ``pp`` hold it; ``tensor`` is a stand-in on the meta device then.
     """
 
     path: str
@@ -241,8 +241,8 @@ class LiveTensor:
     layout: Layout
     is_parameter: bool
     is_persistent: bool
-    stands_for: tuple[str, ...] = ()
-    is_here: bool = True
+    reference_names: tuple[str, ...] = ()
+    is_local: bool = True
 
     @property
     def name(self) -> str:
@@ -359,12 +359,12 @@ class ModelState(Protocol):
         """
         ...
 
-    def pieces(
+    def shards(
         self,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
-    ) -> Pieces:
+    ) -> ShardedState:
         """What this rank writes of a checkpoint, for a runtime with files of its own; any schedule can read it.
 
         Args:
@@ -377,15 +377,15 @@ class ModelState(Protocol):
         """
         ...
 
-    def load_pieces(
+    def load_shards(
         self,
         description: Mapping[str, Any],
-        source: PieceSource,
+        source: ShardSource,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         uses: Collection[str] = (),
     ) -> dict[str, Any]:
-        """The reverse of :meth:`pieces`, which gave the description.
+        """The reverse of :meth:`shards`, which gave the description.
 
         ``source`` is asked once, for all that this rank wants. Arguments, result and errors are those of :meth:`load`.
         """

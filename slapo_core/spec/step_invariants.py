@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
     from slapo_core.spec.state import LiveTensor, TensorStorage
 
-__all__ = ["AFRESH", "BetweenSteps", "UnusedParameters"]
+__all__ = ["REBUILD", "StepInvariants", "UnusedParameters"]
 
 
-AFRESH = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
+REBUILD = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
 
 
-class BetweenSteps:
+class StepInvariants:
     """Compares the parameters with those of the build and of the last step.
 
     Every rank looks at its own: what this finds is in the program, which all of them run. Where ranks hold parts of a
@@ -37,7 +37,7 @@ class BetweenSteps:
         self, request: BuildRequest, tensors: TensorStorage, runtime: str, *, groups: Sequence[Any] = ()
     ) -> None:
         self._storage, self._runtime, self._groups = tensors, runtime, groups
-        self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
+        self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_local]
         self._trained = [live.tensor.requires_grad for live in self._parameters]
         trained = {id(live.tensor): live for live in self._parameters}
         self._places = [
@@ -63,7 +63,7 @@ class BetweenSteps:
                 raise BuildError(
                     f"'{live.name}' is another parameter now than at the build: {self._runtime} would go on to train "
                     "that one, and never step what the model computes with",
-                    hint=AFRESH,
+                    hint=REBUILD,
                 )
         for live, trained in zip(self._parameters, self._trained, strict=True):
             if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
@@ -105,11 +105,11 @@ class BetweenSteps:
             return BuildError(
                 f"'{live.name}' was frozen after the build: {self._runtime} would go on to step it, with gradients of "
                 "zero",
-                hint=AFRESH,
+                hint=REBUILD,
             )
         return BuildError(
             f"'{live.name}' was unfrozen after the build: {self._runtime} has no state for it, and would never step it",
-            hint=AFRESH,
+            hint=REBUILD,
         )
 
 
@@ -137,7 +137,7 @@ class UnusedParameters:
         if not steps_with_zeros:
             return
         for live in request.state.tensors():
-            if live.is_parameter and live.is_here and live.tensor.requires_grad:
+            if live.is_parameter and live.is_local and live.tensor.requires_grad:
                 self._names[id(live.tensor)] = live.reference_name
                 self._handles.append(live.tensor.register_post_accumulate_grad_hook(self.seen))
 

@@ -13,11 +13,11 @@ from typing import Any
 from slapo_core.ranks.process import make_importable
 from slapo_core.testing.check import CheckError
 
-__all__ = ["Parcel", "pack"]
+__all__ = ["P2PMessage", "pack"]
 
 
 @dataclass(frozen=True)
-class Parcel:
+class P2PMessage:
     """Pickled values, and where the modules that define their classes and functions lie.
 
     Args:
@@ -36,7 +36,7 @@ class Parcel:
         return contents
 
 
-def pack(contents: Mapping[str, Any]) -> Parcel:
+def pack(contents: Mapping[str, Any]) -> P2PMessage:
     """Pack the fields of a case.
 
     Raises:
@@ -56,7 +56,7 @@ def pack(contents: Mapping[str, Any]) -> Parcel:
     buffer = io.BytesIO()
     pickler = _NamingPickler(buffer)
     pickler.dump(dict(contents))
-    return Parcel(buffer.getvalue(), pickler.origins())
+    return P2PMessage(buffer.getvalue(), pickler.origins())
 
 
 class _NamingPickler(pickle.Pickler):

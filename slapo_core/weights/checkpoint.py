@@ -294,7 +294,7 @@ def _read_added(state: TensorState, added: Source | None) -> list[tuple[LiveTens
             warnings.warn(f"tensors added by replacements, {what}: {', '.join(sorted(names))}", stacklevel=4)
     if added is None:
         return []
-    own = [live[name] for name in fitting if live[name].is_here]
+    own = [live[name] for name in fitting if live[name].is_local]
     return [(one, added.read(one.name, one.layout, state.mesh)) for one in own]
 
 

@@ -65,8 +65,8 @@ class Correspondence:
             HookError: a plugin's answer about a tensor cannot be right.
         """
         schedule.tree.tensors.check_unchanged()
-        surveyed, untouched = survey(schedule)
-        return cls(schedule.tree, surveyed, schedule.hooks), untouched
+        surveyed, reference = survey(schedule)
+        return cls(schedule.tree, surveyed, schedule.hooks), reference
 
     @property
     def mesh(self) -> Mesh | None:
@@ -98,28 +98,30 @@ class Correspondence:
 
     def live(self) -> tuple[LiveTensor, ...]:
         """Every tensor of the scheduled model as it is now, each once, in registration order."""
-        translated = self.translations.stands_for
+        translated = self.translations.reference_specs
         return tuple(
             live
             if live.name not in translated
-            else dataclasses.replace(live, stands_for=tuple(spec.name for spec in translated[live.name]))
+            else dataclasses.replace(live, reference_names=tuple(spec.name for spec in translated[live.name]))
             for live in self._lives()
         )
 
     def carried(self) -> Iterator[tuple[LiveTensor, TensorSpec]]:
         """Each live tensor that a layout explains, with the reference tensor."""
         for live in self._lives():
-            if live.stands_for:
-                yield live, self.survey.specs[live.stands_for[0]]
+            if live.reference_names:
+                yield live, self.survey.specs[live.reference_names[0]]
 
     def translated(self) -> list[tuple[LiveTensor, tuple[TensorSpec, ...]]]:
         """Each live tensor that, as a plugin says, stands for reference tensors, with those."""
-        stands_for = self.translations.stands_for
-        return [(live, stands_for[live.name]) for live in self._lives() if live.name in stands_for]
+        specs = self.translations.reference_specs
+        return [(live, specs[live.name]) for live in self._lives() if live.name in specs]
 
     def added(self) -> list[LiveTensor]:
         """Persistent live tensors that stand for nothing in the reference model."""
-        return [live for live in self.live() if live.is_persistent and not live.stands_for and self._is_placed(live)]
+        return [
+            live for live in self.live() if live.is_persistent and not live.reference_names and self._is_placed(live)
+        ]
 
     def dropped(self) -> list[TensorSpec]:
         """What belongs into the state dict, and a step gave up; where another place carries it, it is not dropped."""
@@ -128,7 +130,7 @@ class Correspondence:
 
     def holders_of(self, spec: TensorSpec) -> dict[str, tuple[int, ...]]:
         """The mesh dimensions along which only some ranks hold a reference tensor: ``{"pp": (0, 3)}``."""
-        return self._some(self.placement.untouched.get(spec.name, ()) if self.placement is not None else ())
+        return self._some(self.placement.reference.get(spec.name, ()) if self.placement is not None else ())
 
     def holders(self, live: LiveTensor) -> dict[str, tuple[int, ...]]:
         """As :meth:`holders_of`, of a live tensor."""
@@ -172,10 +174,10 @@ class Correspondence:
     def _is_unexplained(self, live: LiveTensor) -> bool:
         if tuple(live.tensor.shape) != live.layout.local_shape(self.mesh):
             return bool(live.layout.origin) or bool(live.layout.placements)
-        return live.is_persistent and not live.stands_for and live.layout.origin in self.survey.origins
+        return live.is_persistent and not live.reference_names and live.layout.origin in self.survey.origins
 
     def _missing(self) -> list[TensorSpec]:
-        present = {name for live in self.live() for name in live.stands_for}
+        present = {name for live in self.live() for name in live.reference_names}
         return [spec for spec in self.survey.specs.values() if spec.keys and spec.name not in present]
 
     def _lives(self) -> list[LiveTensor]:
@@ -187,8 +189,8 @@ class Correspondence:
             layout = table.layout(tensor, f"{path}.{own_name}" if path else own_name)
             spec = self.survey.carried_by(layout)
             is_parameter = own_name in self.tree.index.modules[path]._parameters
-            stands_for = (spec.name,) if spec is not None else ()
-            found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent, stands_for)
+            reference_names = (spec.name,) if spec is not None else ()
+            found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent, reference_names)
         if self.placement is None or self.mesh is None:
             return list(found.values())
         return [self._here(live, self.placement, self.mesh.rank("pp")) for live in found.values()]
@@ -196,7 +198,7 @@ class Correspondence:
     @staticmethod
     def _here(live: LiveTensor, placement: Placement, rank: int) -> LiveTensor:
         ranks = placement.holders(live)
-        return dataclasses.replace(live, is_here=False) if ranks and rank not in ranks else live
+        return dataclasses.replace(live, is_local=False) if ranks and rank not in ranks else live
 
 
 def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
@@ -248,14 +250,14 @@ def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Se
         for tensor in (*stage.module.parameters(), *stage.module.buffers()):
             users.setdefault(id(tensor), set()).add(rank)
     explained = {live.name for live, _ in correspondence.carried()}
-    untouched: dict[str, tuple[int, ...]] = {}
+    reference: dict[str, tuple[int, ...]] = {}
     added: dict[str, tuple[int, ...]] = {}
     for live in correspondence.live():
         ranks = tuple(sorted(users.get(id(live.tensor), UNUSED)))
-        untouched.update((name, ranks) for name in live.stands_for)
+        reference.update((name, ranks) for name in live.reference_names)
         if live.name not in explained:
             added[live.name] = ranks
-    return Placement(untouched, added)
+    return Placement(reference, added)
 
 
 def placement_facts(
@@ -277,8 +279,8 @@ def placement_facts(
             f"the value '{name}'", f"{value.shape}, {value.dtype}" + (", a gradient" if value.requires_grad else "")
         )
     yield RankFact("the parameters that several stages use", describe({tie.name: tie.stages for tie in partition.ties}))
-    for ranks in sorted({*placement.untouched.values(), *placement.added.values()}):
-        names = [name for table in (placement.untouched, placement.added) for name in table if table[name] == ranks]
+    for ranks in sorted({*placement.reference.values(), *placement.added.values()}):
+        names = [name for table in (placement.reference, placement.added) for name in table if table[name] == ranks]
         digest = hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:8]
         yield RankFact(
             f"the tensors that live on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of 'pp'",

@@ -56,7 +56,7 @@ class GradientClipper:
                 counted = by_dims.setdefault(self._running(*dims, *holders), [])  # in one order on every rank
                 if self._dtypes is not None and live.tensor.requires_grad:
                     self._dtypes.add(live.tensor.dtype)
-                if live.is_here:
+                if live.is_local:
                     (counted if self._is_first(holders) else self._again).append(live.tensor)
         self._by_dims = by_dims
 
@@ -143,7 +143,7 @@ class TiedGradients:
             if not isinstance(live.tensor, nn.Parameter) or len(places) < 2:
                 continue
             anywhere = True
-            if live.is_here:
+            if live.is_local:
                 self._ties.setdefault(places, []).append(live)
         if anywhere and exchange_device(self._mesh).type != "cpu":
             import torch.distributed as dist

@@ -287,7 +287,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.writes: dict[int, _Writes] = {}
         self.gave_up = False
-        self.has_drawn = False  # numbers that are no tensor's own: what depends on them is not the same again
+        self.has_used_rng = False  # numbers that are no tensor's own: what depends on them is not the same again
         self._twins = twins
 
     def has(self, value: Any) -> bool:
@@ -311,9 +311,9 @@ class _Recorder(TorchDispatchMode):
         return args[0]
 
     def _elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        self.has_used_rng |= torch.Tag.nondeterministic_seeded in func.tags
         result = func(*args, **kwargs)
-        if self.has_drawn and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+        if self.has_used_rng and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             self.give_up()  # a number for Python, which may decide what is run next
         return result
 
@@ -332,7 +332,7 @@ class _Recorder(TorchDispatchMode):
     def _copy(self, view: torch.Tensor, whole: torch.Tensor, value: torch.Tensor) -> Write | None:
         if value.is_meta:
             self.give_up()
-        if self.has_drawn:
+        if self.has_used_rng:
             return None
         if not value.ndim:
             return _write(_aten.fill_.Scalar, view, whole, (value.item(),))
@@ -353,7 +353,7 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         around = getattr(func, "__name__", "") in _AROUND or func == _SET_DATA
-        if around and (self._recorder.has_drawn or any(map(self._recorder.has, args))):
+        if around and (self._recorder.has_used_rng or any(map(self._recorder.has, args))):
             self._recorder.give_up()
         return func(*args, **(kwargs or {}))
 
@@ -420,14 +420,14 @@ class Initializer:
         model: the reference model, or the scheduled one for what its steps added.
         hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialization.
         seed: mixed into the seed of every tensor.
-        is_untouched: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
+        is_reference: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
             out of them depends on the layout; all initializers are run again for each.
     """
 
-    def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_untouched: bool = True) -> None:
+    def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_reference: bool = True) -> None:
         self._hooks = hooks
         self._seed = seed
-        self._programs = record(model) if is_untouched else {}
+        self._programs = record(model) if is_reference else {}
         tensors = (*model.named_parameters(), *model.named_buffers())
         others = any(tensor.is_meta and name not in self._programs for name, tensor in tensors)
         self._rerun = Rerun(copy_on_meta(model)) if others else None

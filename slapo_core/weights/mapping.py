@@ -75,7 +75,7 @@ def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
         SealedError: the originals were dropped.
         WeightsError: a lazy module has not been run yet.
     """
-    with schedule.untouched() as model:
+    with schedule.reference() as model:
         return survey_model(model)
 
 
@@ -169,12 +169,12 @@ class Translations:
     Args:
         tree: the scheduled model.
         hooks: of its schedule.
-        stands_for: name of a live tensor -> the tensors of the reference model that it stands for.
+        reference_specs: name of a live tensor -> the tensors of the reference model that it stands for.
     """
 
     tree: Tree
     hooks: HookManager
-    stands_for: Mapping[str, tuple[TensorSpec, ...]]
+    reference_specs: Mapping[str, tuple[TensorSpec, ...]]
 
     @classmethod
     def of(cls, tree: Tree, survey: Survey, hooks: HookManager, lives: Iterable[LiveTensor]) -> Translations:
@@ -185,25 +185,25 @@ class Translations:
                 another shape than the reference tensor.
         """
         lives = list(lives)
-        carriers = {live.stands_for[0]: live.name for live in lives if live.stands_for}
-        stands_for: dict[str, tuple[TensorSpec, ...]] = {}
+        carriers = {live.reference_names[0]: live.name for live in lives if live.reference_names}
+        specs_of: dict[str, tuple[TensorSpec, ...]] = {}
         for live in lives:
-            if live.stands_for or not live.is_persistent:
+            if live.reference_names or not live.is_persistent:
                 continue
             empty = torch.empty(live.layout.shape, dtype=live.tensor.dtype, device="meta")
             answer = _ask_out(tree, hooks, live, empty)
             if answer is None:
                 continue
             label, tensors = answer
-            stands_for[live.name] = tuple(
+            specs_of[live.name] = tuple(
                 _checked(survey, carriers, live, label, name, tensor) for name, tensor in tensors.items()
             )
-            carriers.update((spec.name, live.name) for spec in stands_for[live.name])
-        return cls(tree, hooks, stands_for)
+            carriers.update((spec.name, live.name) for spec in specs_of[live.name])
+        return cls(tree, hooks, specs_of)
 
     def to_reference(self, live: LiveTensor, full: torch.Tensor) -> dict[str, torch.Tensor]:
         """The reference tensors, by first name, that the whole tensor ``full`` of ``live`` stands for."""
-        expected = {spec.name: spec.shape for spec in self.stands_for[live.name]}
+        expected = {spec.name: spec.shape for spec in self.reference_specs[live.name]}
         answer = _ask_out(self.tree, self.hooks, live, full)
         got = {name: tuple(tensor.shape) for name, tensor in answer[1].items()} if answer is not None else {}
         if got != expected:

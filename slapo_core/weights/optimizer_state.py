@@ -223,8 +223,8 @@ class OptimizerState:
         origins = state.correspondence.survey.origins
         self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
         for live in state.tensors():
-            carried = bool(live.stands_for) and live.layout.origin in origins
-            name = live.stands_for[0] if carried else _own_name(live, origins)
+            carried = bool(live.reference_names) and live.layout.origin in origins
+            name = live.reference_names[0] if carried else _own_name(live, origins)
             shape = tuple(live.tensor.shape) if state.kept is None else live.layout.local_shape(self._mesh)
             self._layouts[id(live.tensor)] = (name, live.layout, shape)
         self._take: Callable[[], None] | None = None
@@ -337,7 +337,7 @@ class OptimizerState:
 
     def _of_this_rank(self) -> Iterator[str]:
         for live in self._state.tensors():
-            if live.is_here:
+            if live.is_local:
                 yield self._layouts[id(live.tensor)][0]
 
     def _is_split(self, layout: Layout) -> bool:

@@ -98,7 +98,7 @@ def optimizer_replicas(
 ) -> list[Replica]:
     """What an optimizer keeps of which other ranks hold copies: its state, as the parameters, and its settings."""
     mesh, storage = correspondence.mesh, optimizer_storage(optimizer)
-    if mesh is None or mesh.is_dry or storage is None:
+    if mesh is None or mesh.is_abstract or storage is None:
         return []
     copied = {id(live.tensor): (live, over, among) for live, over, among in _copied(correspondence)}
     found = []
@@ -127,17 +127,17 @@ def optimizer_replicas(
 def _copied(correspondence: Correspondence) -> Iterator[tuple[LiveTensor, tuple[str, ...], _Among]]:
     """The tensors of which the schedule has copies on other ranks, along which dimensions, and among which ranks."""
     mesh = correspondence.mesh
-    if mesh is None or mesh.is_dry:
+    if mesh is None or mesh.is_abstract:
         return
     for live in correspondence.live():
-        if not live.is_here:
+        if not live.is_local:
             continue
         holders = correspondence.holders(live)
         apart = {mesh_dim for mesh_dim, _ in live.layout.shards()} | set(live.layout.partials())
         apart.update(mesh_dim for mesh_dim, ranks in holders.items() if len(ranks) == 1)
         if not live.is_parameter:
             apart.update(DATA_DIMS)
-            if not live.is_persistent and not live.stands_for:
+            if not live.is_persistent and not live.reference_names:
                 continue
         over = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1 and mesh_dim not in apart)
         if over:
@@ -172,11 +172,11 @@ _CAUSES = (
     'sync("bwd_post", "all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds '
     "(torch.manual_seed), and be changed alike"
 )
-PARTED = (
+DIVERGED = (
     f"{_CAUSES}; engine.check_replicas() after each step finds the first one that parts them, and "
     "engine.check_replicas(repair=True) goes on with the first rank's values"
 )
-PARTED_LIVE = (
+DIVERGED_LIVE = (
     f"{_CAUSES}: slapo_core.clip_grad_norm_(sch, max_norm), not torch's, which scales each rank's gradients by another "
     "norm; slapo_core.state_dict(sch) after each step finds the first one that parts them"
 )
@@ -197,7 +197,7 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
     Raises:
         ReplicaError: on every rank; it names the tensors that differ, the ranks, and what each of them holds.
     """
-    if mesh is None or mesh.world_size == 1 or mesh.is_dry:
+    if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
     with World(mesh) as world:
         error = divergence(world, mesh, replicas, hint=hint)
@@ -212,7 +212,7 @@ def compare_all(
     storage: TensorStorage | None = None,
     random: bool,
     repair: bool,
-    hint: str = PARTED,
+    hint: str = DIVERGED,
 ) -> None:
     """As :func:`check_replicas`, for a whole model: its tensors, an optimizer's state, and where torch draws.
 
@@ -235,7 +235,7 @@ def compare_all(
                 raise RankMismatchError(message, hint=IN_PLACE)
             warnings.warn(f"{message}\nit is what is trained again now", stacklevel=5)
             renew(correspondence, storage)
-    if mesh is None or mesh.world_size == 1 or mesh.is_dry:
+    if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
     replicas = replicas_of(correspondence, storage)
     if optimizer is not None:
@@ -259,7 +259,7 @@ def compare_all(
 
 def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
     """Which tensors of the forward are not what the runtime trains; None where all are. The same on every rank."""
-    own = [live.name for live in correspondence.live() if live.is_here and not storage.is_current(live)]
+    own = [live.name for live in correspondence.live() if live.is_local and not storage.is_current(live)]
     with World(correspondence.mesh) as world:
         by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
     names = list(dict.fromkeys(name for theirs in by_rank.values() for name in theirs))
@@ -276,7 +276,7 @@ def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
 def renew(correspondence: Correspondence, storage: TensorStorage) -> None:
     """Let the forward compute with what is trained: a collective over what partitions it."""
     for live in correspondence.live():
-        if live.is_here and (storage.working(live) is not None or storage.partitioned(live)):
+        if live.is_local and (storage.working(live) is not None or storage.partitioned(live)):
             storage.loading(live, storage.read(live).clone())()
 
 
@@ -361,7 +361,7 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
         mesh: of the schedule.
         replicas: as for :func:`check_replicas`; their tensors, in the same order on all ranks that hold copies.
     """
-    if mesh is None or mesh.world_size == 1 or mesh.is_dry:
+    if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
     for replica in sorted(replicas, key=lambda one: one.name):  # what a rank has none of comes at no other place
         held = replica.value

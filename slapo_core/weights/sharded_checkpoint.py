@@ -14,7 +14,7 @@ from slapo_core.errors import WeightsError
 from slapo_core.ranks.world import together
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import DATA_DIMS
-from slapo_core.spec.state import Piece, Pieces, PieceSource
+from slapo_core.spec.state import ShardedState, ShardSource, TensorShard
 from slapo_core.weights.checkpoint import collected, give, prepared, refuse_not_json
 from slapo_core.weights.sources import Source, placed
 
@@ -30,7 +30,7 @@ Kind = Literal["weight", "added", "optimizer"]
 
 def pieces_of(
     state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None, runtime: Mapping[str, Any]
-) -> Pieces:
+) -> ShardedState:
     """What this rank writes; documented in spec/state.py."""
     differing = state.differing(optimizer)
     if differing is not None:
@@ -53,19 +53,19 @@ def pieces_of(
     description["optimizer"] = None
     if moments is not None:
         description["optimizer"] = {**moments.description(), "tensors": moments.shapes()}
-    return Pieces(description, writer.pieces)
+    return ShardedState(description, writer.pieces)
 
 
-def load_pieces(
+def load_shards(
     state: TensorState,
     description: Mapping[str, Any],
-    source: PieceSource,
+    source: ShardSource,
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
     """The reverse: everything is checked on a trial run that only learns what this rank wants, then read at once."""
     moments = collected(state, optimizer)
-    wanted: list[Piece] = []
+    wanted: list[TensorShard] = []
     kinds: tuple[Kind, ...] = ("weight", "added", "optimizer")
     weights, added, tensors = (_PieceSource(source, kind, description, wanted) for kind in kinds)
     about = dict(description.get("runtime") or {})
@@ -99,7 +99,7 @@ def _weights(state: TensorState) -> Iterator[_Found]:
     correspondence, survey = state.correspondence, state.correspondence.survey
     done = set()
     for live, spec in correspondence.carried():
-        if spec.keys and spec.name not in done and live.is_here:
+        if spec.keys and spec.name not in done and live.is_local:
             done.add(spec.name)
             yield "weight", spec.keys[0], live.layout, state.storage.read(live), correspondence.holders(live)
     for live, specs in correspondence.translated():
@@ -110,7 +110,7 @@ def _weights(state: TensorState) -> Iterator[_Found]:
     for name, value in state.dropped.items():
         yield "weight", survey.specs[name].keys[0], Layout(name, tuple(value.shape)), value, {}
     for live in correspondence.added():
-        if live.is_here:
+        if live.is_local:
             yield "added", live.name, live.layout, state.storage.read(live), correspondence.holders(live)
 
 
@@ -124,7 +124,7 @@ class _Writer:
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
         self._number = 0
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorShard] = []
 
     def add(
         self, kind: Kind, name: str, layout: Layout, value: torch.Tensor, holders: Mapping[str, tuple[int, ...]]
@@ -138,7 +138,7 @@ class _Writer:
         for at, offset, extent in _blocks(layout, self._mesh):
             own = whole.detach()[tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))]
             copy = own.to("cpu", copy=True).contiguous()
-            self.pieces.append(Piece(kind, name, tuple(layout.shape), offset, copy))
+            self.pieces.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
 
     def _writes(self, layout: Layout, holders: Mapping[str, tuple[int, ...]]) -> bool:
         mesh = self._mesh
@@ -167,13 +167,15 @@ class _PieceSource(Source):
         wanted: to add to.
     """
 
-    def __init__(self, source: PieceSource, kind: Kind, description: Mapping[str, Any], wanted: list[Piece]) -> None:
+    def __init__(
+        self, source: ShardSource, kind: Kind, description: Mapping[str, Any], wanted: list[TensorShard]
+    ) -> None:
         self._source, self._kind, self._wanted = source, kind, wanted
         about = description.get("optimizer") or {}
         shapes = {"weight": "weights", "added": "added"}
         found = about.get("tensors", {}) if kind == "optimizer" else description.get(shapes[kind], {})
         self._shapes = {name: tuple(shape) for name, shape in found.items()}
-        self._read: dict[tuple[str, Any], list[tuple[tuple[slice, ...], Piece]]] = {}
+        self._read: dict[tuple[str, Any], list[tuple[tuple[slice, ...], TensorShard]]] = {}
         self.is_there = False
 
     @property
@@ -192,7 +194,7 @@ class _PieceSource(Source):
         if key not in self._read and not self.is_there:
             self._read[key] = []
             for at, offset, extent in _blocks(layout, mesh):
-                piece = Piece(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
+                piece = TensorShard(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
                 own = tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))
                 self._read[key].append((own, piece))
                 self._wanted.append(piece)

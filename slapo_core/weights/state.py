@@ -18,14 +18,14 @@ from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.mapping import TensorSpec
 from slapo_core.weights.optimizer_storage import InPlace
-from slapo_core.weights.replicas import PARTED, PARTED_LIVE, compare_all, gather_along
-from slapo_core.weights.sharded_checkpoint import load_pieces, pieces_of
+from slapo_core.weights.replicas import DIVERGED, DIVERGED_LIVE, compare_all, gather_along
+from slapo_core.weights.sharded_checkpoint import load_shards, pieces_of
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.state import OptimizerStorage, Pieces, PieceSource, TensorStorage
+    from slapo_core.spec.state import OptimizerStorage, ShardedState, ShardSource, TensorStorage
 
 
 _Copied = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
@@ -38,7 +38,7 @@ class TensorState:
     Args:
         correspondence: which live tensor stands for which reference tensor.
         dropped: the values of reference tensors that the schedule gave up, by first name, on the CPU.
-        draws: whether a training step was seen to draw random numbers of torch.
+        uses_rng: whether a training step was seen to draw random numbers of torch.
         storage: where a runtime keeps the tensors.
         built: the types of the live tensors before a runtime took them, by name.
         hint: the way out where replicas differ.
@@ -46,10 +46,10 @@ class TensorState:
 
     correspondence: Correspondence
     dropped: dict[str, torch.Tensor] = field(default_factory=dict)
-    draws: bool = False
+    uses_rng: bool = False
     storage: TensorStorage = field(default_factory=InPlace)
     built: dict[str, torch.dtype] = field(default_factory=dict)
-    hint: str = PARTED
+    hint: str = DIVERGED
     _told: bool = False
     _trained: dict[str, torch.dtype] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class TensorState:
         """
         correspondence, tensors = Correspondence.of(schedule)
         correspondence.check()
-        state = cls(correspondence, hint=PARTED_LIVE)
+        state = cls(correspondence, hint=DIVERGED_LIVE)
         for spec in correspondence.dropped():
             if tensors[spec.name].is_meta:
                 raise WeightsError(f"'{spec.name}' is on the meta device, so there is no state dict yet")
@@ -94,7 +94,9 @@ class TensorState:
         if self.correspondence.placement is not None:
             with together(self.mesh, "looking for the values of this rank's tensors"):
                 self._refuse_without_values()
-        compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair, hint=self.hint)
+        compare_all(
+            self.correspondence, optimizer, storage=self.kept, random=self.uses_rng, repair=repair, hint=self.hint
+        )
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._check_unchanged()
@@ -149,31 +151,31 @@ class TensorState:
     ) -> dict[str, Any]:
         return load_checkpoint(directory, self, optimizer, uses)
 
-    def pieces(
+    def shards(
         self,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
-    ) -> Pieces:
+    ) -> ShardedState:
         self._check_unchanged()
         return pieces_of(self, optimizer, runtime or {})
 
-    def load_pieces(
+    def load_shards(
         self,
         description: Mapping[str, Any],
-        source: PieceSource,
+        source: ShardSource,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         uses: Collection[str] = (),
     ) -> dict[str, Any]:
-        return load_pieces(self, description, source, optimizer, uses)
+        return load_shards(self, description, source, optimizer, uses)
 
     @property
     def is_spread(self) -> bool:
         """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
         if self.correspondence.is_spread:
             return True
-        return any(live.is_here and self.storage.partitioned(live) for live in self.tensors())
+        return any(live.is_local and self.storage.partitioned(live) for live in self.tensors())
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class TensorState:
         self.correspondence.tree.tensors.check_unchanged()
 
     def _refuse_without_values(self) -> None:
-        empty = [live.name for live in self.tensors() if live.is_here and live.tensor.is_meta]
+        empty = [live.name for live in self.tensors() if live.is_local and live.tensor.is_meta]
         if empty:
             raise WeightsError(
                 f"'{empty[0]}' has no values: this rank is to hold it, and it is on the meta device"
@@ -229,10 +231,10 @@ class TensorState:
         names = check_names(self.correspondence.survey, source)
         loading = Loading(self)
         for live, specs in self.correspondence.translated():
-            if live.is_here:
+            if live.is_local:
                 loading.take(live, self.read_translated(source, names, live, specs))
         for live, spec in self.correspondence.carried():
-            if spec.keys and live.is_here:
+            if spec.keys and live.is_local:
                 loading.take(live, source.read(names[spec.name], live.layout, self.mesh))
         for name in self.dropped:
             loading.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
@@ -268,7 +270,7 @@ class TensorState:
 
     def full(self, live: LiveTensor) -> torch.Tensor:
         """The whole value of a live tensor, on every rank, wherever it lives: a collective."""
-        value = live.layout.full(self.storage.read(live), self.mesh) if live.is_here else None
+        value = live.layout.full(self.storage.read(live), self.mesh) if live.is_local else None
         holders = self.correspondence.holders(live)
         return self.from_holders(value, tuple(live.layout.shape), self._type(live), holders)
 
@@ -276,13 +278,13 @@ class TensorState:
         """In which the ranks that hold a tensor give it."""
         if self.kept is None:
             return live.tensor.dtype
-        return self.storage.dtype(live) if live.is_here else self._trained.get(_key(live), live.tensor.dtype)
+        return self.storage.dtype(live) if live.is_local else self._trained.get(_key(live), live.tensor.dtype)
 
     def _learn_types(self) -> None:
         """Ask the other ranks along ``pp`` in which types they train theirs: a collective, the first time."""
         if self.kept is None or self.correspondence.placement is None or self._trained:
             return
-        own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_here}
+        own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_local}
         assert self.mesh is not None
         for theirs in gather_along(self.mesh, "pp", own):
             self._trained.update(theirs)
@@ -328,7 +330,7 @@ class TensorState:
 
 
 def _key(live: LiveTensor) -> str:
-    return live.stands_for[0] if live.stands_for else f"added {live.name}"
+    return live.reference_names[0] if live.reference_names else f"added {live.name}"
 
 
 @dataclass

@@ -172,7 +172,7 @@ def odd_gradients() -> tuple[list[str], float, list[torch.dtype]]:
             call()
         messages.append(str(error.value))
     assert torch.equal(before, sch.model.fc2.weight.grad)
-    with sch.untouched(), pytest.raises(slapo.SealedError, match="taken back to step 0"):
+    with sch.reference(), pytest.raises(slapo.SealedError, match="taken back to step 0"):
         slapo.clip_grad_norm_(sch, 1.0)
     return messages, norms[0], [slapo.clip_grad_norm_(sch, 1.0, p).dtype for p in (1.0, 2.0, math.inf)]
 
@@ -326,7 +326,7 @@ def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(t
         warnings.simplefilter("error")
         sch = dry()
         slapo.state_dict(slapo.create_schedule(real("mlp")))
-        with sch.untouched() as model:
+        with sch.reference() as model:
             model.state_dict()
             copy.deepcopy(model).state_dict()
         sch.undo(to=0)

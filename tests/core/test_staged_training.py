@@ -32,10 +32,10 @@ def train(mesh: Sizes, *, v_shape: bool = False) -> dict[str, Any]:
         "state": engine.state.state_dict(),
         "first only": engine.state.state_dict(rank0_only=True),
         "stand-ins": sorted(one.name for one in live if one.tensor.is_meta),
-        "elsewhere": sorted(name for name, ranks in engine.request.placement.untouched.items() if here not in ranks),
-        "is_here": all(one.is_here != one.tensor.is_meta for one in live),
+        "elsewhere": sorted(name for name, ranks in engine.request.placement.reference.items() if here not in ranks),
+        "is_local": all(one.is_local != one.tensor.is_meta for one in live),
         "trained": sorted({id(p) for group in engine.optimizer.param_groups for p in group["params"]})
-        == sorted({id(one.tensor) for one in live if one.is_parameter and one.is_here}),
+        == sorted({id(one.tensor) for one in live if one.is_parameter and one.is_local}),
         "tied": engine.module.head.weight is engine.module.embed.weight,
         "ranks": engine.request.stage_ranks,
     }
@@ -106,7 +106,7 @@ def check(result: dict[str, Any], rank: int) -> None:
         torch.testing.assert_close(result["state"][name], tensor, rtol=1e-11, atol=1e-13)
     assert list(result["first only"]) == (list(state) if rank == 0 else [])
     assert result["stand-ins"] == result["elsewhere"] != []
-    assert result["is_here"]
+    assert result["is_local"]
     assert result["trained"]
     assert result["tied"]
 

@@ -179,7 +179,7 @@ def sending_views() -> None:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
 
     install()
-    pack, stage_runner.Parcel.pack = stage_runner.Parcel.pack, viewed  # type: ignore[method-assign]
+    pack, stage_runner.P2PMessage.pack = stage_runner.P2PMessage.pack, viewed  # type: ignore[method-assign]
     freed = {"model_parallel_config": {"deallocate_pipeline_outputs": True}}
     differences(Run(TWO, ("b",), tied=True, target="megatron", options=freed, forms=((1, 5),)))
 

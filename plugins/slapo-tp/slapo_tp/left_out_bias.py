@@ -75,8 +75,8 @@ class FunctionHook:
                 path=self.path,
                 hint=f"return the whole sum, {partial}{choices}",
             )
-        in_pieces = None if shape == partial else self.group
-        return _with_bias(module, reduced, self.feature_axis, in_pieces)
+        partitioned = None if shape == partial else self.group
+        return _with_bias(module, reduced, self.feature_axis, partitioned)
 
 
 def _with_bias(module: nn.Module, output: Tensor, feature_axis: int, pieces: RankGroup | None) -> Tensor:

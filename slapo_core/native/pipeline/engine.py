@@ -14,8 +14,8 @@ from slapo_core.native.pipeline.runner import Runner
 from slapo_core.native.pipeline.schedules import schedule_of
 from slapo_core.spec.engine import StatefulEngine
 from slapo_core.spec.flat_shards import buckets
-from slapo_core.spec.rng_streams import move_on, own_random_state
-from slapo_core.spec.stage_runner import Forms
+from slapo_core.spec.rng_streams import advance, step_seed
+from slapo_core.spec.stage_runner import StageCache
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -187,12 +187,12 @@ class PipelineEngine(StatefulEngine):
         self.optimizer = request.make_optimizer()
         self._ranks, self._rank = request.stage_ranks, mesh.rank("pp")
         self._count: int = plan.config["microbatches"]
-        here = [live for live in self._state.tensors() if live.is_here]
+        here = [live for live in self._state.tensors() if live.is_local]
         self._parameters = [live.tensor for live in here if live.is_parameter]
         self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
-        self._forms = Forms(request, self._count, self._axes, "", self._runner)
+        self._forms = StageCache(request, self._count, self._axes, "", self._runner)
         self._sent: dict[int, list[int]] = {}  # bytes, by stage
         self._part: nn.Module | None = None
         self._at = "nothing"  # of a step, for the message of an error
@@ -271,7 +271,7 @@ class PipelineEngine(StatefulEngine):
                 earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
                 for parameter, _ in earlier:
                     parameter.grad = None  # which is exchanged already
-                with own_random_state(self._device) as seed:
+                with step_seed(self._device) as seed:
                     work = runner.run(cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
                 self._at = "summing gradients"
@@ -324,7 +324,7 @@ class PipelineEngine(StatefulEngine):
         dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, kind, drew = message.unbind()
         if drew:
-            move_on()
+            advance()
         return loss.to(_DTYPES[int(kind)])
 
     # -- the end ----------------------------------------------------------------------------------------------

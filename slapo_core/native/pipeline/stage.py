@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core.native.pipeline.split_backward import Watch, backward_of_inputs
 from slapo_core.native.pipeline.torch_pipelining import StageBase
 from slapo_core.spec.p2p_packing import check_sent
-from slapo_core.spec.rng_streams import has_drawn, start_stream
+from slapo_core.spec.rng_streams import start_stream, was_used
 
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Liveness, Partition, Value
@@ -270,7 +270,7 @@ class RunningStage(StageBase):
         with contextlib.nullcontext() if self._watch is None else self._watch.looking():
             made: Mapping[str, torch.Tensor] = self.submod(own, values)
         if stream is not None and not self.work.drew:
-            self.work.drew = has_drawn(stream, self.device)
+            self.work.drew = was_used(stream, self.device)
         return made
 
     def backward_one_chunk(

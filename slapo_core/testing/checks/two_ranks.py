@@ -10,7 +10,7 @@ from slapo_core.testing.bench import Bench, build_inputs, build_model, prepare
 from slapo_core.testing.case import Case, made
 from slapo_core.testing.check import CheckError
 from slapo_core.testing.checks.one_rank import not_equivalent
-from slapo_core.testing.sending import Parcel, pack
+from slapo_core.testing.sending import P2PMessage, pack
 
 __all__ = ["forward_and_gradients_on_2_ranks"]
 
@@ -32,7 +32,7 @@ def forward_and_gradients_on_2_ranks(case: Case) -> None:
         ) from error
 
 
-def _verify_on_rank(parcel: Parcel) -> None:
+def _verify_on_rank(parcel: P2PMessage) -> None:
     contents = parcel.unpack()
     model, batch = contents.pop("model"), contents.pop("inputs")
     case = Case(model=lambda: model, inputs=lambda: batch, **contents)
@@ -44,7 +44,7 @@ def _verify_on_rank(parcel: Parcel) -> None:
     verify(bench.schedule, batch)
 
 
-def _pack(case: Case) -> Parcel:
+def _pack(case: Case) -> P2PMessage:
     contents: dict[str, Any] = {
         "primitive": case.value(),
         "model": build_model(case),

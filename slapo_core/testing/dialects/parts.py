@@ -21,7 +21,7 @@ from slapo_core.testing.dialects.before import Before
 from slapo_core.testing.dialects.bench import DialectBench, open_bench
 from slapo_core.testing.dialects.case import DialectCase
 from slapo_core.testing.dialects.training import Training, train
-from slapo_core.testing.sending import Parcel
+from slapo_core.testing.sending import P2PMessage
 from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.initializers import copy_on_meta
 from slapo_core.weights.replicas import replicas_of
@@ -90,7 +90,7 @@ class Refusal:
     unusable: str = ""
 
 
-def run_parts(parcel: Parcel, tasks: Sequence[tuple[Part, str, str]]) -> list[Any]:
+def run_parts(parcel: P2PMessage, tasks: Sequence[tuple[Part, str, str]]) -> list[Any]:
     """Do everything that this rank is told.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from slapo_core.spec.stage_runner import Form, Leg
+from slapo_core.spec.stage_runner import ModelChunk, RankStages
 
 if TYPE_CHECKING:
     import torch
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 __all__ = ["BufferedForm", "forms_with_buffers"]
 
 
-class BufferedForm(Form):
+class BufferedForm(RankStages):
     """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbors."""
 
     @property
-    def leg(self) -> Leg:
+    def chunk(self) -> ModelChunk:
         """The stages of this rank."""
-        (leg,) = self.legs
-        return leg
+        (chunk,) = self.chunks
+        return chunk
 
     def allocate(self) -> None:
         """Once, for all steps of this form."""
-        coming, going = self.leg.coming, self.leg.going
+        coming, going = self.chunk.coming, self.chunk.going
         self.received = coming.empty(self.device) if coming is not None else ()
         sent = going.empty(self.device) if going is not None else ()
         self.gradients = [one for one in sent if one.is_floating_point()]

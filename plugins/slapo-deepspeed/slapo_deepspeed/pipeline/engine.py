@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.rng_streams import move_on, own_random_state
-from slapo_core.spec.stage_runner import Forms, Work
+from slapo_core.spec.rng_streams import advance, step_seed
+from slapo_core.spec.stage_runner import StageCache, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.initializing import has_optimizer, initialize
 from slapo_deepspeed.marks import mark, marks_taken_back
@@ -72,7 +72,7 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(plan, request, engine, groups)
         self._unused = unused_parameters(request, engine)
         make = forms_with_buffers(request, engine.device, bare)
-        self._forms = Forms(request, self._count, self._axes, "gradient_accumulation_steps", make)
+        self._forms = StageCache(request, self._count, self._axes, "gradient_accumulation_steps", make)
 
     def _make(self, request: BuildRequest) -> None:
         """DeepSpeed's module, and the process groups of ties."""
@@ -81,7 +81,7 @@ class PipelineEngine(DeepSpeedEngine):
         mesh = request.schedule.mesh
         assert mesh is not None
         held = {id(one) for one in self._part.parameters()}
-        here = [live for live in request.state.tensors() if live.is_here]
+        here = [live for live in request.state.tensors() if live.is_local]
         unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
         unused = {name: one for name, one in unused.items() if id(one) not in held}
         self._ties = Ties(request, topology_of(mesh))
@@ -104,7 +104,7 @@ class PipelineEngine(DeepSpeedEngine):
             forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
             with self._closing(lambda: self._at):
-                with own_random_state(self.deepspeed.device) as work.seed:
+                with step_seed(self.deepspeed.device) as work.seed:
                     self.deepspeed.train_batch(self._numbers())
                 loss = self._loss(work)
         self._between.note()
@@ -129,7 +129,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
-        work = Work(form, form.leg, cut, self._stand, stand_in=self._stand_in)
+        work = Work(form, form.chunk, cut, self._stand, stand_in=self._stand_in)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work
@@ -151,12 +151,12 @@ class PipelineEngine(DeepSpeedEngine):
         self._at = "exchanging the loss"
         message = torch.zeros(2, dtype=torch.float64, device=self.deepspeed.device)
         message[1] = work.drew
-        if work.leg.is_last:
+        if work.chunk.is_last:
             message[0] = torch.stack(losses_of(self.deepspeed)).mean()
         dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, drew = message.unbind()
         if drew:
-            move_on()
+            advance()
         return loss.to(work.form.loss_dtype)
 
     # -- the end ----------------------------------------------------------------------------------------------

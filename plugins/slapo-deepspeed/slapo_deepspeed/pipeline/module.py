@@ -92,7 +92,7 @@ class StagesModule(PipelineModule):
 
     def forward(self, forward_input: Any) -> Any:
         work: Work = self.__dict__["_work"]
-        received = forward_input if work.leg.coming is not None else ()
+        received = forward_input if work.chunk.coming is not None else ()
         number = self.__dict__["_count"]  # they come in order on every rank
         self.__dict__["_count"] += 1
         # With the number beside it, DeepSpeed's activation checkpointing runs the layer again for the right one.

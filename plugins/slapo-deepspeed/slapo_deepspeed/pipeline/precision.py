@@ -31,10 +31,10 @@ def share_types(request: BuildRequest, device: torch.device) -> None:
     assert mesh is not None
     tensors = request.state.tensors()
     own = [
-        _TYPES.index(live.tensor.dtype) + 1 if live.is_here and live.tensor.dtype in _TYPES else 0 for live in tensors
+        _TYPES.index(live.tensor.dtype) + 1 if live.is_local and live.tensor.dtype in _TYPES else 0 for live in tensors
     ]
     types = torch.tensor(own, dtype=torch.uint8, device=device)
     dist.all_reduce(types, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
     for live, number in zip(tensors, types.tolist(), strict=True):
-        if not live.is_here and number and live.tensor.dtype != _TYPES[number - 1]:
+        if not live.is_local and number and live.tensor.dtype != _TYPES[number - 1]:
             live.tensor.data = live.tensor.data.to(_TYPES[number - 1])

@@ -62,7 +62,7 @@ class StageChunk(Chunk):
         received, self._received = self._received, None
         with self.around():
             outputs = self.work.forward(() if received is None else (received,), number)
-        return raised(outputs, working_dtype(self.config)) if self.work.leg.is_last else outputs[0]
+        return raised(outputs, working_dtype(self.config)) if self.work.chunk.is_last else outputs[0]
 
 
 def chunks_of(

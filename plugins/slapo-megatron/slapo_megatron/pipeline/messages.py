@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from slapo_core.spec.stage_runner import Form
+    from slapo_core.spec.stage_runner import RankStages
 
 __all__ = ["Messages", "messages_of", "order_of"]
 
@@ -46,7 +46,7 @@ def order_of(chunks: int, count: int, group: int) -> list[int]:
     return found
 
 
-def messages_of(form: Form, rank: int, size: int, order: Sequence[int]) -> Messages:
+def messages_of(form: RankStages, rank: int, size: int, order: Sequence[int]) -> Messages:
     """What comes to a rank in a step.
 
     Args:
@@ -55,12 +55,12 @@ def messages_of(form: Form, rank: int, size: int, order: Sequence[int]) -> Messa
         size: of that mesh dimension.
         order: as :func:`order_of` gives it; gradients come with the last stage first.
     """
-    lengths = {stage: parcel.length for stage, parcel in form.parcels.items()}
+    lengths = {stage: parcel.length for stage, parcel in form.messages.items()}
     previous, following = (rank - 1) % size, (rank + 1) % size
     last = max(order)
     sent = (chunk * size + previous for chunk in order)
     returned = ((last - chunk) * size + following - 1 for chunk in order)
-    dtype = next(iter(form.parcels.values())).dtype
+    dtype = next(iter(form.messages.values())).dtype
     return Messages(
         [lengths[stage] for stage in sent if stage in lengths],
         [lengths[stage] for stage in returned if stage in lengths],

@@ -18,7 +18,7 @@ from slapo_megatron.pipeline.communicator import Communicator
 from slapo_megatron.pipeline.messages import messages_of, order_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.stage_runner import Form, Work
+    from slapo_core.spec.stage_runner import RankStages, Work
     from slapo_megatron.runtime import Megatron
 
 __all__ = ["Schedule"]
@@ -37,7 +37,7 @@ class Schedule:
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._communicator = Communicator(self._group, self._config, own)
 
-    def run(self, form: Form, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
+    def run(self, form: RankStages, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
         """All passes of a step, and what comes after them.
 
         Args:
