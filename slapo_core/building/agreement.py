@@ -1,4 +1,4 @@
-"""Do all ranks build the same? Compared before anything is changed, because what differs here hangs or drifts later."""
+"""Check that all ranks build the same, and run the same first steps: differences hang or diverge later."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def agree(
     Args:
         world: the ranks of the schedule's mesh.
         schedule: every rank's own, like all that follows.
-        arguments: what the user gave to ``build``.
+        arguments: the user's arguments of ``build``.
         plan: the dialect's, with its options after defaults were filled in.
         source: what the weights given were opened as; None without any.
         reference: the tensors of the reference model by name.
@@ -122,7 +122,7 @@ def synchronized_rng(world: World, mesh: Mesh | None) -> Iterator[None]:
     differing = synchronize(world, row)
     if differing:
         _LOG.info(
-            "torch's random state on %s was another one on each of the ranks %s; it is rank %d's on all of them now",
+            "torch's random state on %s differed on ranks %s; all of them have rank %d's now",
             " and ".join(differing),
             ", ".join(map(str, row)),
             row[0],
@@ -140,18 +140,18 @@ def _kind(weights: Any) -> str:
 
 
 _SAME_BATCH = (
-    "ranks of one replica (same place along 'dp') are given the same batch: seed the loader and its sampler alike, "
+    "ranks of one replica (same 'dp' rank) take the same batch: give the loader and its sampler the same seed, "
     'with num_replicas=mesh.size("dp") and rank=mesh.rank("dp")'
 )
 
 
 class FirstSteps:
-    """Watches the calls of the model until the first training step, and the first evaluation, are over.
+    """Compare batches and RNG states in the first training step and the first evaluation.
 
     Args:
         mesh: the schedule's.
         model: the scheduled one.
-        state: it is told whether a training step draws random numbers.
+        state: it is told whether a training step uses the RNG.
     """
 
     def __init__(self, mesh: Mesh | None, model: nn.Module, state: TensorState) -> None:
@@ -194,7 +194,7 @@ class FirstSteps:
                 return
             has_stages = self._mesh is not None and self._mesh.size("pp") > 1
             with World(self._mesh, over="tp") if has_stages else contextlib.nullcontext(replica) as world:
-                differing = synchronize_and_warn(world, "was changed after build(), to another one", stacklevel=7)
+                differing = synchronize_and_warn(world, "was changed after build() and differs", stacklevel=7)
                 before = {**torch_states(), **foreign_states()}
                 yield  # a rank that raises leaves; what the others do then, only their groups know
                 after = {**torch_states(), **foreign_states()}
@@ -205,8 +205,8 @@ class FirstSteps:
         for source in differing:
             if source in anywhere:
                 raise RankMismatchError(
-                    f"the model draws from {source}, which stands elsewhere on each of the ranks "
-                    f"{', '.join(map(str, world.ranks))}: they do not do the same with what they all hold",
+                    f"the model uses {source}, whose state differs on ranks {', '.join(map(str, world.ranks))}: "
+                    "tensor-parallel ranks will diverge",
                     hint="random.seed(0) and numpy.random.seed(0) on every rank of a replica (same place along 'dp')",
                 )
 
@@ -217,11 +217,13 @@ class FirstSteps:
         message = first_difference(by_rank, {None: [world.ranks]})
         if message is not None:
             is_of_batch = "batch" in message.split("\n")[0]
-            raise RankMismatchError(message, hint=_SAME_BATCH if is_of_batch else "set it alike on every rank")
+            raise RankMismatchError(
+                message, hint=_SAME_BATCH if is_of_batch else "set it to the same value on every rank"
+            )
 
 
 def _mode_facts(model: nn.Module) -> Iterator[RankFact]:
-    """Which modules train, and what is trained; after build() anybody can have changed either."""
+    """Describe the modules in training mode and the trained parameters, which may change after build()."""
     for what, names in (
         ("the modules in training mode", [name for name, module in model.named_modules() if module.training]),
         ("the parameters to train", [name for name, one in model.named_parameters() if one.requires_grad]),

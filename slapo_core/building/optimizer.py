@@ -1,4 +1,4 @@
-"""Making the optimizer, and making sure that it trains the engine's parameters and no others."""
+"""Make the optimizer, and check that it trains the engine's parameters and no others."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _group_facts(optimizer: torch.optim.Optimizer) -> Iterator[RankFact]:
 
 
 def _without_parameters(factory: Callable[[list[torch.nn.Parameter]], Any]) -> Any:
-    """What the factory makes, with nothing in its groups: no optimizer can be made of no parameters."""
+    """Make an optimizer with empty groups, by way of an empty parameter."""
     nothing = torch.nn.Parameter(torch.empty(0, 0))
     optimizer = factory([nothing])
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""What a dialect is handed: the implementation of :class:`slapo_core.spec.request.BuildRequest`."""
+"""Implement :class:`slapo_core.spec.request.BuildRequest`, the interface of a build for dialects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def switch_to_training(model: nn.Module) -> None:
 
     ``from_pretrained`` gives such models, and ``model.eval()`` between two steps leaves one: without dropout, and with
     the running statistics of batch norms, it would train something else. Where some module is in training mode, the
-    modes are somebody's choice (a frozen batch norm), and stay.
+    modes are deliberate (a frozen batch norm), and stay.
     """
     if model.training or any(module.training for module in model.modules()):
         return
@@ -63,24 +63,24 @@ class StagedBatch:
     """
 
     staged: StagedModel
-    pieces: Sequence[Any]
+    batches: Sequence[Any]
     inputs: Sequence[Mapping[str, Any]]
     request: BuildRequest
 
-    def loss(self, number: int, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.request.loss_of(self.staged.partition.output.assemble(pieces), self.pieces[number])
+    def loss(self, number: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.request.loss_of(self.staged.partition.output.assemble(values), self.batches[number])
 
 
-def staged_pieces(
+def stage_batches(
     request: BuildRequest,
-    pieces: Sequence[Any],
+    batches: Sequence[Any],
     *,
     training: bool,
     axes: Mapping[str, int | None] | None,
     prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> StagedBatch:
     """As :meth:`slapo_core.spec.request.BuildRequest.staged` says, of micro-batches."""
-    inputs: list[Mapping[str, Any]] = [request.inputs_of(piece) for piece in pieces]
+    inputs: list[Mapping[str, Any]] = [request.inputs_of(one) for one in batches]
     if prepare is not None:
         inputs = [prepare(dict(one)) for one in inputs]
     pick = _loss if request.loss is None else None  # one object, by which stages are looked up
@@ -94,7 +94,7 @@ def staged_pieces(
         )
     if pick is not None and not pick(staged.partition.output):
         request.loss_of(staged.partition.output.assemble({}), None)  # says that there is none
-    return StagedBatch(staged, pieces, [tree_map_only(torch.Tensor, _apart, one) for one in inputs], request)
+    return StagedBatch(staged, batches, [tree_map_only(torch.Tensor, _apart, one) for one in inputs], request)
 
 
 def _loss(output: Output) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Request:
 
     Args:
         schedule: all ranks have the same.
-        arguments: what the user gave to ``build``.
+        arguments: the user's arguments of ``build``.
         values: the tensors and their values.
         stage_ranks: the rank along ``pp`` of each stage; empty where there is one.
     """
@@ -221,8 +221,8 @@ class Request:
         option: str = "",
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
-        pieces = self.micro_batches(batch, count, axes=axes, option=option)
-        return staged_pieces(self, pieces, training=training, axes=axes, prepare=prepare)
+        batches = self.micro_batches(batch, count, axes=axes, option=option)
+        return stage_batches(self, batches, training=training, axes=axes, prepare=prepare)
 
     def staged_example(
         self,
@@ -233,10 +233,10 @@ class Request:
     ) -> StagedBatch:
         example = self._schedule.example_inputs
         try:
-            pieces = self._cut(example, count, "microbatches", axes)
+            batches = self._cut(example, count, "microbatches", axes)
         except BuildError:
-            pieces = [example]
-        return staged_pieces(self, pieces, training=True, axes=axes, prepare=prepare)
+            batches = [example]
+        return stage_batches(self, batches, training=True, axes=axes, prepare=prepare)
 
     def part(self, partition: Partition) -> torch.nn.Module:
         assert self._mesh is not None
@@ -265,13 +265,13 @@ class Request:
     ) -> list[Any]:
         option = option or ("accumulate" if count is None else "microbatches")
         count = self._arguments.accumulate if count is None else count
-        pieces = self._cut(batch, count, option, axes)
-        if len(pieces) > 1 and not self._is_cut:
+        batches = self._cut(batch, count, option, axes)
+        if len(batches) > 1 and not self._is_cut:
             self._is_cut = True
-            reason = labels_left_out(pieces, option=option)
+            reason = labels_left_out(batches, option=option)
             if reason is not None:
                 warnings.warn(reason, stacklevel=3)
-        return pieces
+        return batches
 
     def _cut(self, batch: Any, count: int, option: str, axes: Mapping[str, int | None] | None) -> list[Any]:
         by_place: dict[Any, int | None] = {**(axes or {})}

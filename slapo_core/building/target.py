@@ -1,4 +1,4 @@
-"""The dialect that `build` was asked for: found, held against the schedule, and called."""
+"""Find the dialect of a build, check the schedule against it, and find the stages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Arguments:
             )
 
     def for_plan(self) -> BuildArguments:
-        """What a dialect may make part of its plan."""
+        """Return the arguments that a dialect may put into its plan."""
         return BuildArguments(
             has_optimizer=self.optimizer is not None,
             has_loss=self.loss is not None,
@@ -135,12 +135,12 @@ class Target:
         return target
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any], arguments: BuildArguments) -> Plan:
-        """What the dialect is going to do.
+        """Make the dialect's plan.
 
         Args:
             schedule: what is built.
             config: the options of the dialect, as the user gave them.
-            arguments: the rest of what the user gave.
+            arguments: the user's other arguments.
 
         Raises:
             BuildError: it cannot run this schedule, or a plugin says that the schedule is incomplete: every reason is
@@ -201,8 +201,8 @@ class Target:
         _warn_of_unused_dimensions(schedule)
         if mesh is not None and mesh.is_abstract:
             raise BuildError(
-                f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
-                "torch.distributed",
+                f"the mesh {mesh} is abstract: build() needs {mesh.world_size} processes, and torch.distributed is not "
+                "initialized",
                 hint=f"call torch.distributed.init_process_group() first and launch with `{mesh.launch_command()}`",
             )
         _warn_if_alone(schedule)
@@ -214,7 +214,7 @@ class Target:
 
 @contextlib.contextmanager
 def _blamed(label: str, name: str, method: str, *, is_own: bool) -> Iterator[None]:
-    """Give what a dialect raises the name of its plugin; errors that say what is wrong stay as they are."""
+    """Add the plugin's name to unexpected exceptions of a dialect."""
     try:
         yield
     except SlapoError:

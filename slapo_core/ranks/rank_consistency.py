@@ -21,7 +21,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """A number that two tensors share if they have the same bits in the same order (64 bits, not cryptographic).
 
     Neither the type nor the shape counts, only the elements in row-major order, wherever they lie in memory. It is
-    computed on the tensor's device, piece by piece, and is the same number on every kind of device.
+    computed on the tensor's device, shard by shard, and is the same number on every kind of device.
 
     Args:
         tensor: of any type; of a sparse one the indices and the values count, of one on the meta device the size.

@@ -78,10 +78,10 @@ def synchronize_and_warn(world: World, problem: str, *, stacklevel: int) -> list
     differing = synchronize(world, world.ranks)
     if differing:
         warnings.warn(
-            f"torch's random state on {' and '.join(differing)} {problem} on each of the ranks "
-            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of what they all hold: "
-            f"it is rank {world.ranks[0]}'s on all of them now; call torch.manual_seed(seed) with the same seed on "
-            "all ranks of a replica, now and later",
+            f"torch's random state on {' and '.join(differing)} {problem} on ranks "
+            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of their replicas: all of them "
+            f"have rank {world.ranks[0]}'s now; call torch.manual_seed(seed) with the same seed on all ranks of a "
+            "replica",
             stacklevel=stacklevel + 1,
         )
     others = world.gather(foreign_states())

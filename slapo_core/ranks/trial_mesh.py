@@ -1,4 +1,4 @@
-"""A mesh over process groups of its own: what is tried there ends with a timeout, and the user's groups stay whole."""
+"""A mesh over trial process groups with a timeout, so that failing trials leave the user's groups intact."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class TrialMesh(Mesh):
     """The dimensions and ranks of a mesh, over new process groups with a timeout.
 
     A rank that raises leaves the others waiting in a collective. It drops its groups, which ends the others' wait at
-    once (gloo: unless something else holds them), or the timeout does. All ranks make them anew then, under the same
+    once (gloo: unless something else holds them), or the timeout does. All ranks make them again then, under the same
     names.
 
     Args:
         mesh: of several running ranks, which all make it together.
-        store: in which nobody else writes.
+        store: in which no other code writes.
         seconds: the timeout; None: the larger of 60 and ten times what :meth:`allow` was told.
     """
 
@@ -41,7 +41,7 @@ class TrialMesh(Mesh):
         self.open()
 
     def open(self) -> None:
-        """Make the groups, in the place of those there were."""
+        """Make the groups again."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -58,7 +58,7 @@ class TrialMesh(Mesh):
         )
 
     def drop(self) -> None:
-        """Let go of the groups, so that whoever waits for this rank in one of them raises."""
+        """Drop the groups, so that ranks waiting for this one raise."""
         import torch.distributed as dist
 
         self._device_mesh = None

@@ -278,7 +278,7 @@ class Guards:
         own = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in replicas.items()}  # fully_shard's
         values = [RankFact(f"'{name}'", describe_tensor(tensor)) for name, tensor in own.items() if _is_plain(tensor)]
         replica.agree(values, hint=_SAME_VALUES)
-        synchronize_and_warn(replica, "is another one", stacklevel=9)
+        synchronize_and_warn(replica, "differs", stacklevel=9)
         try:
             batch = [RankFact(f"the batch: {name}", describe_tensor(tensor)) for name, tensor in tensors.items()]
             replica.agree(batch, hint=_SAME_BATCH)
@@ -293,7 +293,7 @@ class Guards:
         if not self._has_evaluated and "tp" in self._dims:
             self._has_evaluated = True
             with World(mesh, over="tp") as replica:
-                synchronize_and_warn(replica, "is another one", stacklevel=7)
+                synchronize_and_warn(replica, "differs", stacklevel=7)
 
 
 def _layouts(entry: Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]:

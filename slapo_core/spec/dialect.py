@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """What the user gave to ``build`` beside the schedule and the options, as far as it can be part of a plan.
+    """The user's arguments of ``build`` beside the schedule and the options, as far as it can be part of a plan.
 
     Args:
         has_optimizer: whether there is a factory; without one, and without one by the options, the
@@ -107,7 +107,7 @@ class Dialect(ABC):
 
         Args:
             config: the options as the user gave them to ``build``; returned as they are by default.
-            arguments: the rest of what the user gave.
+            arguments: the user's other arguments.
 
         Raises:
             BuildError: an option contradicts an argument.
@@ -144,12 +144,12 @@ class Dialect(ABC):
 
         Args:
             plan: what :meth:`plan` gave; all ranks have the same.
-            request: the model, its state, and what the user gave to ``build``.
+            request: the model, its state, and the user's arguments of ``build``.
         """
 
 
 def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
-    """What the user gave to ``build``, as plain values that every rank can compare."""
+    """The user's arguments of ``build``, as plain values that every rank can compare."""
     return {
         "accumulate": arguments.accumulate,
         "device": None if arguments.device is None else arguments.device.type,

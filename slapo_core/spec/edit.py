@@ -33,7 +33,7 @@ class Edit(Protocol):
     """
 
     def set_parameter(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
-        """Put another tensor in the place of an own parameter, everywhere it is tied.
+        """Replace an own parameter, everywhere it is tied.
 
         Args:
             node: the module that holds it.
@@ -47,15 +47,16 @@ class Edit(Protocol):
         ...
 
     def set_buffer(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
-        """Put another tensor in the place of an own buffer; it stays persistent, or not, as it was."""
+        """Replace an own buffer; it stays persistent or not."""
         ...
 
     def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
-        """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` treats the reference model alike."""
+        """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` does the same to the reference "
+        "model."""
         ...
 
     def set_layout(self, node: Node, name: str, layout: Layout) -> None:
-        """Record how an own parameter or buffer lies in the reference tensor, where the tensor itself stays.
+        """Record the layout of an own parameter or buffer, without changing the tensor.
 
         A split over a mesh dimension of one rank is such a case: what later steps may do must not depend on the size.
         """
@@ -69,7 +70,7 @@ class Edit(Protocol):
         moved: Mapping[str, str] | None = None,
         dropped: Collection[str] = (),
     ) -> None:
-        """Put another module in the place of the node's, under every path where it is reachable.
+        """Replace the node's module, under every path where it is reachable.
 
         Args:
             node: any node but the root.
@@ -136,7 +137,7 @@ class Edit(Protocol):
         ...
 
     def set_graph(self, node: Node, graph: Graph) -> None:
-        """Run a static graph in the place of the module's forward.
+        """Run a static graph instead of the module's forward.
 
         Args:
             node: the module; what steps wrapped around its forward stays around the graph.
@@ -211,7 +212,7 @@ class Carried:
         return cls(tuple(_hooks(node)), tuple((each, any(each is other for other in active)) for each in wrappers))
 
     def over(self, node: Node, edit: Edit) -> None:
-        """Put them at the module that stands at ``node`` now."""
+        """Add them to the current module at ``node``."""
         for kind, function, active in self.hooks:
             edit.add_hook(node, kind, function, active=active)
         for wrapper, active in self.wrappers:

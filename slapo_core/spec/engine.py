@@ -87,12 +87,12 @@ class Engine(Protocol):
             rank0_only: other ranks take part but return an empty dictionary.
 
         Raises:
-            ReplicaError: ranks hold different copies of a tensor; its ``state_dict`` holds this rank's.
+            ReplicaError: replicas differ between ranks of a tensor; its ``state_dict`` holds this rank's.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that have the reference model's names and shapes; every rank keeps its own pieces.
+        """Load weights that have the reference model's names and shapes; every rank keeps its own shards.
 
         Args:
             state: whole tensors, the same on every rank, as ``state_dict`` gives them.
@@ -103,7 +103,7 @@ class Engine(Protocol):
         ...
 
     def check_replicas(self, *, repair: bool = False) -> None:
-        """Compare what several ranks hold copies of, tensors and optimizer state: a collective over the mesh.
+        """Compare the replicas of tensors and optimizer state: a collective over the mesh.
 
         Args:
             repair: give every rank the values of the first one that holds a copy, with a warning that says what
@@ -126,7 +126,7 @@ class Engine(Protocol):
 
         Raises:
             ArgumentError: the directory is ``""``.
-            ReplicaError: ranks hold different copies; the checkpoint is whole, with the values of the first rank.
+            ReplicaError: replicas differ between ranks; the checkpoint is whole, with the values of the first rank.
             BuildError: the optimizer holds something that has no place in a checkpoint, or writing failed.
         """
         ...
@@ -140,7 +140,7 @@ class Engine(Protocol):
             directory: that of ``save``.
 
         Raises:
-            WeightsError: it holds no whole checkpoint, or one of another model; nothing was changed.
+            WeightsError: it holds no complete checkpoint, or one of another model; nothing was changed.
             BuildError: it has no optimizer state, or one that does not fit; nothing was changed.
         """
         ...

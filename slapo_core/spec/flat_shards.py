@@ -49,7 +49,7 @@ class Place:
 def gathered(
     piece: torch.Tensor, offset: int, shape: tuple[int, ...], groups: Iterable[Any], *, device: torch.device
 ) -> torch.Tensor:
-    """The whole tensor, put together of what replicas hold of it to the last bit, on every one of them.
+    """The whole tensor, assembled from what replicas hold of it to the last bit, on every one of them.
 
     A collective. The pieces are added as integers, each among zeros: that keeps zeros with a sign, and whatever is no
     number.

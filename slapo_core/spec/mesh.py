@@ -29,7 +29,7 @@ class Mesh:
     Args:
         sizes: mesh_dim -> number of ranks, outermost dimension first, e.g. ``{"dp": 2, "tp": 4}``.
         rank: the global rank whose place this is, row-major over ``sizes``.
-        device_mesh: torch's mesh; None for a trivial mesh (one rank) and for a dry one.
+        device_mesh: torch's mesh; None for a trivial mesh (one rank) and for an abstract one.
     """
 
     def __init__(self, sizes: Mapping[str, int], *, rank: int = 0, device_mesh: DeviceMesh | None = None) -> None:
@@ -65,12 +65,12 @@ class Mesh:
 
     @property
     def is_abstract(self) -> bool:
-        """Whether this process only plays one rank of the mesh: several ranks declared, none running."""
+        """Whether the mesh is declared without processes: several ranks, none running."""
         return self._device_mesh is None and self.world_size > 1
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Torch's mesh; None for a mesh of one rank and for a dry one."""
+        """Torch's mesh; None for a mesh of one rank and for an abstract one."""
         return self._device_mesh
 
     def __contains__(self, mesh_dim: object) -> bool:
@@ -88,13 +88,13 @@ class Mesh:
         """The process group along ``mesh_dim``; None where the dimension has one rank.
 
         Raises:
-            MeshError: the mesh is dry, so there is nothing to communicate with.
+            MeshError: the mesh is abstract: there are no process groups.
         """
         if self.size(mesh_dim) == 1:
             return None
         if self._device_mesh is None:
             raise MeshError(
-                f"the mesh {self} is only declared in this process, so mesh_dim '{mesh_dim}' has no process group",
+                f"the mesh {self} is abstract: this process has no process group for mesh_dim '{mesh_dim}'",
                 hint=self.launch_command(),
             )
         return self._device_mesh.get_group(mesh_dim)
@@ -110,7 +110,7 @@ class Mesh:
         return "{" + ", ".join(f"{mesh_dim!r}: {size}" for mesh_dim, size in self._sizes.items()) + "}"
 
     def __repr__(self) -> str:
-        return f"Mesh({self}{', dry' if self.is_abstract else ''}, rank={self._rank})"
+        return f"Mesh({self}{', abstract' if self.is_abstract else ''}, rank={self._rank})"
 
     def __deepcopy__(self, memo: object) -> Mesh:
         return self  # process groups are handles of the process, not values
@@ -122,8 +122,8 @@ def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: in
     Args:
         mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions.
             A dictionary makes torch's mesh at once where torch.distributed is initialized; otherwise the mesh is
-            dry, unless it has one rank.
-        rank: for a dry mesh, the global rank to play.
+            abstract, unless it has one rank.
+        rank: for an abstract mesh, this process's global rank.
 
     Raises:
         MeshError: an unknown dimension, a size that is not a positive integer, another world size, or a rank

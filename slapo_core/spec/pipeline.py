@@ -132,7 +132,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Output:
-    """The model's output, put together of values that stages made.
+    """The model's output, assembled from the stages' values.
 
     Args:
         pieces: names of the values, each of :attr:`Partition.values`; several stages may make them.
@@ -157,7 +157,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Partition:
-    """What `slapo_partition` answers: the stages of a model, for one form of a batch and one mode.
+    """What `slapo_partition` answers: the stages of a model, for one input signature and one mode.
 
     Args:
         stages: in the order in which they run.

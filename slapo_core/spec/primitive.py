@@ -302,7 +302,7 @@ def _freeze(value: Any) -> Any:
         return value if unchanged else items
     if isinstance(value, set):
         return frozenset(value)
-    if type(value) is dict:  # a copy: the caller may go on changing his own
+    if type(value) is dict:  # a copy: the caller may change the original
         return {key: _freeze(item) for key, item in value.items()}
     return value
 
@@ -367,7 +367,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Change:
-    """One step more, another one in the place of a step, or a step less.
+    """An added, replaced or removed step.
 
     Args:
         path: where, e.g. ``"encoder.layer.0.output.dense"``.

@@ -76,11 +76,11 @@ class ScheduledModel(Protocol):
 
 
 class StagedModel(Protocol):
-    """The stages of a model, for one form of a batch and one mode; their modules are those of the live model."""
+    """The stages of a model, for one input signature and one mode; their modules are those of the live model."""
 
     @property
     def partition(self) -> Partition:
-        """The stages, the values that they make, and how the output is put together."""
+        """The stages, the values that they make, and how the output is assembled."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class StagedModel(Protocol):
 
 
 class StagedBatch(Protocol):
-    """A batch that was cut into micro-batches of one form, and their stages."""
+    """A batch that was cut into micro-batches of one input signature, and their stages."""
 
     @property
     def staged(self) -> StagedModel:
@@ -102,12 +102,12 @@ class StagedBatch(Protocol):
         """Of each micro-batch, the arguments of the model's forward by parameter; every rank has them all."""
         ...
 
-    def loss(self, number: int, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, number: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar tensor.
 
         Args:
             number: of the micro-batch.
-            pieces: of its output, by name, as the last stage has them.
+            values: of its output, by name, as the last stage has them.
 
         Raises:
             BuildError: there is no loss in the output, or the user's function gives no scalar.
@@ -161,7 +161,7 @@ class BuildRequest(Protocol):
     def placement(self) -> Placement | None:
         """Which ranks along ``pp`` hold which tensors; None where the mesh has one of these ranks.
 
-        What this rank does not hold is a stand-in on the meta device, in ``schedule.model`` and in
+        What this rank does not hold is a placeholder on the meta device, in ``schedule.model`` and in
         ``state.tensors()`` (:attr:`~slapo_core.spec.state.LiveTensor.is_local`).
         """
         ...
@@ -260,7 +260,7 @@ class BuildRequest(Protocol):
         """This rank's part of the model: the modules and tensors of its stages, at the reference paths; no forward.
 
         Args:
-            partition: of the model, for any form of a batch.
+            partition: of the model, for any input signature.
         """
         ...
 
@@ -364,7 +364,7 @@ class BuildRequest(Protocol):
         ...
 
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss of an output that was put together of stages', as :meth:`compute_loss` finds it, a scalar tensor.
+        """The loss of an output that was assembled from stages', as :meth:`compute_loss` finds it, a scalar tensor.
 
         Raises:
             BuildError: as for :meth:`compute_loss`.

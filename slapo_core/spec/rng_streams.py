@@ -1,8 +1,8 @@
-"""Random numbers of a training step: a stream for each stage and micro-batch, and one number of everybody's own.
+"""Independent RNG streams for each stage and micro-batch of a training step.
 
-A loader draws of torch's stream too, and must draw alike on all ranks of a replica, whatever their stages draw. So the
-stages' streams begin at a seed that torch's stream gives; it moves on by that one number on every rank, if any stage
-drew something, and not at all else.
+A data loader uses torch's default generator too, and must get the same numbers on all ranks of a replica, whatever
+their stages use. So the default generator only gives the seed of the step's streams; it advances by this one number on
+every rank if any stage used its stream, and not otherwise.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["advance", "start_stream", "step_seed", "was_used"]
 
 @contextlib.contextmanager
 def step_seed(device: torch.device) -> Iterator[int]:
-    """Give the seed of a step; afterwards torch's stream is where it was.
+    """Give the seed of a step; restore the default generators afterwards.
 
     Args:
-        device: where stages draw, beside the CPU.
+        device: of the stages; the CPU's generator is restored too.
     """
     looking_ahead = torch.Generator()
     looking_ahead.set_state(torch.default_generator.get_state())
@@ -31,18 +31,18 @@ def step_seed(device: torch.device) -> Iterator[int]:
 
 
 def advance() -> None:
-    """After a step in which a stage of the replica drew: behind the number that was its seed."""
+    """Advance the default generator past the number that seeded this step."""
     torch.randint(1 << 62, (), device="cpu")
 
 
 def start_stream(seed: int, stage: int, number: int, device: torch.device) -> list[torch.Tensor]:
-    """Begin the stream of a stage and a micro-batch: the same under every schedule, another one for each.
+    """Seed the stream of a stage and a micro-batch, independently of the schedule.
 
     Args:
         seed: of the step.
         stage: its index.
         number: of the micro-batch.
-        device: where the stage draws, beside the CPU.
+        device: of the stage; the CPU's generator is seeded too.
 
     Returns:
         for :func:`was_used`.
@@ -55,7 +55,7 @@ def start_stream(seed: int, stage: int, number: int, device: torch.device) -> li
 
 
 def was_used(since: list[torch.Tensor], device: torch.device) -> bool:
-    """Whether anything was drawn since the stream began."""
+    """Return whether the stream was used since it began."""
     return any(not torch.equal(one, other) for one, other in zip(since, _states(device), strict=True))
 
 

@@ -22,12 +22,12 @@ __all__ = ["ModelChunk", "RankStages", "StageCache", "Work"]
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """Neighboring stages of one rank, between what it is sent and what it sends.
+    """Adjacent stages of one rank, between a received and a sent message.
 
     Args:
         stages: in their order.
-        coming: what the rank before sends; None on the first chunk.
-        going: what is sent to the next rank; None on the last chunk.
+        coming: the message of the previous rank; None on the first chunk.
+        going: the message to the next rank; None on the last chunk.
     """
 
     stages: tuple[Stage, ...]
@@ -41,7 +41,7 @@ class ModelChunk:
 
 
 class RankStages:
-    """The stages of this rank for one form of a micro-batch, and what it is sent and sends.
+    """The stages and messages of this rank for one input signature.
 
     Args:
         staged: of all ranks.
@@ -106,7 +106,7 @@ class RankStages:
 
 
 class Work:
-    """One step: the micro-batches of one batch through one chunk of this rank.
+    """One step of a model chunk: the micro-batches of one batch.
 
     Args:
         form: of its micro-batches.
@@ -118,7 +118,7 @@ class Work:
     Attributes:
         form: of its micro-batches.
         chunk: of the form.
-        seed: of the random numbers that stages draw; None leaves torch's streams as they are.
+        seed: of the stages' RNG streams; None leaves torch's RNG as it is.
         drew: whether a stage drew some.
     """
 
@@ -169,7 +169,7 @@ class Work:
     def _made(
         self, stage: Stage, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor], number: int
     ) -> Mapping[str, torch.Tensor]:
-        """What a stage makes, with a stream of random numbers of its own: the same one when it is computed again."""
+        """What a stage makes, with its own RNG stream, the same when recomputed."""
         own = {name: inputs[name] for name in stage.inputs if name in inputs}
         values = {name: there[name] for name in stage.uses}
         stream = None if self.seed is None else start_stream(self.seed, stage.index, number, self.form.device)
@@ -206,7 +206,7 @@ F = TypeVar("F")
 
 
 class StageCache(Generic[F]):
-    """Cuts batches, and keeps the forms of micro-batches that came last.
+    """Cut batches, and keep the stages for the most recent input signatures.
 
     Args:
         request: from ``build``.
@@ -231,7 +231,7 @@ class StageCache(Generic[F]):
         self._kept: OrderedDict[tuple[int, bool], tuple[StagedModel, F]] = OrderedDict()  # the model keeps its id
 
     def of(self, batch: Any, *, training: bool) -> tuple[StagedBatch, F]:
-        """The micro-batches of a batch, and their form.
+        """Cut a batch into micro-batches, and return them with their stages.
 
         Raises:
             BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
@@ -249,5 +249,5 @@ class StageCache(Generic[F]):
         return cut, self._kept[key][1]
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._kept.clear()

@@ -28,7 +28,7 @@ __all__ = [
 class Placement:
     """Where the tensors of a model that is cut into stages live.
 
-    A rank that does not hold a tensor has a stand-in of the same shape in its place, on the meta device, so that the
+    A rank that does not hold a tensor has a placeholder of the same shape in its place, on the meta device, so that the
     model keeps its structure and its names. A tensor of which ranks along ``tp`` hold pieces does so in each place
     along ``pp`` that is named here.
 
@@ -118,7 +118,7 @@ class TensorStorage(Protocol):
         ...
 
     def read(self, live: LiveTensor) -> torch.Tensor:
-        """This rank's piece, of ``live.layout``'s local shape, in the precision that is trained.
+        """This rank's shard, of ``live.layout``'s local shape, in the precision that is trained.
 
         A collective over the dimensions that partition it. The caller neither changes nor keeps it.
         """
@@ -140,14 +140,14 @@ class TensorStorage(Protocol):
     def working(self, live: LiveTensor) -> torch.Tensor | None:
         """What the forward computes with, whole on this rank, where it is another tensor than what is trained.
 
-        None where it is the same one, or is put together anew for each use.
+        None where it is the same one, or is assembled for each use.
         """
         ...
 
     def is_current(self, live: LiveTensor) -> bool:
         """Whether what the forward computes with is what is trained, as far as this rank alone can see.
 
-        It is not where somebody wrote into ``engine.module``: the next step takes that back.
+        A write into ``engine.module`` breaks this; the next step overwrites it.
         """
         ...
 
@@ -164,7 +164,7 @@ class OptimizerStorage(Protocol):
 
     @property
     def scheduled(self) -> Collection[str]:
-        """The settings that the runtime sets anew before each step whatever is loaded, e.g. ``("lr",)``.
+        """The settings that the runtime sets again before each step whatever is loaded, e.g. ``("lr",)``.
 
         It then says what becomes of those of a checkpoint.
         """
@@ -206,7 +206,7 @@ class OptimizerStorage(Protocol):
 
         Args:
             groups: settings, in the order of :attr:`param_groups`, without ``"params"``.
-            states: of the parameters that shall have one, whole pieces in the memory of the CPU; the others shall have
+            states: of the parameters that shall have one, full local tensors on the CPU; the others shall have
                 none. Each is read when it is asked for: take one, keep this rank's part, and go on.
 
         Returns:
@@ -232,7 +232,7 @@ class LiveTensor:
         is_persistent: whether it belongs into a state dict.
         reference_names: first names of its reference tensors: one by a layout, several by a plugin that merged them,
             none for a tensor that a step added.
-        is_local: False where only other ranks along ``pp`` hold it; ``tensor`` is a stand-in on the meta device then.
+        is_local: False if only other ranks along ``pp`` hold it; ``tensor`` is a placeholder on the meta device then.
     """
 
     path: str
@@ -275,10 +275,10 @@ class ModelState(Protocol):
     def check_replicas(
         self, *, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None, repair: bool = False
     ) -> None:
-        """Compare what several ranks hold copies of, bit for bit: a collective over the mesh.
+        """Compare replicas bit for bit: a collective over the mesh.
 
         Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimizer;
-        and, where training steps draw random numbers, torch's random state over ``tp``. Of a runtime that trains other
+        and, where training steps use the RNG, torch's random state over ``tp``. Of a runtime that trains other
         tensors than the forward computes with, both.
 
         Args:
@@ -300,13 +300,13 @@ class ModelState(Protocol):
             include_added: also give what a step added, under its own name; without, a warning names it once.
 
         Raises:
-            RankMismatchError: ranks hold different copies of a tensor. It is compared where putting tensors together
+            RankMismatchError: replicas differ between ranks of a tensor. It is compared where putting tensors together
                 takes all ranks anyway, and with ``rank0_only``.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The reverse: every rank copies its own pieces into the live tensors.
+        """The reverse: every rank copies its own shards into the live tensors.
 
         Raises:
             WeightsError: missing or unexpected names, or other shapes; nothing was changed.
@@ -354,7 +354,7 @@ class ModelState(Protocol):
             the ``runtime`` of the checkpoint, ``{}`` without one.
 
         Raises:
-            WeightsError: no whole checkpoint, or of another model; nothing was changed.
+            WeightsError: no complete checkpoint, or of another model; nothing was changed.
             BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
         """
         ...

@@ -108,7 +108,7 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
     for name, value in written:
         try:
             value.save_pretrained(directory)
-        except Exception as error:  # noqa: BLE001 - told: somebody else's validation must not cost a checkpoint
+        except Exception as error:  # noqa: BLE001 - told: foreign validation must not cost a checkpoint
             warnings.warn(
                 f"the checkpoint has no {name}.json, because {type(value).__name__}.save_pretrained() raised "
                 f"{type(error).__name__}: {error}",
@@ -208,7 +208,7 @@ def export_plain(
     Tied names become tensors of their own, so that a plain model finds all of its keys.
 
     Raises:
-        ArgumentError: a limit that is no size.
+        ArgumentError: an invalid size.
     """
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Which live tensor stands for which reference tensor: what weights, checkpoints, ``verify`` and dialects all ask."""
+"""The correspondence of live tensors to reference tensors, for weights, checkpoints, ``verify`` and dialects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A tensor of which nobody knows what it stands for, or a reference tensor of which nobody knows what became of it.
+    """A live tensor without a known reference tensor, or a reference tensor without a successor.
 
     Args:
         name: its full name: in the scheduled model, or the first one in the reference model.
@@ -107,18 +107,18 @@ class Correspondence:
         )
 
     def carried(self) -> Iterator[tuple[LiveTensor, TensorSpec]]:
-        """Each live tensor that a layout explains, with the reference tensor."""
+        """Yield each live tensor that a layout explains, with its reference tensor."""
         for live in self._lives():
             if live.reference_names:
                 yield live, self.survey.specs[live.reference_names[0]]
 
     def translated(self) -> list[tuple[LiveTensor, tuple[TensorSpec, ...]]]:
-        """Each live tensor that, as a plugin says, stands for reference tensors, with those."""
+        """List the live tensors that a plugin translates, with their reference tensors."""
         specs = self.translations.reference_specs
         return [(live, specs[live.name]) for live in self._lives() if live.name in specs]
 
     def added(self) -> list[LiveTensor]:
-        """Persistent live tensors that stand for nothing in the reference model."""
+        """List persistent live tensors without a reference tensor."""
         return [
             live for live in self.live() if live.is_persistent and not live.reference_names and self._is_placed(live)
         ]
@@ -148,14 +148,14 @@ class Correspondence:
         return self.placement is None or bool(self.placement.holders(live))
 
     def unexplained(self) -> list[Unexplained]:
-        """Every tensor of which nobody said what it stands for, or what became of it."""
+        """List live tensors without a known reference tensor, and reference tensors without a successor."""
         found = [_no_layout(live, self.survey) for live in self.live() if self._is_unexplained(live)]
         unknown = {live.name for live in self.live() if not self.tree.tensors.is_known(live.tensor)}
         lost = [spec for spec in self._missing() if spec.name not in self.tree.tensors.dropped]
         return found or [_put_in(spec) if spec.name in unknown else _lost(spec) for spec in lost]
 
     def check(self) -> None:
-        """Refuse a model with tensors that nobody explains.
+        """Refuse a model with unexplained tensors.
 
         Raises:
             WeightsError: every one of them.
@@ -208,9 +208,8 @@ def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
     whole = spec.shape if spec is not None else live.layout.shape
     return Unexplained(
         live.name,
-        f"'{live.name}' of shape {shape} is to stand for '{origin}' {whole} of the reference model, but no layout says "
-        "how",
-        f'the primitive that made it must record that: edit.set_parameter(node, "{live.own_name}", value, '
+        f"'{live.name}' of shape {shape} replaces '{origin}' {whole} of the reference model without a layout",
+        f'its primitive must record the layout: edit.set_parameter(node, "{live.own_name}", value, '
         f'layout=Layout("", {shape})), and its plugin answer slapo_to_reference and slapo_from_reference',
     )
 
@@ -218,8 +217,7 @@ def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
 def _put_in(spec: TensorSpec) -> Unexplained:
     return Unexplained(
         spec.name,
-        f"'{spec.name}' {spec.shape} was put into the model outside of the schedule, after its first step: neither its "
-        "state dicts nor its steps know of it",
+        f"'{spec.name}' {spec.shape} was added to the model outside of the schedule, after its first step",
         "change the model before create_schedule(model)",
     )
 
@@ -227,8 +225,8 @@ def _put_in(spec: TensorSpec) -> Unexplained:
 def _lost(spec: TensorSpec) -> Unexplained:
     return Unexplained(
         spec.name,
-        f"'{spec.name}' {spec.shape} of the reference model is gone, and no step says what became of it",
-        'the primitive that removed it must say so: edit.replace_module(..., moved={"old": "new"}) or '
+        f"'{spec.name}' {spec.shape} of the reference model was removed, and no step declares its successor",
+        'its primitive must declare it: edit.replace_module(..., moved={"old": "new"}) or '
         f'dropped=["{spec.name.rpartition(".")[2]}"], or its plugin answer slapo_to_reference',
     )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class GradientClipper:
     """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
 
-    Pieces of a sharded parameter are counted on every rank of the mesh dimensions that split it; replicas once, and so
+    Shards of a parameter are counted on every rank of the mesh dimensions that split it; replicas once, and so
     is a parameter that several pipeline stages use.
 
     Args:
@@ -124,7 +124,7 @@ _NONE, _DENSE, _SPARSE = 0, 1, 2
 
 
 class TiedGradients:
-    """Sums them over exactly the ranks along ``pp`` that hold the parameter; of a sharded one, piece by piece.
+    """Sum gradients of tied parameters over the pipeline ranks that hold them; of shards, shard by shard.
 
     All ranks have the same sum to the last bit, because each adds in the order of the ranks.
 

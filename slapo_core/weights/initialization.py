@@ -1,8 +1,8 @@
-"""What initializers wrote into one tensor, as operations that can be run for any piece of it.
+"""Initialize tensors on the meta device: record initializers as programs, and run them for any shard.
 
-The random numbers of a tensor are drawn in blocks, each from a generator that is seeded by the tensor's name and the
-number of the block. The blocks depend on the full shape alone, so that every layout has the same values, and a rank
-draws only the blocks that reach into its own piece, one after the other.
+A tensor is initialized in blocks, each by a generator seeded with the tensor's name and the block's number. Blocks
+depend on the full shape alone: every layout has the same values, and a rank computes only the blocks that overlap its
+shard.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Program:
     draw: tuple[Any, tuple[Any, ...]] | None
     writes: tuple[Write, ...]
 
-    def piece(self, layout: Layout, mesh: Mesh | None, key: str) -> torch.Tensor:
-        """This rank's piece, on the CPU.
+    def shard(self, layout: Layout, mesh: Mesh | None, key: str) -> torch.Tensor:
+        """This rank's shard, on the CPU.
 
         Args:
             layout: of the tensor, with its full shape.
@@ -91,38 +91,38 @@ class Program:
         """
         zero = bool(layout.padding) or not layout.holds_values(mesh)
         make = torch.zeros if zero else torch.empty
-        piece = make(layout.local_shape(mesh), dtype=self.dtype, device="cpu")
+        shard = make(layout.local_shape(mesh), dtype=self.dtype, device="cpu")
         if layout.holds_values(mesh):
             axes = [placed(ranges) for ranges in layout.segments(mesh)]
             generator = torch.Generator(device="cpu")
             scratch = torch.empty(min(_BLOCK, math.prod(self.shape)), dtype=self.dtype, device="cpu")
             for number, box in enumerate(blocks(self.shape)):
-                self._fill(piece, axes, box, generator, f"{key}:{number}", scratch)
-        return piece
+                self._fill(shard, axes, box, generator, f"{key}:{number}", scratch)
+        return shard
 
     def _fill(
         self,
-        piece: torch.Tensor,
+        shard: torch.Tensor,
         axes: list[list[tuple[int, int, int]]],
         box: Box,
         generator: torch.Generator,
         key: str,
         scratch: torch.Tensor,
     ) -> None:
-        """Write what ``piece`` has of the block ``box``: in place where it is all there, in one stretch of memory."""
+        """Write the overlap of a shard and a block: in place if the block is contiguous in the shard."""
         parts = list(itertools.product(*(_shared(ranges, *own) for ranges, own in zip(axes, box, strict=True))))
         if not parts:
             return
         lengths = [length for _, length in box]
         if [length for _, _, length in parts[0]] == lengths:
-            there = piece[tuple(slice(at, at + length) for at, _, length in parts[0])]
+            there = shard[tuple(slice(at, at + length) for at, _, length in parts[0])]
             if there.is_contiguous():
                 self._run(there, box, generator, key)
                 return
         block = scratch[: math.prod(lengths)].view(lengths)
         self._run(block, box, generator, key)
         for part in parts:
-            there = piece[tuple(slice(at, at + length) for at, _, length in part)]
+            there = shard[tuple(slice(at, at + length) for at, _, length in part)]
             there.copy_(block[tuple(slice(at, at + length) for _, at, length in part)])
 
     def _run(self, block: torch.Tensor, box: Box, generator: torch.Generator, key: str) -> None:
@@ -446,21 +446,21 @@ class Initializer:
             WeightsError: an initializer raised.
             HookError: plugins disagree, or give something else than asked for.
         """
-        return self.piece(name, Layout(name, shape), None)
+        return self.shard(name, Layout(name, shape), None)
 
-    def piece(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor | None:
-        """As :meth:`value`, of which this rank's piece; wherever it can be, nothing else is held in memory.
+    def shard(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor | None:
+        """As :meth:`value`, of which this rank's shard; wherever it can be, nothing else is held in memory.
 
         Args:
             name: the tensor's full name in the model.
-            layout: where the rank's piece lies, and the full shape.
+            layout: where the rank's shard lies, and the full shape.
             mesh: None for all of it.
         """
         shape, key, program = tuple(layout.shape), f"{self._seed}:{name}", self._programs.get(name)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             whole = self._ask(name, shape, key, program.dtype if program is not None else self._again.dtype(name))
             if whole is None and program is not None:
-                return program.piece(layout, mesh, key)
+                return program.shard(layout, mesh, key)
             if whole is None:
                 whole = self._again.value(name, shape, seed_of(key))
         return layout.local(whole, mesh) if whole is not None else None

@@ -66,7 +66,7 @@ class Survey:
 
 
 def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
-    """Look at the reference model.
+    """Survey the tensors of the reference model.
 
     Returns:
         the survey, and its tensors by first name: the reference model's own, not copies.
@@ -202,7 +202,7 @@ class Translations:
         return cls(tree, hooks, specs_of)
 
     def to_reference(self, live: LiveTensor, full: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The reference tensors, by first name, that the whole tensor ``full`` of ``live`` stands for."""
+        """Translate the full tensor of ``live`` to its reference tensors, by first name."""
         expected = {spec.name: spec.shape for spec in self.reference_specs[live.name]}
         answer = _ask_out(self.tree, self.hooks, live, full)
         got = {name: tuple(tensor.shape) for name, tensor in answer[1].items()} if answer is not None else {}
@@ -215,10 +215,10 @@ class Translations:
         return answer[1] if answer is not None else {}
 
     def from_reference(self, live: LiveTensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The whole value of ``live`` made of the reference tensors that it stands for.
+        """Translate reference tensors to the full tensor of ``live``.
 
         Raises:
-            HookError: nobody answers, or with another shape.
+            HookError: no plugin answers, or with another shape.
         """
         node = self.tree.node(live.path)
         answer = self.hooks.single(_IN, node=node, name=live.own_name, tensors=dict(tensors))

@@ -24,9 +24,9 @@ __all__ = ["Materialization"]
 
 
 class Materialization:
-    """Fills the model, each rank its own pieces only, one tensor after the other; it can be taken back.
+    """Give the model its values, one tensor after the other; it can be taken back.
 
-    The largest things in memory beside the local pieces are one full tensor, or those that a plugin merges into one.
+    The largest things in memory beside the local shards are one full tensor, or those that a plugin merges into one.
 
     Args:
         schedule: not sealed.
@@ -37,7 +37,7 @@ class Materialization:
         seed: mixed into the seed of every tensor that is initialized.
 
     Raises:
-        WeightsError: the weights do not fit, or nobody explains what a tensor stands for.
+        WeightsError: the weights do not fit, or a tensor is unexplained.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Materialization:
         return self._reference
 
     def place(self, placement: Placement) -> None:
-        """Let this rank hold what it is to hold along ``pp``, and no more; until it is taken back."""
+        """Let this rank hold the tensors of its pipeline stages only, until it is taken back."""
         self._schedule.tree.tensors.placement = placement
 
     def run(self) -> Iterator[LiveTensor]:
         """Give one tensor after the other its value, in registration order; each comes when it is in its place.
 
-        Those that only other ranks hold do not come: a stand-in without memory takes the place of one with values.
+        Those that only other ranks hold do not come: a placeholder without memory takes the place of one with values.
 
         Raises:
             WeightsError: tensors on the meta device cannot be initialized; all of them are named, after the others.
@@ -125,7 +125,7 @@ class Materialization:
     # -- one tensor -------------------------------------------------------------------------------------------
 
     def _value(self, live: LiveTensor) -> torch.Tensor | None:
-        """What is to be installed; None where the tensor stays, or where its value cannot be had."""
+        """Return the value to install; None if the tensor stays or cannot be initialized."""
         if not live.tensor.is_meta:
             moved = self._device is not None and live.tensor.device != self._device
             if (
@@ -133,20 +133,20 @@ class Materialization:
                 and all(name in self._names for name in live.reference_names)
                 and live.reference_names
             ):
-                piece = self._piece(live)
-                assert piece is not None
+                shard = self._shard(live)
+                assert shard is not None
                 if moved:
-                    return piece.to(self._device, live.tensor.dtype)
+                    return shard.to(self._device, live.tensor.dtype)
                 with torch.no_grad():
                     self._overwritten.append((live.tensor, live.tensor.detach().clone()))
-                    live.tensor.copy_(piece)
+                    live.tensor.copy_(shard)
                 return None
             return live.tensor.detach().to(self._device) if moved else None
-        piece = self._piece(live)
-        return piece.to(self._target, live.tensor.dtype) if piece is not None else None
+        shard = self._shard(live)
+        return shard.to(self._target, live.tensor.dtype) if shard is not None else None
 
-    def _piece(self, live: LiveTensor) -> torch.Tensor | None:
-        """This rank's piece, on the device where it was read or made."""
+    def _shard(self, live: LiveTensor) -> torch.Tensor | None:
+        """This rank's shard, on the device where it was read or made."""
         mesh, explained = self.correspondence.mesh, live.layout.origin in self.correspondence.survey.origins
         if not live.reference_names:
             whole = self._initialize("scheduled", live.name, tuple(live.layout.shape))
@@ -155,10 +155,10 @@ class Materialization:
             if self._source is not None and name in self._names:
                 return self._source.read(self._names[name], live.layout, mesh)
             if self._reference[name].is_meta:
-                piece = self._initializers["reference"].piece(name, live.layout, mesh)
-                if piece is None:
+                shard = self._initializers["reference"].shard(name, live.layout, mesh)
+                if shard is None:
                     self._failed += [name, live.name]
-                return piece
+                return shard
             whole = self._whole(name)
         else:
             parts = {name: self._whole(name) for name in live.reference_names}

@@ -1,4 +1,4 @@
-"""A runtime that keeps nothing elsewhere: tensors of the model, and an optimizer of torch, as storages."""
+"""Storages of plain torch: the model's own tensors, and an optimizer of torch."""
 
 from __future__ import annotations
 

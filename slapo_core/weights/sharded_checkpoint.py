@@ -1,4 +1,4 @@
-"""Save and load a scheduled model in pieces: every rank what it holds, whatever schedule writes and reads them."""
+"""Save and load sharded checkpoints: every rank its own shards, under any schedule."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ FORMAT = 1
 Kind = Literal["weight", "added", "optimizer"]
 
 
-def pieces_of(
+def shards_of(
     state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None, runtime: Mapping[str, Any]
 ) -> ShardedState:
-    """What this rank writes; documented in spec/state.py."""
+    """Collect this rank's shards; documented in spec/state.py."""
     differing = state.differing(optimizer)
     if differing is not None:
         raise differing
@@ -46,14 +46,14 @@ def pieces_of(
     for kind, name, layout, value, holders in _weights(state):
         writer.add(kind, name, layout, value, holders)
     if moments is not None:
-        for name, layout, read, holders in moments.pieces():
+        for name, layout, read, holders in moments.shards():
             writer.add("optimizer", name, layout, read(), holders)
     description: dict[str, Any] = {"format": FORMAT, "weights": weights, "runtime": dict(runtime)}
     description["added"] = {live.name: list(live.layout.shape) for live in added}
     description["optimizer"] = None
     if moments is not None:
         description["optimizer"] = {**moments.description(), "tensors": moments.shapes()}
-    return ShardedState(description, writer.pieces)
+    return ShardedState(description, writer.shards)
 
 
 def load_shards(
@@ -63,11 +63,11 @@ def load_shards(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
-    """The reverse: everything is checked on a trial run that only learns what this rank wants, then read at once."""
+    """Load shards: a first run checks and plans them, then all are read at once."""
     moments = collected(state, optimizer)
     wanted: list[TensorShard] = []
     kinds: tuple[Kind, ...] = ("weight", "added", "optimizer")
-    weights, added, tensors = (_PieceSource(source, kind, description, wanted) for kind in kinds)
+    weights, added, tensors = (_PlannedSource(source, kind, description, wanted) for kind in kinds)
     about = dict(description.get("runtime") or {})
     with together(state.mesh, f"reading {source.label}"):
         if description.get("format") != FORMAT:
@@ -115,7 +115,7 @@ def _weights(state: TensorState) -> Iterator[_Found]:
 
 
 class _Writer:
-    """Collects what this rank writes; tensors that all replicas hold are dealt out to them in turn.
+    """Collect the shards that this rank writes; replicas write replicated tensors in turn.
 
     Args:
         mesh: of the schedule.
@@ -124,21 +124,21 @@ class _Writer:
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
         self._number = 0
-        self.pieces: list[TensorShard] = []
+        self.shards: list[TensorShard] = []
 
     def add(
         self, kind: Kind, name: str, layout: Layout, value: torch.Tensor, holders: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Take this rank's piece of a tensor, where it is the one that writes it: a collective for a partial sum."""
-        summands = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
-        whole = Layout(layout.origin, tuple(value.shape), summands).full(value, self._mesh)
+        """Take this rank's shard of a tensor, where it is the one that writes it: a collective for a partial sum."""
+        partials = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
+        whole = Layout(layout.origin, tuple(value.shape), partials).full(value, self._mesh)
         self._number += 1
         if not self._writes(layout, holders):
             return
         for at, offset, extent in _blocks(layout, self._mesh):
             own = whole.detach()[tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))]
             copy = own.to("cpu", copy=True).contiguous()
-            self.pieces.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
+            self.shards.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
 
     def _writes(self, layout: Layout, holders: Mapping[str, tuple[int, ...]]) -> bool:
         mesh = self._mesh
@@ -157,7 +157,7 @@ class _Writer:
         return True
 
 
-class _PieceSource(Source):
+class _PlannedSource(Source):
     """One kind of tensors of a checkpoint in pieces; zeros, and a list of what is wanted, until they are there.
 
     Args:
@@ -194,13 +194,13 @@ class _PieceSource(Source):
         if key not in self._read and not self.is_there:
             self._read[key] = []
             for at, offset, extent in _blocks(layout, mesh):
-                piece = TensorShard(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
+                shard = TensorShard(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
                 own = tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))
-                self._read[key].append((own, piece))
-                self._wanted.append(piece)
+                self._read[key].append((own, shard))
+                self._wanted.append(shard)
         if self.is_there:
-            for own, piece in self._read[key]:
-                value[own] = piece.value
+            for own, shard in self._read[key]:
+                value[own] = shard.value
         return value
 
     def _like(self, name: str) -> torch.Tensor:
@@ -211,7 +211,7 @@ class _PieceSource(Source):
 
 
 def _blocks(layout: Layout, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Each rectangle of this rank's piece: where it begins in the piece and in the whole tensor, and its extent.
+    """Each rectangle of this rank's shard: where it begins in the piece and in the whole tensor, and its extent.
 
     What lies in the padding is left out.
     """

@@ -19,7 +19,7 @@ from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.mapping import TensorSpec
 from slapo_core.weights.optimizer_storage import InPlace
 from slapo_core.weights.replicas import DIVERGED, DIVERGED_LIVE, compare_all, gather_along
-from slapo_core.weights.sharded_checkpoint import load_shards, pieces_of
+from slapo_core.weights.sharded_checkpoint import load_shards, shards_of
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ class TensorState:
     """The implementation of :class:`slapo_core.spec.state.ModelState`.
 
     Args:
-        correspondence: which live tensor stands for which reference tensor.
+        correspondence: of live tensors to reference tensors.
         dropped: the values of reference tensors that the schedule gave up, by first name, on the CPU.
-        uses_rng: whether a training step was seen to draw random numbers of torch.
+        uses_rng: whether a training step was seen to draw torch's RNG.
         storage: where a runtime keeps the tensors.
         built: the types of the live tensors before a runtime took them, by name.
         hint: the way out where replicas differ.
@@ -59,7 +59,7 @@ class TensorState:
 
         Raises:
             SealedError: the originals were dropped.
-            WeightsError: a tensor that nobody explains; or one that the schedule dropped has no values, because it is
+            WeightsError: an unexplained tensor; or one that the schedule dropped has no values, because it is
                 on the meta device.
         """
         correspondence, tensors = Correspondence.of(schedule)
@@ -67,7 +67,7 @@ class TensorState:
         state = cls(correspondence, hint=DIVERGED_LIVE)
         for spec in correspondence.dropped():
             if tensors[spec.name].is_meta:
-                raise WeightsError(f"'{spec.name}' is on the meta device, so there is no state dict yet")
+                raise WeightsError(f"'{spec.name}' is on the meta device: it has no values for a state dict")
             state.dropped[spec.name] = tensors[spec.name].detach().to("cpu", copy=True)
         return state
 
@@ -114,7 +114,9 @@ class TensorState:
         except ReplicaError as error:
             if not error.within_rounding:
                 return error
-            warnings.warn(f"{error.message}\nwithin rounding, so that nothing is refused", stacklevel=5)
+            warnings.warn(
+                f"{error.message}\nthe differences are within rounding, so this is not an error", stacklevel=5
+            )
         return None
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
@@ -158,7 +160,7 @@ class TensorState:
         runtime: Mapping[str, Any] | None = None,
     ) -> ShardedState:
         self._check_unchanged()
-        return pieces_of(self, optimizer, runtime or {})
+        return shards_of(self, optimizer, runtime or {})
 
     def load_shards(
         self,
@@ -186,8 +188,8 @@ class TensorState:
         empty = [live.name for live in self.tensors() if live.is_local and live.tensor.is_meta]
         if empty:
             raise WeightsError(
-                f"'{empty[0]}' has no values: this rank is to hold it, and it is on the meta device"
-                + (f", as {len(empty) - 1} others are" if empty[1:] else "")
+                f"'{empty[0]}' is on the meta device, but this rank must hold its values"
+                + (f" ({len(empty) - 1} more are, too)" if empty[1:] else "")
             )
 
     def whole(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
@@ -223,7 +225,7 @@ class TensorState:
         return built if self.kept is not None else value.dtype
 
     def prepare(self, source: Source) -> Loading:
-        """Check a source against the model, and read all of this rank's pieces; nothing is changed.
+        """Check a source against the model, and read all of this rank's shards; nothing is changed.
 
         Raises:
             WeightsError: names or shapes do not fit.
@@ -243,7 +245,7 @@ class TensorState:
     def read_translated(
         self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
     ) -> torch.Tensor:
-        """This rank's piece of a live tensor that stands for ``specs``, made of a source's tensors."""
+        """This rank's shard of a live tensor that stands for ``specs``, made of a source's tensors."""
         tensors = {
             spec.name: read_tensor(source, names[spec.name], spec, wider=self.kept is not None) for spec in specs
         }
@@ -317,7 +319,7 @@ class TensorState:
             if left_out and not self._told:
                 self._told = True
                 warnings.warn(
-                    "not in the state dict, because the reference model has no such tensor: " + ", ".join(left_out),
+                    "not in the state dict, because the reference model does not have them: " + ", ".join(left_out),
                     stacklevel=5,
                 )
             return {}
@@ -339,7 +341,7 @@ class Loading:
 
     Args:
         state: whose values they are.
-        assignments: what puts this rank's pieces into their places.
+        assignments: what puts this rank's shards into their places.
         dropped: as in :class:`TensorState`.
     """
 
@@ -347,9 +349,9 @@ class Loading:
     assignments: list[Callable[[], None]] = field(default_factory=list)
     dropped: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def take(self, live: LiveTensor, piece: torch.Tensor) -> None:
-        """Assign this rank's piece of a tensor, in the end."""
-        self.assignments.append(self.state.storage.loading(live, piece))
+    def take(self, live: LiveTensor, shard: torch.Tensor) -> None:
+        """Assign this rank's shard of a tensor, in the end."""
+        self.assignments.append(self.state.storage.loading(live, shard))
 
     def assign(self) -> None:
         for assign in self.assignments:

@@ -397,7 +397,7 @@ def test_a_parameter_registered_outside_of_the_schedule_is_said_to_be_that(messa
     sch.model.fc1.register_parameter("prompt", nn.Parameter(torch.ones(3)))
     with pytest.raises(slapo.WeightsError) as refused:
         slapo.state_dict(sch)
-    message(refused, "'fc1.prompt' (3,) was put into the model outside of the schedule", "create_schedule(model)")
+    message(refused, "'fc1.prompt' (3,) was added to the model outside of the schedule", "create_schedule(model)")
     with pytest.raises(slapo.VerifyError, match=r"'fc1.prompt' .* outside of the schedule"):
         slapo.verify(sch, batch)
 

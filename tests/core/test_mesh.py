@@ -65,7 +65,7 @@ def test_dry_mesh_plays_one_rank(message: Messages) -> None:
     assert "tp" in mesh
     assert "pp" not in mesh
     assert mesh.group("pp") is None
-    assert repr(mesh) == "Mesh({'dp': 2, 'tp': 2}, dry, rank=3)"
+    assert repr(mesh) == "Mesh({'dp': 2, 'tp': 2}, abstract, rank=3)"
     assert copy.deepcopy(mesh) is mesh
     message(_error(lambda: mesh.group("tp")), "mesh_dim 'tp'", "torchrun --nproc-per-node 4")
     mesh.sizes["tp"] = 9

@@ -181,7 +181,7 @@ def test_without_gradients_nothing_goes_back() -> None:
     [
         (torch.ones(3), "'h' as (3,)"),
         (torch.ones(2).double(), "torch.float64"),
-        (torch.ones(2, requires_grad=True) * 1, "a gradient"),
+        (torch.ones(2, requires_grad=True) * 1, "requires grad"),
     ],
 )
 def test_what_is_not_as_it_was_said_is_refused(tensor: Any, word: str, message: Messages) -> None:

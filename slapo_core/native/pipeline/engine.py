@@ -60,7 +60,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_
 class PipelineRuntime:
     """The runtime of a pipeline of target ``"torch"``.
 
-    A step by hand, with the gradients of several batches::
+    A manual step, with the gradients of several batches::
 
         for batch in batches:
             loss = engine.torch.forward_backward(batch)
@@ -113,7 +113,7 @@ def gather_output(
         count: of micro-batches.
 
     Returns:
-        the output, and on every rank alike why it cannot be put together; "" where it can.
+        the output, and on every rank alike why it cannot be assembled; "" where it can.
     """
     pieces, problem = {}, ""
     for name in partition.output.pieces:
@@ -128,8 +128,8 @@ def gather_output(
             fits = bool(alike)
         if not fits:
             problem = problem or (
-                f"the piece '{name}' of the output is {value.shape} for a micro-batch and {shape} for the whole batch, "
-                "so it cannot be put together of the micro-batches'"
+                f"output '{name}' has shape {value.shape} for a micro-batch and {shape} for the whole batch: the "
+                "outputs of the micro-batches cannot be combined"
             )
             continue
         joined = _together(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
@@ -207,7 +207,7 @@ class PipelineEngine(StatefulEngine):
 
     @property
     def torch(self) -> PipelineRuntime:
-        """The pieces of a training step, for loops written by hand.
+        """The parts of a training step, for manual loops.
 
         Raises:
             BuildError: the engine is closed.
@@ -304,8 +304,8 @@ class PipelineEngine(StatefulEngine):
         whole = self._request.staged(batch, 1, training=False, axes=self._axes).staged.partition
         if whole.output.pieces != partition.output.pieces:
             raise BuildError(
-                "the output for the whole batch has other pieces than that for a micro-batch, so it cannot be put "
-                "together of those",
+                "the output of the whole batch has other tensors than that of a micro-batch: the outputs of the "
+                "micro-batches cannot be combined",
                 hint="eval_step(batch) without gather_outputs",
             )
         return whole

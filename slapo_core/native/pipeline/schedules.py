@@ -132,7 +132,7 @@ def schedule_named(name: object, known: Sequence[Schedule] = SCHEDULES) -> Sched
         if schedule.name == name:
             return schedule
     raise BuildError(
-        f"there is no pipeline_schedule {name!r}; there are {', '.join(schedule.name for schedule in known)}",
+        f"unknown pipeline_schedule {name!r}; known: {', '.join(schedule.name for schedule in known)}",
         hint='build(sch, pipeline_schedule="1f1b", microbatches=8)',
     )
 

@@ -1,4 +1,4 @@
-"""Whether a stage's backward pass may come in two parts: what its first forward does decides it."""
+"""Split the backward pass of a stage: gradients of inputs first, of weights later."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def _is_custom(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-_CHECKPOINTED = "a checkpointed function would be computed again for each part"
-_COMPILED = "the backward of what is compiled runs once"
+_CHECKPOINTED = "a checkpointed function would be recomputed for each part"
+_COMPILED = "a compiled backward runs once"
 _COMPILED_NODE = "CompiledFunctionBackward"
-_HOOKED = "a hook of a tensor would run in both parts"
+_HOOKED = "a tensor's hook would run in both parts"
 
 
 class Watch:
@@ -198,8 +198,8 @@ class Watch:
     def _tell(self) -> None:
         if self.reason:
             warnings.warn(
-                f"{self._name} computes the gradients of its inputs and of its weights together, where the schedule "
-                f"has them apart, because {self.reason}: they are the same, and the bubbles stay",
+                f"{self._name} does not split its backward pass, because {self.reason}: gradients are right, but the "
+                "schedule's bubbles remain",
                 stacklevel=3,
             )
 

@@ -1,4 +1,4 @@
-"""One stage as the schedules of torch run it: what comes, what goes, and both passes of each micro-batch."""
+"""A stage under torch's pipeline schedules: messages, and the passes of each micro-batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Received:
     it from behind where it is relayed.
 
     Args:
-        buffer: what came; nobody else uses it.
+        buffer: what came; not used by others.
         carries_gradient: whether one is wanted.
     """
 
@@ -73,13 +73,13 @@ class _Arrival(torch.autograd.Function):
 
 @dataclass
 class Work:
-    """What one step gives to the stages of a rank, and takes from them.
+    """Inputs and results of one step of a rank's stages.
 
     Args:
         inputs: for each micro-batch: the model's arguments by parameter.
         loss: the loss of a micro-batch, by its number and the pieces of the output by name; the last stage calls it.
         at: is told what runs, for the message of an error.
-        seed: of random numbers; None leaves torch's streams as they are.
+        seed: of random numbers; None leaves torch's RNG as it is.
         keep_outputs: whether the pieces of the output that stages make are kept.
         drew: whether a stage drew random numbers.
         losses: by micro-batch, where the last stage is.
@@ -261,7 +261,7 @@ class RunningStage(StageBase):
         self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
 
     def _made(self, number: int, there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """What the stage makes, with a stream of random numbers of its own."""
+        """What the stage makes, with its own RNG stream."""
         inputs = self.work.inputs[number]
         own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
         values = {name: there[name] for name in self._stage.uses}

@@ -1,4 +1,4 @@
-"""What the schedules of ``torch.distributed.pipelining`` ask of a stage, and how a step of them runs.
+"""Adapt stages to the schedules of ``torch.distributed.pipelining``, and run a step.
 
 A test holds what is said here against the installed torch: the schedules are there, and call these methods of a stage
 with these arguments.
