@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def live_state(schedule: Schedule, call: str) -> TensorState:
-    """The state of a schedule's model: its values to and from the reference model's names and shapes.
+    """Return the state of a schedule's model, by the reference model's names and shapes.
 
     Args:
         schedule: not built.
@@ -58,7 +58,7 @@ _STATE_KEY = "slapo_core.live"
 def clip_grad_norm_(
     sch: Schedule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a scheduled model down so that their norm over all ranks is at most ``max_norm``.
+    """Clip the gradients of a scheduled model by their norm over all ranks.
 
     In place of ``torch.nn.utils.clip_grad_norm_``, which sees the shards of one rank only: another norm on every rank.
     Shards are counted on all ranks that share a tensor, replicas and tied tensors once. A collective: every rank calls
@@ -145,7 +145,7 @@ def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
 def save_pretrained(
     sch: Schedule, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = None
 ) -> None:
-    """Write the weights of a scheduled model as safetensors, as the reference model would have been saved.
+    """Save the weights of a scheduled model as safetensors, in the reference model's format.
 
     A model with a ``save_pretrained`` of its own (transformers') writes itself, as the reference model: with its
     ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the reference model with the trained values.

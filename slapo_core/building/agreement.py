@@ -63,7 +63,7 @@ def agree(
 
 
 def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterator[RankFact]:
-    """The arguments of ``build``, and then the dialect's options, of which any may decide what ranks wait for.
+    """Describe the arguments of ``build``, then the dialect's options, for comparison across ranks.
 
     The arguments come first: a dialect fills in options by them, and what the user wrote is what is named.
     """
@@ -85,7 +85,7 @@ def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterato
 
 
 def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: Source | None) -> Iterator[RankFact]:
-    """Every tensor that the model gets its values from: with a checksum, or of files its shape alone."""
+    """Describe the given weights: tensors by checksum, files by shape."""
     if tensors is not None:
         for name, tensor in tensors.items():
             yield RankFact(f"the weights '{name}'", describe_tensor(tensor))
@@ -176,7 +176,7 @@ class FirstSteps:
 
     @contextlib.contextmanager
     def watched(self, batch: Any) -> Iterator[None]:
-        """Around one call of the model; nothing where the first step is over.
+        """Compare the ranks around one call of the model; do nothing after the first step.
 
         Raises:
             RankMismatchError: on every rank of a replica, before the model runs: they were given other batches; or
@@ -233,7 +233,7 @@ def _mode_facts(model: nn.Module) -> Iterator[RankFact]:
 
 
 def batch_facts(batch: Any) -> Iterator[RankFact]:
-    """The tensors and plain values in a batch of any form, by their places; the order of a mapping does not count."""
+    """Describe the tensors and plain values in a batch, by their positions or keys."""
     yield from _facts("the batch", batch)
 
 

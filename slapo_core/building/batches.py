@@ -226,7 +226,7 @@ def trained(loss: torch.Tensor) -> torch.Tensor:
 
 
 class _Signature:
-    """What a forward takes of a batch whose rest is for the loss."""
+    """Select the arguments of a forward from a batch; the loss takes the rest."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

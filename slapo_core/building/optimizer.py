@@ -89,7 +89,7 @@ def make_optimizer(
 
 
 def same_groups(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers of pipeline stages whose groups do not correspond: their state could not be saved as one.
+    """Refuse optimizers of pipeline stages with different groups, whose states cannot be merged.
 
     Args:
         mesh: of the schedule.
@@ -131,7 +131,7 @@ def _require_elementwise(
     *,
     is_part: bool,
 ) -> None:
-    """Refuse an optimizer that may need what other ranks hold: elements of a split parameter, or other parameters."""
+    """Refuse an optimizer that is not element-wise for sharded parameters."""
     kind, package = type(optimizer), type(optimizer).__module__.partition(".")[0]
     if kind.__name__ in _ELEMENTWISE.get(package, ()):
         return

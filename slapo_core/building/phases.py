@@ -126,7 +126,7 @@ class _Build:
         return engine
 
     def _plan(self, name: str, config: Mapping[str, Any]) -> tuple[Target, Plan, Source | None]:
-        """What is going to be done; nothing is changed, and nothing is communicated."""
+        """Make the plan, without changes and communication."""
         self.arguments.check()
         target = Target.named(name, self.schedule)
         plan = target.plan(self.schedule, config, self.arguments.for_plan())
@@ -134,7 +134,7 @@ class _Build:
         return target, plan, source
 
     def _place(self, target: Target, plan: Plan, values: Materialization) -> tuple[int, ...]:
-        """Decide which rank holds which tensors; nothing is changed yet. Gives the rank along ``pp`` of each stage."""
+        """Decide which rank holds which tensors, and return each stage's pipeline rank."""
         with self.world.together("making the stages"):
             found = stages_of_build(self.schedule, self.arguments, target, plan)
             if found is None:
@@ -166,7 +166,7 @@ class _Build:
             return engine
 
     def _compare_added(self, values: Materialization) -> None:
-        """What steps added, which nobody has compared yet; here, because a runtime may have made replicas agree."""
+        """Compare added tensors, after the runtime may have broadcast them."""
         mesh = self.schedule.mesh
         if mesh is None or self.world.is_alone:
             return

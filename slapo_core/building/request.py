@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def switch_to_training(model: nn.Module) -> None:
-    """Put a model into training mode that is in evaluation mode as a whole, and say so.
+    """Switch a model entirely in evaluation mode to training mode, with a warning.
 
     ``from_pretrained`` gives such models, and ``model.eval()`` between two steps leaves one: without dropout, and with
     the running statistics of batch norms, it would train something else. Where some module is in training mode, the
@@ -79,7 +79,7 @@ def stage_batches(
     axes: Mapping[str, int | None] | None,
     prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> StagedBatch:
-    """As :meth:`slapo_core.spec.request.BuildRequest.staged` says, of micro-batches."""
+    """Find the stages of micro-batches; see :meth:`slapo_core.spec.request.BuildRequest.staged`."""
     inputs: list[Mapping[str, Any]] = [request.inputs_of(one) for one in batches]
     if prepare is not None:
         inputs = [prepare(dict(one)) for one in inputs]
@@ -102,7 +102,7 @@ def _loss(output: Output) -> tuple[str, ...]:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A micro-batch's tensor with a count of writes of its own: as a view it would share that of the whole batch."""
+    """Detach a micro-batch's tensor from the version counter of the whole batch."""
     return tensor if tensor.requires_grad else tensor.data
 
 
@@ -245,7 +245,7 @@ class Request:
         return Part(self._schedule.model, stages)
 
     def _split(self, *, partitioned: bool) -> dict[int, list[int]]:
-        """The axes along which parameters are split over running ranks, or by the runtime, by their identity."""
+        """Return the sharded axes of parameters, by their identity."""
         found: dict[int, list[int]] = {}
         for live in self._state.tensors():
             if partitioned and live.is_parameter and live.is_local:

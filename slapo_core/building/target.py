@@ -164,7 +164,7 @@ class Target:
             return self.dialect.plan(schedule, options)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """Which rank along ``pp`` runs each stage.
+        """Return the pipeline rank of each stage.
 
         Raises:
             BuildError: the dialect's answer leaves out a stage or a rank.
@@ -264,7 +264,7 @@ _FORMS = 16  # that are kept
 
 
 class Stages:
-    """The stages of a model whose tensors are in their places; those of the forms of batches that came last are kept.
+    """Cache the stages of a materialized model for the most recent input signatures.
 
     Args:
         schedule: what is built.
@@ -284,7 +284,7 @@ class Stages:
         outputs: Outputs,
         batch_axes: Mapping[str, int | None] | None,
     ) -> Staged | None:
-        """As :meth:`slapo_core.spec.request.BuildRequest.stages` says."""
+        """Find the stages; see :meth:`slapo_core.spec.request.BuildRequest.stages`."""
         with in_mode(self._modules, training=training):
             form = BatchForm(inputs, [module.training for module in self._modules])
             if not form.is_plain:
@@ -305,7 +305,7 @@ class Stages:
 def stages_of_build(
     schedule: Schedule, arguments: Arguments, target: Target, plan: Plan
 ) -> tuple[Staged, tuple[int, ...]] | None:
-    """The stages of a training step on the schedule's example inputs, and the rank along ``pp`` of each.
+    """Find the stages for the schedule's example inputs, and each stage's pipeline rank.
 
     Returns:
         None where there is one rank along ``pp``.

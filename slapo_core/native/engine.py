@@ -45,7 +45,7 @@ class TorchRuntime:
         self._is_averaged = False
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of every micro-batch but the last one: replicas do not exchange gradients yet."""
+        """Accumulate gradients without exchange: around every micro-batch but the last."""
         if isinstance(self.module, DistributedDataParallel):
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
@@ -97,7 +97,7 @@ class TorchEngine(StatefulEngine):
         self._runtime.watch(self.optimizer)
 
     def _replicated(self, request: BuildRequest) -> nn.Module:
-        """What a training step calls: the model, or its DistributedDataParallel."""
+        """Return the model, or its DistributedDataParallel, for training steps."""
         model, mesh = self._module, request.schedule.mesh
         if mesh is None or mesh.size("dp") == 1 or not any(p.requires_grad for p in model.parameters()):
             return model

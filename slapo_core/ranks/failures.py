@@ -90,7 +90,7 @@ def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Fa
 
 
 def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:
-    """The error for a rank that has lost the connection to the others: it names those that left, or that are gone.
+    """Make the error of a rank that lost the connection: it names the ranks that left or died.
 
     Args:
         store: where a rank that leaves early has written why, as ``"left <rank>"``.

@@ -21,7 +21,7 @@ OTHER = ("Python's random module", "NumPy's global generator")
 
 
 def torch_states() -> dict[str, bytes]:
-    """The states of torch's generators, of the CPU and, once it is used, of the current GPU."""
+    """Return torch's RNG states: of the CPU and, once it is used, of the current GPU."""
     states = {"the CPU": torch.get_rng_state()}
     device = accelerator()
     if device is not None:

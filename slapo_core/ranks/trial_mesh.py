@@ -68,7 +68,7 @@ class TrialMesh(Mesh):
             dist.destroy_process_group(group)
 
     def allow(self, seconds: float) -> None:
-        """Wait in collectives for ten times as long as something took, if that is longer than now."""
+        """Raise the timeout to ten times a duration."""
         if not self._is_given and _TIMES * seconds > self._seconds:
             self._seconds = _TIMES * seconds
             for group in self._groups:
@@ -76,7 +76,7 @@ class TrialMesh(Mesh):
 
     @contextlib.contextmanager
     def watched(self, store: Any) -> Iterator[None]:
-        """Around a trial of all ranks: where one fails, those end that wait for it on the GPU.
+        """Abort this rank's groups when another rank fails in a trial: for waits on the GPU.
 
         NCCL waits on the GPU, and hears nothing of a group that another rank dropped: a thread of this rank looks into
         the store, and ends its own groups before NCCL's watchdog would end the process.

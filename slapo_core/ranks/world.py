@@ -59,7 +59,7 @@ atexit.register(_channels.clear)  # before the interpreter takes apart what thei
 
 
 class World:
-    """The processes of a mesh, or this one alone; a context manager that all of them enter, in the same order.
+    """The processes of a mesh; a context manager that all of them enter, in the same order.
 
     Messages go through a group of their own, over gloo: a rank that fails inside the model must not answer the
     collective in which the others wait with one of ours, and a mesh may be a part of the processes only. It is made
@@ -150,7 +150,7 @@ class World:
 
     @contextlib.contextmanager
     def trial_mesh(self, seconds: float | None) -> Iterator[Mesh | None]:
-        """A mesh like the given one over groups of its own, for models that :meth:`attempt` runs; alone the given one.
+        """Give a mesh over trial process groups for :meth:`attempt`; the given mesh for one rank.
 
         Args:
             seconds: that a rank waits in a collective for another one; None: see :class:`TrialMesh`.
@@ -314,7 +314,7 @@ class World:
 
 @contextlib.contextmanager
 def together(mesh: Mesh | None, what: str) -> Iterator[None]:
-    """As :meth:`World.together`, for a single block outside of any ``World``."""
+    """Run a block on all ranks together; see :meth:`World.together`."""
     with World(mesh) as world, world.together(what):
         yield
 

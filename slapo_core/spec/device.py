@@ -19,7 +19,7 @@ __all__ = ["DEVICES", "DeviceSpec", "Link", "format_bytes", "parse_bytes"]
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks along a mesh dimension.
+    """The link between ranks along a mesh dimension.
 
     Args:
         bandwidth: bytes per second that one rank sends.
@@ -53,7 +53,7 @@ class DeviceSpec:
     type: str = "cpu"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for ``json.dump``."""
+        """Convert to plain values, for ``json.dump``."""
         return {
             "bandwidth": self.bandwidth,
             "flops": dict(self.flops),
@@ -68,7 +68,7 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any] | str | os.PathLike[str]) -> DeviceSpec:
-        """What :meth:`to_json` gave.
+        """Read the result of :meth:`to_json`.
 
         Args:
             document: as plain values; or the path of a JSON file.
@@ -239,7 +239,7 @@ def format_bytes(size: float) -> str:
 
 
 def _corrected(match: re.Match[str] | None) -> str:
-    """What was probably meant: ``"70GiB"`` by ``"70G"`` and ``"70gib"``."""
+    """Suggest a correction: ``"70GiB"`` for ``"70G"`` and ``"70gib"``."""
     if match is not None:
         unit = match[2].lower()
         for known in ("GiB", "MiB", "KiB", "TiB", "PiB", "GB", "MB", "kB", "TB", "PB"):

@@ -1,4 +1,4 @@
-"""What a primitive may change, and how hooks and wrappers move to a replaced module."""
+"""The interface of edits for primitives, and hooks carried over to a replaced module."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class Edit(Protocol):
         ...
 
     def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
-        """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` does the same to the reference "
-        "model."""
+        """Freeze an own parameter or train it, everywhere it is tied, and in the reference model of ``verify``."""
         ...
 
     def set_layout(self, node: Node, name: str, layout: Layout) -> None:
@@ -163,7 +162,7 @@ class Edit(Protocol):
 
 
 def goes_around(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper runs the forward that it is given, whatever that computes: it fits around another one too.
+    """Return whether a wrapper fits around any forward, because it runs the forward given.
 
     Its function says so by ``slapo_goes_around = True``; what computes something itself (a kernel) does not.
     """
@@ -183,7 +182,7 @@ HOOK_TABLES: dict[HookKind, str] = {
 
 @dataclass(frozen=True)
 class Carried:
-    """Hooks and wrapped forwards of a module, each with whether it is active on this mesh; in their order.
+    """The hooks and wrappers of a module, in order, each active or not on this mesh.
 
     To be made before ``edit.replace_module``, and carried over after it::
 
@@ -197,7 +196,7 @@ class Carried:
 
     @classmethod
     def of(cls, node: Node, new: nn.Module, *, is_same: bool = False) -> Carried:
-        """What calls of ``new`` must still run, the user's hooks too; nothing where the old module lives on inside.
+        """Collect the hooks and wrappers for calls of ``new``; none if it contains the old module.
 
         Args:
             node: the old module.
@@ -220,7 +219,7 @@ class Carried:
 
 
 def runs_own_forward(node: Node) -> bool:
-    """Whether the forward of the module's class runs when it is called, with nothing but what goes around any forward.
+    """Return whether calls run the forward of the module's class.
 
     What steps wrapped and is not active on this mesh counts too: a schedule is refused on every mesh, or on none.
     """

@@ -1,4 +1,4 @@
-"""What ``build`` returns: the protocol of engines, and a base class for those of dialects."""
+"""The protocol of engines, and a base class for those of dialects."""
 
 from __future__ import annotations
 
@@ -193,11 +193,11 @@ class StatefulEngine:
         return optimizer
 
     def _beside(self) -> Mapping[str, Any]:
-        """What a checkpoint of this runtime holds beside weights and the optimizer's state, as JSON, by name."""
+        """Return the runtime's further state for checkpoints, as JSON, by name."""
         return {}
 
     def _uses(self) -> Collection[str]:
-        """Which names of a checkpoint's :meth:`_beside` this engine makes use of; a warning names the others."""
+        """Return the names of :meth:`_beside` that this engine loads; a warning names the others."""
         return ()
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class StatefulEngine:
 
     @contextlib.contextmanager
     def _closing(self, at: Callable[[], str]) -> Iterator[None]:
-        """Close the engine where a step fails in the middle: its ranks are no longer at the same place.
+        """Close the engine if a step fails midway: the ranks have diverged.
 
         Other ranks may wait for this one then, until the launcher of the job ends them, or the timeout of the group.
 

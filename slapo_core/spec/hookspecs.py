@@ -37,7 +37,7 @@ __all__ = ["PROJECT", "Fact", "Problem", "hookimpl", "hookspec"]
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that is so, neither good nor bad.
+    """A fact about the environment.
 
     Args:
         what: e.g. ``"nccl"``.
@@ -50,7 +50,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong.
+    """A problem of the environment.
 
     Args:
         message: what, with where it was found; e.g. ``"nccl was not found"``.

@@ -71,7 +71,7 @@ class Layout:
         return tuple((mesh_dim, p.dim) for mesh_dim, p in self.placements if p.is_shard())  # type: ignore[attr-defined]
 
     def partials(self) -> tuple[str, ...]:
-        """The mesh dimensions along which the tensors add up to the reference tensor, in the order applied."""
+        """Return the mesh dimensions with partial values, in the order applied."""
         return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
 
     def holds_values(self, mesh: Mesh | None) -> bool:

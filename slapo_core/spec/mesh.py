@@ -1,4 +1,4 @@
-"""The device mesh that a schedule is written for: torch's ``DeviceMesh``, or its declaration in a plain process."""
+"""The device mesh of a schedule: torch's ``DeviceMesh``, or abstract, without processes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Mesh:
         return self._device_mesh.get_group(mesh_dim)
 
     def launch_command(self) -> str:
-        """The command that starts as many processes as the mesh needs: on each node 8, where there are more."""
+        """Return the launch command for the mesh, with at most 8 processes a node."""
         nodes, rest = divmod(self.world_size, 8)
         if nodes < 2 or rest:
             return f"torchrun --nproc-per-node {self.world_size} your_script.py"

@@ -1,4 +1,4 @@
-"""What a primitive sees of the place where it is applied."""
+"""The interface of nodes, the modules of the scheduled model."""
 
 from __future__ import annotations
 
@@ -219,5 +219,5 @@ class Node(Protocol):
 
 
 def only_looks(hook: object) -> bool:
-    """Whether a hook is slapo-core's own and changes nothing about a call: it is neither the user's nor a step's."""
+    """Return whether a hook is slapo-core's own and changes nothing."""
     return getattr(type(hook), "slapo_only_looks", False) is True

@@ -139,7 +139,7 @@ class P2PMessage:
 
 
 def attached(loss: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
-    """The same loss; its backward pass gives what the link came with a gradient, even if it does not depend on it."""
+    """Attach a link to a loss, so that its backward pass reaches the received message."""
     if link is None or not link.requires_grad:
         return loss
     return _Attached.apply(loss, link)  # type: ignore[no-untyped-call, no-any-return]

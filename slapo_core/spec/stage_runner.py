@@ -169,7 +169,7 @@ class Work:
     def _made(
         self, stage: Stage, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor], number: int
     ) -> Mapping[str, torch.Tensor]:
-        """What a stage makes, with its own RNG stream, the same when recomputed."""
+        """Run a stage with its own RNG stream, the same when recomputed."""
         own = {name: inputs[name] for name in stage.inputs if name in inputs}
         values = {name: there[name] for name in stage.uses}
         stream = None if self.seed is None else start_stream(self.seed, stage.index, number, self.form.device)
@@ -179,7 +179,7 @@ class Work:
         return made
 
     def loss(self, outputs: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
-        """Of a micro-batch, right after its forward.
+        """Compute the loss of a micro-batch, right after its forward.
 
         Args:
             outputs: what :meth:`forward` gave on the last chunk.

@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tensors of a model that is cut into stages live.
+    """The placement of tensors on pipeline ranks.
 
     A rank that does not hold a tensor has a placeholder of the same shape in its place, on the meta device, so that the
     model keeps its structure and its names. A tensor of which ranks along ``tp`` hold pieces does so in each place
@@ -42,7 +42,7 @@ class Placement:
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holders(self, live: LiveTensor) -> tuple[int, ...]:
-        """The ranks along ``pp`` that hold a tensor of the scheduled model; none where it came after the build."""
+        """Return the pipeline ranks that hold a live tensor; none for one added after the build."""
         if live.reference_names:
             return self.reference.get(live.reference_names[0], ())
         return self.added.get(live.name, ())
@@ -70,7 +70,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What one rank writes of a checkpoint.
+    """The shards of a checkpoint that one rank writes.
 
     Args:
         description: everything that is no tensor, as JSON; the same on every rank.
@@ -82,11 +82,11 @@ class ShardedState:
 
 
 class ShardSource(Protocol):
-    """Where pieces are read from."""
+    """A source of shards."""
 
     @property
     def label(self) -> str:
-        """What to call it in a message, e.g. ``"the sharded checkpoint 'runs/1'"``."""
+        """The name for messages, e.g. ``"the sharded checkpoint 'runs/1'"``."""
         ...
 
     def like(self, kind: str, name: str) -> torch.Tensor:
@@ -98,7 +98,7 @@ class ShardSource(Protocol):
         ...
 
     def read(self, wanted: Sequence[TensorShard]) -> None:
-        """Fill the values of these pieces, of any shape: a collective, also of ranks that want none."""
+        """Read the values of shards of any shape: a collective of all ranks."""
         ...
 
 
@@ -125,7 +125,7 @@ class TensorStorage(Protocol):
         ...
 
     def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
-        """Make ready to take a piece of that shape, given on every rank: no collective, and nothing changes yet.
+        """Prepare to load a local tensor: no collective, and no change yet.
 
         Args:
             live: the tensor.
@@ -138,14 +138,14 @@ class TensorStorage(Protocol):
         ...
 
     def working(self, live: LiveTensor) -> torch.Tensor | None:
-        """What the forward computes with, whole on this rank, where it is another tensor than what is trained.
+        """Return the forward's own copy of a parameter with a separate main copy.
 
         None where it is the same one, or is assembled for each use.
         """
         ...
 
     def is_current(self, live: LiveTensor) -> bool:
-        """Whether what the forward computes with is what is trained, as far as this rank alone can see.
+        """Return whether the forward's copy matches the main copy, as far as this rank can see.
 
         A write into ``engine.module`` breaks this; the next step overwrites it.
         """
@@ -262,11 +262,11 @@ class ModelState(Protocol):
     """
 
     def tensors(self) -> tuple[LiveTensor, ...]:
-        """Every parameter and buffer of the scheduled model as it is now, each once, in registration order."""
+        """Return every live parameter and buffer once, in registration order."""
         ...
 
     def keep_in(self, storage: TensorStorage) -> None:
-        """Read and write tensors where a runtime keeps them, from now on; for a dialect, while it is built.
+        """Use a runtime's storage of tensors from now on; called by a dialect during the build.
 
         What it partitions over replicas is no copy along ``dp`` any more, and is compared along the other dimensions.
         """
@@ -293,7 +293,7 @@ class ModelState(Protocol):
         ...
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        """The reference model's state dict: copies on the CPU, with its keys in its order and its types.
+        """Return the reference model's state dict: copies on the CPU, in its keys' order and types.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
@@ -320,7 +320,7 @@ class ModelState(Protocol):
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write weights and the optimizer's state, readable under any schedule of the same model, by any target.
+        """Save weights and optimizer state, for any schedule and target of the same model.
 
         Args:
             directory: made if it is not there; a checkpoint in it is replaced as a whole.
@@ -365,7 +365,7 @@ class ModelState(Protocol):
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> ShardedState:
-        """What this rank writes of a checkpoint, for a runtime with files of its own; any schedule can read it.
+        """Return this rank's shards of a checkpoint, for a runtime with its own files.
 
         Args:
             optimizer: over the model's parameters.

@@ -58,7 +58,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     runtime: Mapping[str, Any],
 ) -> None:
-    """Write weights and optimizer state: a collective; the first rank of the mesh writes, one file after the other.
+    """Save weights and optimizer state: a collective; the first rank writes.
 
     Raises:
         ReplicaError: replicas differ between ranks of a tensor, or of the optimizer's state; what was written is whole,
@@ -131,7 +131,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
-    """Read weights and, if the engine has an optimizer, its state; every rank reads its own shards.
+    """Load weights and optimizer state; every rank reads its own shards.
 
     Returns:
         what the runtime that saved it gave beside them.
@@ -184,7 +184,7 @@ def prepared(
     uses: Collection[str],
     label: str,
 ) -> Loading:
-    """Check a checkpoint against the engine, and read this rank's shards: no collective, and nothing is changed.
+    """Check a checkpoint against the engine, and read this rank's shards, without changes.
 
     Args:
         state: of the model.

@@ -56,7 +56,7 @@ class Correspondence:
 
     @classmethod
     def of(cls, schedule: Schedule) -> tuple[Correspondence, dict[str, torch.Tensor]]:
-        """The correspondence of a schedule that is not sealed, and the reference model's tensors by first name.
+        """Make the correspondence of an unsealed schedule, and return the reference tensors by first name.
 
         Raises:
             SealedError: the originals were dropped.
@@ -74,12 +74,12 @@ class Correspondence:
 
     @property
     def placement(self) -> Placement | None:
-        """Where tensors live along ``pp``; None where all ranks hold all tensors."""
+        """The placement of tensors on pipeline ranks; None without a pipeline."""
         return self.tree.tensors.placement
 
     @property
     def is_spread(self) -> bool:
-        """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
+        """Whether gathering some tensor needs other ranks."""
         mesh = self.mesh
         if mesh is None:
             return False
@@ -91,7 +91,7 @@ class Correspondence:
 
     @property
     def translations(self) -> Translations:
-        """What plugins say about the tensors that no layout explains; asked once."""
+        """The plugins' translations of tensors without a layout; asked once."""
         if self._translations is None:
             self._translations = Translations.of(self.tree, self.survey, self.hooks, self._lives())
         return self._translations
@@ -124,7 +124,7 @@ class Correspondence:
         ]
 
     def dropped(self) -> list[TensorSpec]:
-        """What belongs into the state dict, and a step gave up; where another place carries it, it is not dropped."""
+        """List the tensors of the state dict that a step dropped."""
         gone = self._missing()
         return [spec for spec in gone if spec.name in self.tree.tensors.dropped]
 
@@ -133,7 +133,7 @@ class Correspondence:
         return self._some(self.placement.reference.get(spec.name, ()) if self.placement is not None else ())
 
     def holders(self, live: LiveTensor) -> dict[str, tuple[int, ...]]:
-        """As :meth:`holders_of`, of a live tensor."""
+        """Return :meth:`holders_of` of a live tensor."""
         if self.placement is None:
             return {}
         assert self.mesh is not None
@@ -144,7 +144,7 @@ class Correspondence:
         return {"pp": ranks} if ranks and not everywhere else {}
 
     def _is_placed(self, live: LiveTensor) -> bool:
-        """Whether all ranks know of it: not of what one of them was given after the build."""
+        """Return whether the placement has the tensor, as all but later ones."""
         return self.placement is None or bool(self.placement.holders(live))
 
     def unexplained(self) -> list[Unexplained]:
@@ -261,7 +261,7 @@ def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Se
 def placement_facts(
     partition: Partition, stage_ranks: Sequence[int], placement: Placement, boundaries: Sequence[Sequence[str]]
 ) -> Iterator[RankFact]:
-    """What all ranks must agree about, before any of them gives up a tensor."""
+    """Describe the placement, for comparison across ranks before tensors are released."""
     yield RankFact("the number of stages", str(len(partition.stages)))
     yield RankFact("the ranks along 'pp' that run the stages", describe(tuple(stage_ranks)))
     for stage in partition.stages:

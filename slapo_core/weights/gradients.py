@@ -104,7 +104,7 @@ class GradientClipper:
         return (value if largest else value.pow(1.0 / self._norm_type)).to(home)
 
     def _dtype(self) -> torch.dtype:
-        """What torch's own function gives the norm in: the widest type of the gradients, wherever they are."""
+        """Return the norm's type, as torch's own function: the widest type of the gradients."""
         dtype = torch.float32
         here = (p.grad.dtype for parameters in self._by_dims.values() for p in parameters if p.grad is not None)
         for one in here if self._dtypes is None else self._dtypes:
@@ -170,7 +170,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def sum_all(self) -> None:
-        """Sum those of all of them, as if every rank had one: without asking, where no rank is there to answer."""
+        """Sum all of them without asking other ranks, for estimates."""
         for places in sorted(self._ties):
             for tie in self._ties[places]:
                 if tie.tensor.requires_grad and tie.tensor.grad is None:

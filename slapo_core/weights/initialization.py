@@ -135,7 +135,7 @@ class Program:
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """The blocks of a tensor: each one stretch of its memory, of at most 65536 elements, and not across rows."""
+    """Split a tensor into contiguous blocks of at most 65536 elements."""
     if 0 in shape:
         return
     axis = next((axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= _BLOCK), None)
@@ -164,7 +164,7 @@ def _slices(part: list[tuple[int, int]], inside: Box) -> tuple[slice, ...]:
 
 
 def _shared(ranges: list[tuple[int, int, int]], start: int, length: int) -> list[tuple[int, int, int]]:
-    """What a piece has of ``length`` elements from ``start``: ``(where in the piece, where among them, length)``."""
+    """Return the overlaps of a shard with a range: ``(start in the shard, start in the range, length)``."""
     found = []
     for at, first, extent in ranges:
         begin, common = _overlap((first, extent), (start, length))
@@ -249,7 +249,7 @@ class _Recording:
         return [(tensor, self._sites.of(tensor)) for tensor in tensors.values()]
 
     def _program(self, tensor: torch.Tensor, sites: tuple[tuple[str, str], ...]) -> Program | None:
-        """As the tensor's first place does it, if that does anything."""
+        """Record the program of a tensor, from its first site with writes."""
         key = _storage(tensor)
         for path, _ in sites:
             writes: _Writes = []
@@ -266,7 +266,7 @@ class _Recording:
 
 
 def _written_by(initializer: InitializerCall, twins: Mapping[int, torch.Tensor]) -> dict[int, _Writes] | None:
-    """What one initializer writes; None if it did something else too, or raised."""
+    """Record the writes of one initializer; None if it did anything else or raised."""
     recorder = _Recorder(twins)
     try:
         with recorder, _Guard(recorder):
@@ -359,7 +359,7 @@ class _Guard(TorchFunctionMode):
 
 
 def _program_of(writes: _Writes, whole: torch.Tensor) -> Program | None:
-    """The last write that gives every element its value, and what came after it; None if it is not all understood."""
+    """Return the last full write and its successors as a program; None if some write is unknown."""
     everything = tuple((0, extent) for extent in whole.shape)
     shape = tuple(whole.shape)
     for position in range(len(writes) - 1, -1, -1):
@@ -388,7 +388,7 @@ def _write(func: Any, view: torch.Tensor, whole: torch.Tensor, arguments: tuple[
 
 
 def _box(view: torch.Tensor, whole: torch.Tensor) -> Box | None:
-    """Which elements of ``whole`` a view has; None if they are no box, or not in the same order."""
+    """Return the box of ``whole`` that a view covers; None if it does not cover one in order."""
     if view.dtype != whole.dtype:
         return None
     if view.shape == whole.shape and view.stride() == whole.stride():
@@ -414,7 +414,7 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 class Initializer:
-    """Initializes tensors as ``model`` would; the model is only read, and all that is needed of it copied.
+    """Initialize tensors as ``model`` would, without changing the model.
 
     Args:
         model: the reference model, or the scheduled one for what its steps added.
@@ -449,7 +449,7 @@ class Initializer:
         return self.shard(name, Layout(name, shape), None)
 
     def shard(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor | None:
-        """As :meth:`value`, of which this rank's shard; wherever it can be, nothing else is held in memory.
+        """Return this rank's shard of :meth:`value`, without the full tensor where possible.
 
         Args:
             name: the tensor's full name in the model.

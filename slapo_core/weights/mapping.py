@@ -58,7 +58,7 @@ class Survey:
     not_tensors: tuple[str, ...] = ()
 
     def carried_by(self, layout: Layout) -> TensorSpec | None:
-        """The reference tensor that a layout speaks of; None where it speaks of none, or of another shape."""
+        """Return a layout's reference tensor; None without one of its shape."""
         origin = self.origins.get(layout.origin)
         if origin is None or self.specs[origin].shape != tuple(layout.shape):
             return None
@@ -94,7 +94,7 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
-    """As :func:`survey`, for a model without a schedule."""
+    """Survey the tensors of a model without a schedule."""
     refuse_lazy(model)
     index = ModuleIndex(model)
     sites = TensorSites(index)
@@ -134,7 +134,7 @@ def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
 
 
 def _renamed(key: str, value: torch.Tensor, missing: Mapping[str, torch.Tensor]) -> str | None:
-    """The tensor that a state-dict hook cloned to another name: the only one of its values; None: none is missing."""
+    """Find the tensor that a state-dict hook cloned under another name, by its values."""
     alike = [name for name, one in missing.items() if one.shape == value.shape and one.dtype == value.dtype]
     same = [name for name in alike if not value.is_meta and torch.equal(missing[name], value)]
     if len(same) == 1:

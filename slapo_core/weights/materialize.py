@@ -1,4 +1,4 @@
-"""Give the scheduled model its values: real tensors stay, meta tensors are read from weights or initialized."""
+"""Materialize a scheduled model: read meta tensors from weights, or initialize them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Materialization:
         self._schedule.tree.tensors.placement = placement
 
     def run(self) -> Iterator[LiveTensor]:
-        """Give one tensor after the other its value, in registration order; each comes when it is in its place.
+        """Materialize the tensors in registration order, and yield each.
 
         Those that only other ranks hold do not come: a placeholder without memory takes the place of one with values.
 
@@ -186,7 +186,7 @@ class Materialization:
         return whole
 
     def _initialize(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The initial value of a tensor of the reference model, or of one that a step added to the scheduled one."""
+        """Initialize a tensor of the reference model, or an added one of the scheduled model."""
         if which not in self._initializers:
             self._initializers[which] = Initializer(
                 self._schedule.model, self._schedule.hooks, seed=self._seed, is_reference=False

@@ -35,7 +35,7 @@ def matched_settings(
     frozen: Collection[str],
     scheduled: Collection[str],
 ) -> list[dict[str, Any]]:
-    """What each group of an optimizer is to have, in their order.
+    """Match the saved settings to an optimizer's groups.
 
     Args:
         saved: the groups of the checkpoint.
@@ -133,7 +133,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank along ``pp`` has, as :class:`~slapo_core.weights.optimizer_state.OptimizerState` collects it.
+    """The optimizer state of one pipeline rank.
 
     Args:
         groups: its parameters by name, and its settings, of each group.
@@ -150,7 +150,7 @@ class Part:
 
 @dataclass(frozen=True)
 class United:
-    """All parts as one: the same on all ranks along ``pp``; ``held`` in the order of its names."""
+    """The merged optimizer state of all pipeline ranks."""
 
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]]
@@ -193,7 +193,7 @@ _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.we
 
 @dataclass(frozen=True)
 class _Moment:
-    """A tensor of the state: how it lies in the whole one, its type, and what gives this rank's shard."""
+    """A tensor of the state: its layout, type, and reader of this rank's shard."""
 
     layout: Layout
     dtype: torch.dtype
@@ -277,7 +277,7 @@ class OptimizerState:
         return found
 
     def shards(self) -> Iterator[tuple[str, Layout, Callable[[], torch.Tensor], Mapping[str, tuple[int, ...]]]]:
-        """State tensors of this rank: name, how it lies in the whole one, what reads it, and who has it along ``pp``.
+        """Yield this rank's state tensors: name, layout, reader and holders along ``pp``.
 
         Reading is a collective over what a runtime partitions; in one order on the ranks that share one.
         """
@@ -286,7 +286,7 @@ class OptimizerState:
             yield name, one.layout, one.read, holders
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of the whole state tensors of all ranks, united."""
+        """Return the shapes of the full, merged state tensors."""
         own = {name: list(one.layout.shape) for name, one in self._tensors.items()}
         return {name: list(held.shape) for name, held in self._held.items()} or own
 

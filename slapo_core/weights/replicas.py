@@ -125,7 +125,7 @@ def optimizer_replicas(
 
 
 def _copied(correspondence: Correspondence) -> Iterator[tuple[LiveTensor, tuple[str, ...], _Among]]:
-    """The tensors of which the schedule has copies on other ranks, along which dimensions, and among which ranks."""
+    """Yield the replicated tensors, with the mesh dimensions and ranks of their replicas."""
     mesh = correspondence.mesh
     if mesh is None or mesh.is_abstract:
         return
@@ -373,7 +373,7 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
 
 
 def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
-    """The value of the first rank among the holders of a tensor: a collective of all of them."""
+    """Broadcast the value of a tensor's first holder: a collective of its holders."""
     import torch.distributed as dist
 
     held = replica.value
@@ -403,7 +403,7 @@ def gather_along(mesh: Mesh, mesh_dim: str, value: T) -> list[T]:
 
 
 def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:
-    """The global ranks that differ in nothing but their places along these mesh dimensions: ``[[0, 1], [2, 3]]``.
+    """Group the global ranks along mesh dimensions: ``[[0, 1], [2, 3]]``.
 
     Args:
         mesh: one that runs.

@@ -95,7 +95,7 @@ _Found = tuple[Kind, str, Layout, torch.Tensor, Mapping[str, tuple[int, ...]]]
 
 
 def _weights(state: TensorState) -> Iterator[_Found]:
-    """Everything but the optimizer's state that this rank has, in one order on all ranks that share a collective."""
+    """Yield this rank's weights and added tensors, in the same order on all ranks of a collective."""
     correspondence, survey = state.correspondence, state.correspondence.survey
     done = set()
     for live, spec in correspondence.carried():
@@ -129,7 +129,7 @@ class _Writer:
     def add(
         self, kind: Kind, name: str, layout: Layout, value: torch.Tensor, holders: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Take this rank's shard of a tensor, where it is the one that writes it: a collective for a partial sum."""
+        """Add this rank's shard of a tensor if this rank writes it: a collective for partial values."""
         partials = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
         whole = Layout(layout.origin, tuple(value.shape), partials).full(value, self._mesh)
         self._number += 1
@@ -158,7 +158,7 @@ class _Writer:
 
 
 class _PlannedSource(Source):
-    """One kind of tensors of a checkpoint in pieces; zeros, and a list of what is wanted, until they are there.
+    """One kind of tensors in a sharded checkpoint: collects the wanted shards, then gives their values.
 
     Args:
         source: of pieces.
@@ -211,7 +211,7 @@ class _PlannedSource(Source):
 
 
 def _blocks(layout: Layout, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Each rectangle of this rank's shard: where it begins in the piece and in the whole tensor, and its extent.
+    """Yield the rectangles of this rank's shard: start in the shard, start in the full tensor, extent.
 
     What lies in the padding is left out.
     """

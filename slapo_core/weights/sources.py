@@ -38,7 +38,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """What to call it in a message, e.g. ``"weights 'checkpoints/bert'"``."""
+        """The name for messages, e.g. ``"weights 'checkpoints/bert'"``."""
 
     @abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -164,7 +164,7 @@ class SafetensorsSource(Source):
 
 
 class Wider(Source):
-    """A source of which some tensors are there in a wider type too, which is read instead.
+    """A source with some tensors in a wider type, which is preferred.
 
     Args:
         source: all tensors.
@@ -206,7 +206,7 @@ def _read_index(file: Path) -> dict[Path, set[str] | None]:
 
 
 def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-    """Read only this rank's ranges, into memory of their own; what reaches into the padding is zero.
+    """Read only this rank's ranges, with zeros for padding.
 
     What safetensors gives is the file itself, mapped: who writes into the file later would write into the model.
     """

@@ -1,4 +1,4 @@
-"""The state of a scheduled model: state dicts with the reference names and shapes, whatever the schedule did."""
+"""The state of a scheduled model, by the reference model's names and shapes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TensorState:
 
     @property
     def kept(self) -> TensorStorage | None:
-        """Where a runtime keeps the tensors; None where the model holds them itself."""
+        """The runtime's storage of tensors; None if the model holds them itself."""
         return None if isinstance(self.storage, InPlace) else self.storage
 
     def check_replicas(
@@ -108,7 +108,7 @@ class TensorState:
         return values
 
     def differing(self, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None) -> ReplicaError | None:
-        """What :meth:`check_replicas` raises, unless it lies within rounding: that is a warning."""
+        """Return the error of :meth:`check_replicas`; warn instead of differences within rounding."""
         try:
             self.check_replicas(optimizer=optimizer)
         except ReplicaError as error:
@@ -174,7 +174,7 @@ class TensorState:
 
     @property
     def is_spread(self) -> bool:
-        """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
+        """Whether gathering some tensor needs other ranks."""
         if self.correspondence.is_spread:
             return True
         return any(live.is_local and self.storage.partitioned(live) for live in self.tensors())
@@ -193,7 +193,7 @@ class TensorState:
             )
 
     def whole(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
-        """As :meth:`state_dict`, and nothing is compared.
+        """Return :meth:`state_dict` without comparing replicas.
 
         Args:
             rank0_only: as there.
@@ -221,7 +221,7 @@ class TensorState:
         return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
 
     def _own_type(self, value: torch.Tensor, built: torch.dtype) -> torch.dtype:
-        """That of the reference model where a runtime keeps another one; else a tensor is given as it is."""
+        """Return the reference model's type where a runtime keeps another, else the tensor's."""
         return built if self.kept is not None else value.dtype
 
     def prepare(self, source: Source) -> Loading:
@@ -283,7 +283,7 @@ class TensorState:
         return self.storage.dtype(live) if live.is_local else self._trained.get(_key(live), live.tensor.dtype)
 
     def _learn_types(self) -> None:
-        """Ask the other ranks along ``pp`` in which types they train theirs: a collective, the first time."""
+        """Gather the trained types of the other pipeline ranks: a collective, once."""
         if self.kept is None or self.correspondence.placement is None or self._trained:
             return
         own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_local}
@@ -298,7 +298,7 @@ class TensorState:
         dtype: torch.dtype,
         holders: Mapping[str, tuple[int, ...]],
     ) -> torch.Tensor:
-        """A tensor that only some ranks hold, on all of them: that of the first of them."""
+        """Broadcast a tensor that only some ranks hold, from the first of them."""
         for mesh_dim, ranks in holders.items():
             group = self.mesh.group(mesh_dim) if self.mesh is not None else None
             if group is None or self.mesh is None:

@@ -155,7 +155,7 @@ def _axis(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | N
 
 
 def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
-    """Of any type: as bytes."""
+    """Broadcast a tensor of any type, as bytes."""
     if tensor.numel():
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)
 
@@ -314,7 +314,7 @@ class PipelineEngine(StatefulEngine):
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _loss(self, work: Work) -> Tensor:
-        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+        """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
         self._at = "exchanging the loss"
         message = torch.zeros(3, dtype=torch.float64, device=self._device)
         message[2] = work.drew

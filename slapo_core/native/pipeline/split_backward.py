@@ -148,7 +148,7 @@ _HOOKED = "a tensor's hook would run in both parts"
 
 
 class Watch:
-    """Looks at the first forward of a stage with gradients, and warns where its backward must not be parted.
+    """Watch a stage's first forward with gradients, and warn if its backward cannot be split.
 
     Args:
         module: of the stage.
@@ -166,7 +166,7 @@ class Watch:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Around a forward; only the first one is looked at. No module is hooked: its graph would be another one."""
+        """Watch the first forward, without module hooks, which would change its graph."""
         if self._is_over or not torch.is_grad_enabled():
             yield
             return
@@ -179,7 +179,7 @@ class Watch:
         self._tell()
 
     def look_back(self, roots: Iterable[torch.Tensor]) -> None:
-        """Before a backward pass: what the compiler made of a part of a stage shows in the history only."""
+        """Find compiled parts of a stage in the autograd graph, before a backward pass."""
         if self.reason or "torch._dynamo" not in sys.modules:
             return
         seen = {one.grad_fn for one in roots if one.grad_fn is not None}

@@ -42,7 +42,7 @@ class Received:
         self._tensor: torch.Tensor | None = buffer
 
     def take(self) -> torch.Tensor:
-        """What the stage reads; once: its history leads here, and would keep itself alive."""
+        """Return the tensor that the stage reads, once."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
         return tensor
@@ -157,7 +157,7 @@ class RunningStage(StageBase):
 
     @property
     def whole(self) -> str:
-        """Why the backward pass is not done in two parts where the schedule asks for it; "" where it is."""
+        """Why the backward pass is not split although the schedule asks for it; "" if it is."""
         return "" if self._watch is None else self._watch.reason
 
     # -- what comes and goes; each in the order of liveness -----------------------------------------------------------
@@ -206,7 +206,7 @@ class RunningStage(StageBase):
         return torch.empty(value.shape, dtype=value.dtype, device=self.device)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What can be sent while the stage goes on: contiguous, and nothing that the stage writes to."""
+        """Return a contiguous tensor to send that the stage does not write to."""
         one = tensor.detach()
         if one.untyped_storage()._cdata in self._kept:
             return one.clone(memory_format=torch.contiguous_format)
@@ -261,7 +261,7 @@ class RunningStage(StageBase):
         self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
 
     def _made(self, number: int, there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """What the stage makes, with its own RNG stream."""
+        """Run the stage with its own RNG stream."""
         inputs = self.work.inputs[number]
         own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
         values = {name: there[name] for name in self._stage.uses}
@@ -298,7 +298,7 @@ class RunningStage(StageBase):
             ]
 
     def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the backward pass begins with, and the gradients there."""
+        """Return the roots of the backward pass, and their gradients."""
         if flight.loss is not None:
             if not flight.loss.requires_grad:
                 return [], []
@@ -323,6 +323,6 @@ class RunningStage(StageBase):
 
 
 def _storages(module: nn.Module) -> frozenset[int]:
-    """Where the tensors of a module are, which a sent value may be a view of."""
+    """Return the storages of a module's tensors: a sent value may be a view of one."""
     tensors = [*module.parameters(), *module.buffers()]
     return frozenset(one.untyped_storage()._cdata for one in tensors if one.numel() and not one.is_meta)
