@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def live_state(schedule: Schedule, call: str) -> TensorState:
-    """The state of a schedule's model: its values to and from the reference model's names and shapes.
+    """Return the state of a schedule's model, by the reference model's names and shapes.
 
     Args:
         schedule: not built.
         call: the function that was called, e.g. ``"clip_grad_norm_"``, for messages.
 
     Raises:
-        ArgumentError: something else than a schedule, such as its model.
+        ArgumentError: not a schedule, e.g. its model.
         SealedError: the schedule was built, or sealed before any of these functions was called; or it is taken back
             for the time of a ``with`` block.
-        WeightsError: a tensor that nobody explains.
+        WeightsError: an unexplained tensor.
     """
     if not isinstance(schedule, Schedule):
         raise ArgumentError(
@@ -43,8 +43,7 @@ def live_state(schedule: Schedule, call: str) -> TensorState:
     if state is None:
         if schedule.is_sealed:
             raise SealedError(
-                f"cannot call {call}: the schedule was built or sealed, and what its tensors stand for went to its "
-                "engine",
+                f"cannot call {call}: the schedule was built or sealed, and its engine owns the correspondence now",
                 hint="of a built model: engine.state_dict(), engine.load_state_dict(), build(..., max_grad_norm=1.0); "
                 f"of one that is trained without build: call {call} once before sch.seal()",
             )
@@ -59,10 +58,10 @@ _STATE_KEY = "slapo_core.live"
 def clip_grad_norm_(
     sch: Schedule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a scheduled model down so that their norm over all ranks is at most ``max_norm``.
+    """Clip the gradients of a scheduled model by their norm over all ranks.
 
-    In place of ``torch.nn.utils.clip_grad_norm_``, which sees the pieces of one rank only: another norm on every rank.
-    Pieces are counted on all ranks that share a tensor, replicas and tied tensors once. A collective: every rank calls
+    In place of ``torch.nn.utils.clip_grad_norm_``, which sees the shards of one rank only: another norm on every rank.
+    Shards are counted on all ranks that share a tensor, replicas and tied tensors once. A collective: every rank calls
     it, after the gradients of the replicas (``dp``) were averaged.
 
     Args:
@@ -75,9 +74,9 @@ def clip_grad_norm_(
         the norm before, a scalar tensor, the same on every rank.
 
     Raises:
-        ArgumentError: something else than a schedule, or a number that cannot be meant.
+        ArgumentError: not a schedule, or a number that cannot be meant.
         SealedError: the schedule was built; ``build(max_grad_norm=...)`` clips there.
-        WeightsError: a tensor that nobody explains.
+        WeightsError: an unexplained tensor.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank, and nothing was scaled.
     """
     correspondence = live_state(sch, "clip_grad_norm_").correspondence
@@ -106,7 +105,7 @@ _CLIPPER_KEY = "slapo_core.live.clipper"
 def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
     """The reference model's state dict, with the values that the scheduled model has now.
 
-    In place of ``model.state_dict()``, which gives this rank's pieces. A collective: every rank calls it.
+    In place of ``model.state_dict()``, which gives this rank's shards. A collective: every rank calls it.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
@@ -117,18 +116,18 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
         copies on the CPU, with the reference model's keys in its order; tied names share one tensor.
 
     Raises:
-        ArgumentError: something else than a schedule.
+        ArgumentError: not a schedule.
         SealedError: the schedule was built; ``engine.state_dict()`` gives the weights there.
-        WeightsError: a tensor that nobody explains, or one on the meta device.
+        WeightsError: an unexplained tensor, or one on the meta device.
         ReplicaError: replicas differ between ranks; its ``state_dict`` holds this rank's.
     """
     return live_state(sch, "state_dict").state_dict(rank0_only=rank0_only, include_added=include_added)
 
 
 def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
-    """Give a scheduled model the weights of a reference model; every rank keeps its own pieces.
+    """Give a scheduled model the weights of a reference model; every rank keeps its own shards.
 
-    In place of ``model.load_state_dict()``, which wants this rank's pieces. A collective: every rank calls it, with the
+    In place of ``model.load_state_dict()``, which wants this rank's shards. A collective: every rank calls it, with the
     same state. The tensors of the model stay the same objects, so that its optimizer goes on.
 
     Args:
@@ -136,7 +135,7 @@ def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
         state: full tensors by the reference model's names, as of its ``state_dict()``.
 
     Raises:
-        ArgumentError: something else than a schedule.
+        ArgumentError: not a schedule.
         SealedError: the schedule was built; ``engine.load_state_dict()`` loads there.
         WeightsError: missing or unexpected names, or other shapes; nothing was changed.
     """
@@ -146,9 +145,9 @@ def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
 def save_pretrained(
     sch: Schedule, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = None
 ) -> None:
-    """Write the weights of a scheduled model as safetensors, as the reference model would have been saved.
+    """Save the weights of a scheduled model as safetensors, in the reference model's format.
 
-    A model with a ``save_pretrained`` of its own (transformers') writes itself, in its untouched form: with its
+    A model with a ``save_pretrained`` of its own (transformers') writes itself, as the reference model: with its
     ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the reference model with the trained values.
     Of any other model the directory holds ``model.safetensors``, or several files and their index. A collective: every
     rank calls it, and the first one writes.
@@ -159,9 +158,9 @@ def save_pretrained(
         max_shard_size: the largest file, in bytes, or as in ``"5GB"``; None is transformers' own limit, or no limit.
 
     Raises:
-        ArgumentError: something else than a schedule, or a size that is none.
+        ArgumentError: not a schedule, or an invalid size.
         SealedError: the schedule was built; ``engine.save()`` saves there.
-        WeightsError: a tensor that nobody explains, or one on the meta device.
+        WeightsError: an unexplained tensor, or one on the meta device.
         ReplicaError: replicas differ between ranks; the values of the first rank were written.
         BuildError: writing failed on the first rank.
     """
@@ -192,7 +191,7 @@ def _write(
         write_configurations(sch.model, Path(directory))
     elif callable(getattr(sch.model, "save_pretrained", None)):
         options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        with sch.untouched() as model:
+        with sch.reference() as model:
             own: Any = model
             own.save_pretrained(directory, state_dict=dict(weights), **options)
     else:

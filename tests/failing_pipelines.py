@@ -16,7 +16,7 @@ from slapo_core.testing import run_ranks
 
 __all__ = ["NO_GRADIENT", "batch", "build", "fail", "failure", "refuse", "train_until_it_fails", "unmade"]
 
-NO_GRADIENT = "BuildError: the loss depends on nothing that is trained, so that there is no gradient"
+NO_GRADIENT = "BuildError: the loss does not require grad: no trainable parameter contributes to it"
 
 
 class Raising(torch.autograd.Function):

@@ -12,13 +12,13 @@ from torch.distributed.tensor import Partial, Shard
 
 import slapo_core as slapo
 from slapo_core.spec.layout import Layout
-from slapo_core.spec.state import Piece
+from slapo_core.spec.state import TensorShard
 
 __all__ = ["InMemory", "Odd", "laid_out"]
 
 
 class InMemory:
-    """The implementation of :class:`slapo_core.spec.state.PieceSource` by the pieces of all ranks.
+    """The implementation of :class:`slapo_core.spec.state.ShardSource` by the pieces of all ranks.
 
     Args:
         pieces: of all ranks; every element must be in exactly one.
@@ -26,7 +26,7 @@ class InMemory:
 
     label = "the pieces in memory"
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[TensorShard]) -> None:
         self.whole: dict[tuple[str, str], torch.Tensor] = {}
         self.asked = 0
         covered: dict[tuple[str, str], torch.Tensor] = {}
@@ -40,13 +40,13 @@ class InMemory:
     def like(self, kind: str, name: str) -> torch.Tensor:
         return self.whole[kind, name].to("meta")
 
-    def read(self, wanted: Sequence[Piece]) -> None:
+    def read(self, wanted: Sequence[TensorShard]) -> None:
         self.asked += 1
         for piece in wanted:
             piece.value.copy_(self.whole[piece.kind, piece.name][_place(piece)])
 
 
-def _place(piece: Piece) -> tuple[slice, ...]:
+def _place(piece: TensorShard) -> tuple[slice, ...]:
     extents = zip(piece.offset, piece.value.shape, strict=True)
     return tuple(slice(offset, offset + extent) for offset, extent in extents)
 

@@ -1,4 +1,4 @@
-"""Do all ranks build the same? Compared before anything is changed, because what differs here hangs or drifts later."""
+"""Check that all ranks build the same, and run the same first steps: differences hang or diverge later."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import nn
 
 from slapo_core.errors import RankMismatchError
 from slapo_core.ranks.rank_consistency import RankFact, describe, describe_tensor, first_difference
-from slapo_core.ranks.rng_state import OTHER, draw_alike, foreign_states, restore, synchronize, torch_states
+from slapo_core.ranks.rng_state import OTHER, foreign_states, restore, synchronize, synchronize_and_warn, torch_states
 from slapo_core.ranks.world import World
 from slapo_core.schedule.consistency import SAME_SCRIPT, schedule_facts
+from slapo_core.weights.replicas import ranks_along
 
 if TYPE_CHECKING:
     from slapo_core.building.target import Arguments
@@ -41,28 +42,28 @@ def agree(
     arguments: Arguments,
     plan: Plan,
     source: Source | None,
-    untouched: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
 ) -> None:
     """Compare the schedule, the arguments of ``build`` and the weights over all ranks.
 
     Args:
         world: the ranks of the schedule's mesh.
         schedule: every rank's own, like all that follows.
-        arguments: what the user gave to ``build``.
+        arguments: the user's arguments of ``build``.
         plan: the dialect's, with its options after defaults were filled in.
         source: what the weights given were opened as; None without any.
-        untouched: the tensors of the reference model by name.
+        reference: the tensors of the reference model by name.
 
     Raises:
         RankMismatchError: on every rank; it names the first difference and the ranks.
     """
     world.agree(chain(schedule_facts(schedule), build_facts(schedule, arguments, plan)), hint=SAME_SCRIPT)
-    tensors = arguments.weights if isinstance(arguments.weights, Mapping) else untouched if source is None else None
+    tensors = arguments.weights if isinstance(arguments.weights, Mapping) else reference if source is None else None
     world.agree(weights_facts(tensors, source), hint=_SAME_WEIGHTS[_kind(arguments.weights)])
 
 
 def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterator[RankFact]:
-    """The arguments of ``build``, and then the dialect's options, of which any may decide what ranks wait for.
+    """Describe the arguments of ``build``, then the dialect's options, for comparison across ranks.
 
     The arguments come first: a dialect fills in options by them, and what the user wrote is what is named.
     """
@@ -84,7 +85,7 @@ def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterato
 
 
 def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: Source | None) -> Iterator[RankFact]:
-    """Every tensor that the model gets its values from: with a checksum, or of files its shape alone."""
+    """Describe the given weights: tensors by checksum, files by shape."""
     if tensors is not None:
         for name, tensor in tensors.items():
             yield RankFact(f"the weights '{name}'", describe_tensor(tensor))
@@ -107,7 +108,7 @@ def _flat(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def drawing_alike(world: World, mesh: Mesh | None) -> Iterator[None]:
+def synchronized_rng(world: World, mesh: Mesh | None) -> Iterator[None]:
     """Give the tensor-parallel ranks of a replica one random state, that of the first of them.
 
     They drop the same elements of what they all hold from then on, whatever each of them was seeded with. Replicas
@@ -117,11 +118,11 @@ def drawing_alike(world: World, mesh: Mesh | None) -> Iterator[None]:
         yield
         return
     own = torch_states()
-    with World(mesh, over="tp") as replica:
-        differing, row = synchronize(replica), replica.ranks
+    row = next(ranks for ranks in ranks_along(mesh, ("tp",)) if world.rank in ranks)
+    differing = synchronize(world, row)
     if differing:
         _LOG.info(
-            "torch's random state on %s was another one on each of the ranks %s; it is rank %d's on all of them now",
+            "torch's random state on %s differed on ranks %s; all of them have rank %d's now",
             " and ".join(differing),
             ", ".join(map(str, row)),
             row[0],
@@ -139,23 +140,23 @@ def _kind(weights: Any) -> str:
 
 
 _SAME_BATCH = (
-    "ranks of one replica (same place along 'dp') are given the same batch: seed the loader and its sampler alike, "
+    "ranks of one replica (same 'dp' rank) take the same batch: give the loader and its sampler the same seed, "
     'with num_replicas=mesh.size("dp") and rank=mesh.rank("dp")'
 )
 
 
 class FirstSteps:
-    """Watches the calls of the model until the first training step, and the first evaluation, are over.
+    """Compare batches and RNG states in the first training step and the first evaluation.
 
     Args:
         mesh: the schedule's.
         model: the scheduled one.
-        state: it is told whether a training step draws random numbers.
+        state: it is told whether a training step uses the RNG.
     """
 
     def __init__(self, mesh: Mesh | None, model: nn.Module, state: TensorState) -> None:
         self._mesh, self._model, self._state = mesh, model, state
-        watched = mesh is not None and not mesh.is_dry and mesh.size("tp") * mesh.size("pp") > 1
+        watched = mesh is not None and not mesh.is_abstract and mesh.size("tp") * mesh.size("pp") > 1
         self._training = self._evaluating = watched
 
     def training_is_over(self) -> None:
@@ -175,7 +176,7 @@ class FirstSteps:
 
     @contextlib.contextmanager
     def watched(self, batch: Any) -> Iterator[None]:
-        """Around one call of the model; nothing where the first step is over.
+        """Compare the ranks around one call of the model; do nothing after the first step.
 
         Raises:
             RankMismatchError: on every rank of a replica, before the model runs: they were given other batches; or
@@ -193,19 +194,19 @@ class FirstSteps:
                 return
             has_stages = self._mesh is not None and self._mesh.size("pp") > 1
             with World(self._mesh, over="tp") if has_stages else contextlib.nullcontext(replica) as world:
-                differing = draw_alike(world, "was changed after build(), to another one", stacklevel=7)
+                differing = synchronize_and_warn(world, "was changed after build() and differs", stacklevel=7)
                 before = {**torch_states(), **foreign_states()}
                 yield  # a rank that raises leaves; what the others do then, only their groups know
                 after = {**torch_states(), **foreign_states()}
                 drew = {source for source, state in after.items() if before.get(source) != state}
                 anywhere = set().union(*world.gather(drew))
         if anywhere - set(OTHER):
-            self._state.draws = True
+            self._state.uses_rng = True
         for source in differing:
             if source in anywhere:
                 raise RankMismatchError(
-                    f"the model draws from {source}, which stands elsewhere on each of the ranks "
-                    f"{', '.join(map(str, world.ranks))}: they do not do the same with what they all hold",
+                    f"the model uses {source}, whose state differs on ranks {', '.join(map(str, world.ranks))}: "
+                    "tensor-parallel ranks will diverge",
                     hint="random.seed(0) and numpy.random.seed(0) on every rank of a replica (same place along 'dp')",
                 )
 
@@ -216,11 +217,13 @@ class FirstSteps:
         message = first_difference(by_rank, {None: [world.ranks]})
         if message is not None:
             is_of_batch = "batch" in message.split("\n")[0]
-            raise RankMismatchError(message, hint=_SAME_BATCH if is_of_batch else "set it alike on every rank")
+            raise RankMismatchError(
+                message, hint=_SAME_BATCH if is_of_batch else "set it to the same value on every rank"
+            )
 
 
 def _mode_facts(model: nn.Module) -> Iterator[RankFact]:
-    """Which modules train, and what is trained; after build() anybody can have changed either."""
+    """Describe the modules in training mode and the trained parameters, which may change after build()."""
     for what, names in (
         ("the modules in training mode", [name for name, module in model.named_modules() if module.training]),
         ("the parameters to train", [name for name, one in model.named_parameters() if one.requires_grad]),
@@ -230,7 +233,7 @@ def _mode_facts(model: nn.Module) -> Iterator[RankFact]:
 
 
 def batch_facts(batch: Any) -> Iterator[RankFact]:
-    """The tensors and plain values in a batch of any form, by their places; the order of a mapping does not count."""
+    """Describe the tensors and plain values in a batch, by their positions or keys."""
     yield from _facts("the batch", batch)
 
 

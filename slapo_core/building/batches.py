@@ -22,17 +22,17 @@ def micro_batches(
     option: str = "accumulate",
     axes: Mapping[str | int, int | None] | None = None,
 ) -> list[Any]:
-    """Cut every tensor of a batch along its first axis, or the one that is said, into ``count`` pieces of one size.
+    """Cut every tensor of a batch into ``count`` equal micro-batches, along its first axis or a given one.
 
     Args:
-        batch: a mapping, a tuple or list, or one tensor. Tensors without axes and plain values go to every piece.
+        batch: a mapping, a tuple or list, or one tensor. Tensors without axes and plain values go to every micro-batch.
         count: 1 gives the batch itself.
         option: that gives the number, for messages.
         axes: for a key or a place in the batch (0 for one tensor): the axis of its tensors that counts the samples;
-            None: they go to every piece.
+            None: they go to every micro-batch.
 
     Raises:
-        BuildError: the samples do not divide, tensors differ in their number, or something else than a tensor holds
+        BuildError: the samples do not divide, tensors differ in their number, or a value other than a tensor holds
             one value for each sample.
     """
     if count == 1:
@@ -61,8 +61,8 @@ def micro_batches(
     samples = next(iter(lengths.values()))
     if samples % count or not samples:
         raise BuildError(
-            f"{samples} samples do not divide into {option}={count} micro-batches of one size, whose losses would "
-            "weigh alike",
+            f"the batch has {samples} samples, not divisible by {option}={count}: the losses of unequal micro-batches "
+            "would have equal weights",
             hint="DataLoader(..., drop_last=True), with a batch_size that is a multiple of it",
         )
     size = samples // count
@@ -70,9 +70,9 @@ def micro_batches(
 
 
 def labels_left_out(pieces: list[Any], *, option: str = "accumulate") -> str | None:
-    """Why the mean of the pieces' losses may not be that of the batch; None where nothing speaks against it.
+    """Explain why the mean of the micro-batches' losses may differ from the batch's; None if no reason is found.
 
-    A mean over labels weighs a piece by the labels that count in it; the gradients of pieces weigh alike.
+    A mean over labels weighs a micro-batch by its number of labels; their gradients have equal weights.
     """
     for place, value in _leaves("batch", pieces[0]):
         if isinstance(value, torch.Tensor) and value.dim() and not value.is_floating_point() and not value.is_complex():
@@ -81,7 +81,7 @@ def labels_left_out(pieces: list[Any], *, option: str = "accumulate") -> str | N
             if len(set(counts)) > 1:
                 return (
                     f"{place} has {', '.join(map(str, counts))} labels other than {_LEFT_OUT} in the micro-batches, "
-                    "which weigh alike: the mean of their losses is not the mean over the labels of the batch; for "
+                    "which have equal weights: the mean of their losses is not the mean over the batch's labels; for "
                     "that, let loss= divide the sum over labels by a number that the batch gives as a tensor without "
                     f"axes, divided by {option}"
                 )
@@ -127,7 +127,7 @@ def _lengths(batch: Any, axes: Mapping[Any, int | None]) -> Iterator[tuple[str, 
 
 
 def _cut(batch: Any, start: int, size: int, axes: Mapping[Any, int | None]) -> Any:
-    """One piece of a batch."""
+    """Cut one micro-batch."""
     pieces = {key: _piece(value, start, size, axes.get(key, 0)) for key, _, value in _parts(batch)}
     if isinstance(batch, Mapping):
         return pieces
@@ -210,24 +210,23 @@ class LossCall:
 
 
 def trained(loss: torch.Tensor) -> torch.Tensor:
-    """The same loss, from which a training step goes back.
+    """Return the loss if it requires grad, in a training step.
 
-    Without a gradient, torch would raise in other words in the backward pass of a whole model; a runtime may leave that
-    pass out, and one of stages gives what it was sent a gradient of zeros: both step, with zeros.
+    Runtimes that skip the backward pass, and pipelines, which send zero gradients back, would step with zeros.
 
     Raises:
         BuildError: gradients are enabled, and it has none.
     """
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise BuildError(
-            "the loss depends on nothing that is trained, so that there is no gradient",
+            "the loss does not require grad: no trainable parameter contributes to it",
             hint="unfreeze parameters before build; give loss= a function that does not detach the output",
         )
     return loss
 
 
 class _Signature:
-    """What a forward takes of a batch whose rest is for the loss."""
+    """Select the arguments of a forward from a batch; the loss takes the rest."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

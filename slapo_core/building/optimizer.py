@@ -1,4 +1,4 @@
-"""Making the optimizer, and making sure that it trains the engine's parameters and no others."""
+"""Make the optimizer, and check that it trains the engine's parameters and no others."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def make_optimizer(
 
 
 def same_groups(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers of pipeline stages whose groups do not correspond: their state could not be saved as one.
+    """Refuse optimizers of pipeline stages with different groups, whose states cannot be merged.
 
     Args:
         mesh: of the schedule.
@@ -115,7 +115,7 @@ def _group_facts(optimizer: torch.optim.Optimizer) -> Iterator[RankFact]:
 
 
 def _without_parameters(factory: Callable[[list[torch.nn.Parameter]], Any]) -> Any:
-    """What the factory makes, with nothing in its groups: no optimizer can be made of no parameters."""
+    """Make an optimizer with empty groups, by way of an empty parameter."""
     nothing = torch.nn.Parameter(torch.empty(0, 0))
     optimizer = factory([nothing])
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -131,7 +131,7 @@ def _require_elementwise(
     *,
     is_part: bool,
 ) -> None:
-    """Refuse an optimizer that may need what other ranks hold: elements of a split parameter, or other parameters."""
+    """Refuse an optimizer that is not element-wise for sharded parameters."""
     kind, package = type(optimizer), type(optimizer).__module__.partition(".")[0]
     if kind.__name__ in _ELEMENTWISE.get(package, ()):
         return

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.building.agreement import agree, drawing_alike
+from slapo_core.building.agreement import agree, synchronized_rng
 from slapo_core.building.request import Request
 from slapo_core.building.target import Arguments, Target, stages_of_build
 from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
@@ -112,10 +112,10 @@ class _Build:
             values = Materialization(
                 self.schedule, source, device=self.arguments.torch_device(), seed=self.arguments.seed
             )
-        agree(self.world, self.schedule, self.arguments, plan, source, values.untouched)
+        agree(self.world, self.schedule, self.arguments, plan, source, values.reference)
         stage_ranks = self._place(target, plan, values)
         try:
-            with drawing_alike(self.world, self.schedule.mesh):
+            with synchronized_rng(self.world, self.schedule.mesh):
                 self._materialize(target, values)
                 engine = self._hand_over(target, plan, values, stage_ranks)
                 self._compare_added(values)
@@ -126,7 +126,7 @@ class _Build:
         return engine
 
     def _plan(self, name: str, config: Mapping[str, Any]) -> tuple[Target, Plan, Source | None]:
-        """What is going to be done; nothing is changed, and nothing is communicated."""
+        """Make the plan, without changes and communication."""
         self.arguments.check()
         target = Target.named(name, self.schedule)
         plan = target.plan(self.schedule, config, self.arguments.for_plan())
@@ -134,7 +134,7 @@ class _Build:
         return target, plan, source
 
     def _place(self, target: Target, plan: Plan, values: Materialization) -> tuple[int, ...]:
-        """Decide which rank holds which tensors; nothing is changed yet. Gives the rank along ``pp`` of each stage."""
+        """Decide which rank holds which tensors, and return each stage's pipeline rank."""
         with self.world.together("making the stages"):
             found = stages_of_build(self.schedule, self.arguments, target, plan)
             if found is None:
@@ -166,7 +166,7 @@ class _Build:
             return engine
 
     def _compare_added(self, values: Materialization) -> None:
-        """What steps added, which nobody has compared yet; here, because a runtime may have made replicas agree."""
+        """Compare added tensors, after the runtime may have broadcast them."""
         mesh = self.schedule.mesh
         if mesh is None or self.world.is_alone:
             return

@@ -1,4 +1,4 @@
-"""What a dialect is handed: the implementation of :class:`slapo_core.spec.request.BuildRequest`."""
+"""Implement :class:`slapo_core.spec.request.BuildRequest`, the interface of a build for dialects."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def switch_to_training(model: nn.Module) -> None:
-    """Put a model into training mode that is in evaluation mode as a whole, and say so.
+    """Switch a model entirely in evaluation mode to training mode, with a warning.
 
     ``from_pretrained`` gives such models, and ``model.eval()`` between two steps leaves one: without dropout, and with
     the running statistics of batch norms, it would train something else. Where some module is in training mode, the
-    modes are somebody's choice (a frozen batch norm), and stay.
+    modes are deliberate (a frozen batch norm), and stay.
     """
     if model.training or any(module.training for module in model.modules()):
         return
@@ -63,24 +63,24 @@ class StagedBatch:
     """
 
     staged: StagedModel
-    pieces: Sequence[Any]
+    batches: Sequence[Any]
     inputs: Sequence[Mapping[str, Any]]
     request: BuildRequest
 
-    def loss(self, number: int, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.request.loss_of(self.staged.partition.output.assemble(pieces), self.pieces[number])
+    def loss(self, number: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.request.loss_of(self.staged.partition.output.assemble(values), self.batches[number])
 
 
-def staged_pieces(
+def stage_batches(
     request: BuildRequest,
-    pieces: Sequence[Any],
+    batches: Sequence[Any],
     *,
     training: bool,
     axes: Mapping[str, int | None] | None,
     prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
 ) -> StagedBatch:
-    """As :meth:`slapo_core.spec.request.BuildRequest.staged` says, of micro-batches."""
-    inputs: list[Mapping[str, Any]] = [request.inputs_of(piece) for piece in pieces]
+    """Find the stages of micro-batches; see :meth:`slapo_core.spec.request.BuildRequest.staged`."""
+    inputs: list[Mapping[str, Any]] = [request.inputs_of(one) for one in batches]
     if prepare is not None:
         inputs = [prepare(dict(one)) for one in inputs]
     pick = _loss if request.loss is None else None  # one object, by which stages are looked up
@@ -94,7 +94,7 @@ def staged_pieces(
         )
     if pick is not None and not pick(staged.partition.output):
         request.loss_of(staged.partition.output.assemble({}), None)  # says that there is none
-    return StagedBatch(staged, pieces, [tree_map_only(torch.Tensor, _apart, one) for one in inputs], request)
+    return StagedBatch(staged, batches, [tree_map_only(torch.Tensor, _apart, one) for one in inputs], request)
 
 
 def _loss(output: Output) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def _loss(output: Output) -> tuple[str, ...]:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A micro-batch's tensor with a count of writes of its own: as a view it would share that of the whole batch."""
+    """Detach a micro-batch's tensor from the version counter of the whole batch."""
     return tensor if tensor.requires_grad else tensor.data
 
 
@@ -111,7 +111,7 @@ class Request:
 
     Args:
         schedule: all ranks have the same.
-        arguments: what the user gave to ``build``.
+        arguments: the user's arguments of ``build``.
         values: the tensors and their values.
         stage_ranks: the rank along ``pp`` of each stage; empty where there is one.
     """
@@ -134,7 +134,7 @@ class Request:
         self._stage_ranks = stage_ranks
         self._stages: Stages | None = None
         self._is_cut = False  # a batch, before
-        self._originals = {id(tensor): name for name, tensor in values.untouched.items()}
+        self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
     @property
     def schedule(self) -> Schedule:
@@ -167,10 +167,10 @@ class Request:
     def materialize(self) -> Iterator[LiveTensor]:
         return self._values.run()
 
-    def make_optimizer(self, *, in_pieces: bool = False) -> torch.optim.Optimizer | None:
+    def make_optimizer(self, *, partitioned: bool = False) -> torch.optim.Optimizer | None:
         with self.together("making the optimizer"):
             named = dict(self._schedule.model.named_parameters())
-            elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_here}
+            elsewhere = {id(live.tensor): live.name for live in self._state.tensors() if not live.is_local}
             parameters = {name: one for name, one in named.items() if id(one) not in elsewhere}
             foreign = {key: f"'{name}' of the reference model" for key, name in self._originals.items()}
             foreign |= {key: f"'{name}' of another pipeline stage" for key, name in elsewhere.items()}
@@ -178,7 +178,7 @@ class Request:
                 parameters,
                 self._arguments.optimizer,
                 foreign,
-                self._split(in_pieces=in_pieces),
+                self._split(partitioned=partitioned),
                 is_part=self.placement is not None,
                 elementwise=self._arguments.elementwise,
             )
@@ -221,8 +221,8 @@ class Request:
         option: str = "",
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
-        pieces = self.micro_batches(batch, count, axes=axes, option=option)
-        return staged_pieces(self, pieces, training=training, axes=axes, prepare=prepare)
+        batches = self.micro_batches(batch, count, axes=axes, option=option)
+        return stage_batches(self, batches, training=training, axes=axes, prepare=prepare)
 
     def staged_example(
         self,
@@ -233,10 +233,10 @@ class Request:
     ) -> StagedBatch:
         example = self._schedule.example_inputs
         try:
-            pieces = self._cut(example, count, "microbatches", axes)
+            batches = self._cut(example, count, "microbatches", axes)
         except BuildError:
-            pieces = [example]
-        return staged_pieces(self, pieces, training=True, axes=axes, prepare=prepare)
+            batches = [example]
+        return stage_batches(self, batches, training=True, axes=axes, prepare=prepare)
 
     def part(self, partition: Partition) -> torch.nn.Module:
         assert self._mesh is not None
@@ -244,11 +244,11 @@ class Request:
         stages = [stage.module for stage in partition.stages if self._stage_ranks[stage.index] == own]
         return Part(self._schedule.model, stages)
 
-    def _split(self, *, in_pieces: bool) -> dict[int, list[int]]:
-        """The axes along which parameters are split over running ranks, or by the runtime, by their identity."""
+    def _split(self, *, partitioned: bool) -> dict[int, list[int]]:
+        """Return the sharded axes of parameters, by their identity."""
         found: dict[int, list[int]] = {}
         for live in self._state.tensors():
-            if in_pieces and live.is_parameter and live.is_here:
+            if partitioned and live.is_parameter and live.is_local:
                 found[id(live.tensor)] = list(range(live.tensor.dim()))
             for mesh_dim, axis in live.layout.shards():
                 if self._mesh is not None and self._mesh.size(mesh_dim) > 1:
@@ -265,13 +265,13 @@ class Request:
     ) -> list[Any]:
         option = option or ("accumulate" if count is None else "microbatches")
         count = self._arguments.accumulate if count is None else count
-        pieces = self._cut(batch, count, option, axes)
-        if len(pieces) > 1 and not self._is_cut:
+        batches = self._cut(batch, count, option, axes)
+        if len(batches) > 1 and not self._is_cut:
             self._is_cut = True
-            reason = labels_left_out(pieces, option=option)
+            reason = labels_left_out(batches, option=option)
             if reason is not None:
                 warnings.warn(reason, stacklevel=3)
-        return pieces
+        return batches
 
     def _cut(self, batch: Any, count: int, option: str, axes: Mapping[str, int | None] | None) -> list[Any]:
         by_place: dict[Any, int | None] = {**(axes or {})}

@@ -1,4 +1,4 @@
-"""The dialect that `build` was asked for: found, held against the schedule, and called."""
+"""Find the dialect of a build, check the schedule against it, and find the stages."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Arguments:
             )
 
     def for_plan(self) -> BuildArguments:
-        """What a dialect may make part of its plan."""
+        """Return the arguments that a dialect may put into its plan."""
         return BuildArguments(
             has_optimizer=self.optimizer is not None,
             has_loss=self.loss is not None,
@@ -133,12 +133,12 @@ class Target:
         return target
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any], arguments: BuildArguments) -> Plan:
-        """What the dialect is going to do.
+        """Make the dialect's plan.
 
         Args:
             schedule: what is built.
             config: the options of the dialect, as the user gave them.
-            arguments: the rest of what the user gave.
+            arguments: the user's other arguments.
 
         Raises:
             BuildError: it cannot run this schedule, or a plugin says that the schedule is incomplete: every reason is
@@ -162,7 +162,7 @@ class Target:
             return self.dialect.plan(schedule, options)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """Which rank along ``pp`` runs each stage.
+        """Return the pipeline rank of each stage.
 
         Raises:
             BuildError: the dialect's answer leaves out a stage or a rank.
@@ -197,10 +197,10 @@ class Target:
             raise BuildError("\n".join(lines))
         refuse_if_incomplete(schedule, trains=trains)
         _warn_of_unused_dimensions(schedule)
-        if mesh is not None and mesh.is_dry:
+        if mesh is not None and mesh.is_abstract:
             raise BuildError(
-                f"the mesh {mesh} is only declared: it needs {mesh.world_size} processes, and this is one without "
-                "torch.distributed",
+                f"the mesh {mesh} is abstract: build() needs {mesh.world_size} processes, and torch.distributed is not "
+                "initialized",
                 hint=f"call torch.distributed.init_process_group() first and launch with `{mesh.launch_command()}`",
             )
         _warn_if_alone(schedule)
@@ -212,7 +212,7 @@ class Target:
 
 @contextlib.contextmanager
 def _blamed(label: str, name: str, method: str, *, is_own: bool) -> Iterator[None]:
-    """Give what a dialect raises the name of its plugin; errors that say what is wrong stay as they are."""
+    """Add the plugin's name to unexpected exceptions of a dialect."""
     try:
         yield
     except SlapoError:
@@ -262,7 +262,7 @@ _FORMS = 16  # that are kept
 
 
 class Stages:
-    """The stages of a model whose tensors are in their places; those of the forms of batches that came last are kept.
+    """Cache the stages of a materialized model for the most recent input signatures.
 
     Args:
         schedule: what is built.
@@ -282,7 +282,7 @@ class Stages:
         outputs: Outputs,
         batch_axes: Mapping[str, int | None] | None,
     ) -> Staged | None:
-        """As :meth:`slapo_core.spec.request.BuildRequest.stages` says."""
+        """Find the stages; see :meth:`slapo_core.spec.request.BuildRequest.stages`."""
         with in_mode(self._modules, training=training):
             form = BatchForm(inputs, [module.training for module in self._modules])
             if not form.is_plain:
@@ -303,7 +303,7 @@ class Stages:
 def stages_of_build(
     schedule: Schedule, arguments: Arguments, target: Target, plan: Plan
 ) -> tuple[Staged, tuple[int, ...]] | None:
-    """The stages of a training step on the schedule's example inputs, and the rank along ``pp`` of each.
+    """Find the stages for the schedule's example inputs, and each stage's pipeline rank.
 
     Returns:
         None where there is one rank along ``pp``.

@@ -349,7 +349,7 @@ def train_stages(
     place, memory, group = trackers.place, trackers.memory, schedule.mesh.group("pp")
     assert group is not None
     correspondence, _ = Correspondence.of(schedule)
-    here = [live.tensor for live in correspondence.live() if live.is_here]
+    here = [live.tensor for live in correspondence.live() if live.is_local]
     rank = schedule.mesh.rank("pp")
     own = [stage for stage in pipeline.staged.partition.stages if pipeline.ranks[stage.index] == rank]
     parameters = [one for one in here if isinstance(one, nn.Parameter)]

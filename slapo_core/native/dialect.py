@@ -91,7 +91,7 @@ class TorchDialect(Dialect):
         return Plan("torch", tuple(steps), options)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """Round and round, ``(0, 1, 0, 1)``; there and back, ``(0, 1, 1, 0)``, by the schedules with a V.
+        """Return ``(0, 1, 0, 1)`` for looped schedules, ``(0, 1, 1, 0)`` for V-shaped ones.
 
         Raises:
             BuildError: the schedule does not run so many stages, or micro-batches.
@@ -101,7 +101,7 @@ class TorchDialect(Dialect):
     def stage_runner(
         self, plan: Plan, stages: StagedModel, ranks: Sequence[int], rank: int, *, group: Any, device: torch.device
     ) -> Runner:
-        """What runs this rank's stages in a step; an estimate runs it too.
+        """Make the runner of this rank's stages, for estimates too.
 
         Args:
             plan: with the options of the pipeline.

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class TorchRuntime:
     """The runtime of target ``"torch"``.
 
-    A step by hand, with gradients accumulated over ``pieces``::
+    A manual step, with gradients accumulated over ``micro_batches``::
 
-        for number, piece in enumerate(pieces, start=1):
-            with engine.torch.no_sync() if number < len(pieces) else contextlib.nullcontext():
-                (engine.torch.module(**piece).loss / len(pieces)).backward()
+        for number, inputs in enumerate(micro_batches, start=1):
+            with engine.torch.no_sync() if number < len(micro_batches) else contextlib.nullcontext():
+                (engine.torch.module(**inputs).loss / len(micro_batches)).backward()
         engine.torch.clip_gradients()
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -45,7 +45,7 @@ class TorchRuntime:
         self._is_averaged = False
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of every micro-batch but the last one: replicas do not exchange gradients yet."""
+        """Accumulate gradients without exchange: around every micro-batch but the last."""
         if isinstance(self.module, DistributedDataParallel):
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
@@ -70,7 +70,7 @@ class TorchRuntime:
         if not self._is_averaged:
             warnings.warn(
                 "the optimizer steps, and no backward pass since its last step went through engine.torch.module "
-                "outside of no_sync(): unless you average the gradients yourself, replicas (dp) part here; call "
+                "outside of no_sync(): unless you average the gradients yourself, replicas (dp) diverge; call "
                 "engine.torch.module(...) instead of engine.module(...), or engine.train_step(batch)",
                 stacklevel=4,
             )
@@ -97,7 +97,7 @@ class TorchEngine(StatefulEngine):
         self._runtime.watch(self.optimizer)
 
     def _replicated(self, request: BuildRequest) -> nn.Module:
-        """What a training step calls: the model, or its DistributedDataParallel."""
+        """Return the model, or its DistributedDataParallel, for training steps."""
         model, mesh = self._module, request.schedule.mesh
         if mesh is None or mesh.size("dp") == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
@@ -106,7 +106,7 @@ class TorchEngine(StatefulEngine):
 
     @property
     def torch(self) -> TorchRuntime:
-        """The pieces of a training step, for loops written by hand.
+        """The parts of a training step, for manual loops.
 
         Raises:
             BuildError: the engine is closed.
@@ -130,18 +130,18 @@ class TorchEngine(StatefulEngine):
         self._refuse_without_gradients()
         if any(parameter.requires_grad for parameter in self._frozen):
             raise self._unfrozen()
-        pieces = self._micro_batches(batch)
+        batches = self._micro_batches(batch)
         losses, output = [], None
-        for number, piece in enumerate(pieces, start=1):
-            with runtime.no_sync() if number < len(pieces) else contextlib.nullcontext():
-                loss, output = self._compute_loss(piece, runtime.module)
+        for number, inputs in enumerate(batches, start=1):
+            with runtime.no_sync() if number < len(batches) else contextlib.nullcontext():
+                loss, output = self._compute_loss(inputs, runtime.module)
                 if number == 1:
                     optimizer.zero_grad(set_to_none=True)
-                (loss / len(pieces) if len(pieces) > 1 else loss).backward()
+                (loss / len(batches) if len(batches) > 1 else loss).backward()
             losses.append(loss.detach())
         norm = runtime.clip_gradients()
         optimizer.step()
-        if len(pieces) > 1:
+        if len(batches) > 1:
             return StepResult(torch.stack(losses).mean(), None, norm)
         return StepResult(losses[0], output, norm)
 

@@ -159,7 +159,7 @@ def _is_between_steps(node: Node, error: TraceError) -> bool:
 def _recorded_before(graph: Any, node: Node, call: Call | None) -> bool:
     """Record the module as it was when it last could run; the graph follows as soon as it can again."""
     for before in sorted({record.index - 1 for record in _changes(node)}, reverse=True):
-        with contextlib.suppress(TraceError, PathError), node.untouched(to=before) as module:
+        with contextlib.suppress(TraceError, PathError), node.reference(to=before) as module:
             graph.record(module, [node.example_call() if call is None else call])
             return True
     return False

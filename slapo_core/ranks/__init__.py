@@ -1,1 +1,1 @@
-"""Processes: starting them, and making sure that all of them mean the same."""
+"""Launch ranks, and check their consistency."""

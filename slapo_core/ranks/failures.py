@@ -1,4 +1,4 @@
-"""What a rank raised, as text that travels; and which of several ranks' exceptions was the first cause."""
+"""Describe the exceptions of ranks as text, and find the first cause among them."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Attempt(Generic[T]):
-    """What came of a function that every rank called.
+    """The outcome of a function that every rank called.
 
     Args:
         result: this rank's; None if it raised.
-        error: what this rank raised by itself.
+        error: this rank's own exception.
         failures: what ranks raised by themselves, in the order of ranks; the same on every rank. Left out are those
             that only lost the connection to a rank that had failed.
     """
@@ -74,7 +74,7 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
 
 
 def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Failure, ...]:
-    """Those that are no mere consequence of another rank's; all of them, where each lost a connection.
+    """Return the failures that are not consequences of another rank's; all, if every rank lost a connection.
 
     Args:
         failures: of each of ``ranks``; None of one that went well.
@@ -90,7 +90,7 @@ def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Fa
 
 
 def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:
-    """The error for a rank that has lost the connection to the others: it names those that left, or that are gone.
+    """Make the error of a rank that lost the connection: it names the ranks that left or died.
 
     Args:
         store: where a rank that leaves early has written why, as ``"left <rank>"``.
@@ -120,7 +120,7 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as inner:  # noqa: BLE001 - the class of a user: its own text is what fails
-        return f"(its text cannot be had: {type(inner).__name__} in __str__)"
+        return f"(str(error) raised {type(inner).__name__})"
 
 
 def _says_lost(error: BaseException) -> bool:

@@ -222,7 +222,7 @@ class _Run:
                     self._receive(rank)
 
     def close(self) -> None:
-        """Let go of every rank: closing its connection tells it to leave; what ranks started is ended with them."""
+        """End every rank and its child processes."""
         for rank in self._pending():
             if rank < len(self.processes):  # else the caller was interrupted before it was started
                 self.processes[rank].kill()
@@ -343,7 +343,7 @@ MAIN_HINT = (
 
 
 def is_importing_script() -> bool:
-    """Whether this process is a rank that has not got further than the import of the script."""
+    """Return whether this process is a rank still importing the script."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
@@ -364,7 +364,7 @@ def require_importable_script() -> None:
 
 
 def import_error() -> LaunchError:
-    """What to raise when a rank has ended before it could read what it is to call."""
+    """Make the error for a rank that ended before it read its function."""
     script = getattr(sys.modules["__main__"], "__file__", None) or "of this process"
     return LaunchError(
         f"a rank ended while it imported the script {script}, as every rank does before the function is called",

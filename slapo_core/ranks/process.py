@@ -1,4 +1,4 @@
-"""What happens inside one rank process of `slapo_core.ranks.launcher`."""
+"""Run one rank process of `slapo_core.ranks.launcher`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Job", "describe", "make_importable", "origin", "run_rank", "trace_fi
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told.
+    """The instructions of a run for every rank.
 
     Args:
         payload: the pickled ``(function, args, kwargs)``.
@@ -50,7 +50,7 @@ class Job:
 
 
 def trace_file(directory: Path, rank: int) -> Path:
-    """Where a rank's traceback is written when it is ended or crashes."""
+    """Return the file for a rank's traceback when it is ended or crashes."""
     return directory / f"rank-{rank}.traceback"
 
 
@@ -140,7 +140,7 @@ def _set_environment(rank: int, job: Job) -> None:
 
 
 def make_importable(name: str, file: str) -> None:
-    """Import the function's module by its name or, where that finds nothing or another file, from its file."""
+    """Import the function's module by name, or else from its file."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -208,7 +208,7 @@ def _wait_for_release(connection: Connection) -> None:
 
 
 def _leave_with_the_caller() -> None:
-    """End this process, and what it started, when the caller is gone, even while it is blocked in a collective."""
+    """End this process and its children when the caller is gone, even during a collective."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -18,10 +18,10 @@ _MODULUS = 1 << 64
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number that two tensors share if they have the same bits in the same order (64 bits, not cryptographic).
+    """Compute a 64-bit checksum of a tensor's bits, in order (not cryptographic).
 
     Neither the type nor the shape counts, only the elements in row-major order, wherever they lie in memory. It is
-    computed on the tensor's device, piece by piece, and is the same number on every kind of device.
+    computed on the tensor's device, shard by shard, and is the same number on every kind of device.
 
     Args:
         tensor: of any type; of a sparse one the indices and the values count, of one on the meta device the size.
@@ -56,7 +56,7 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of all elements, in their order, as 64-bit integers; the last one is filled up with zeros."""
+    """Give the bytes of all elements as 64-bit integers; the last one is padded with zeros."""
     rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     for piece in _pieces(tensor):
         own = torch.empty(piece.numel(), dtype=piece.dtype, device=piece.device)
@@ -87,7 +87,7 @@ _NOTHING = "(nothing)"
 
 @dataclass(frozen=True)
 class RankFact:
-    """Something that must be the same on every rank.
+    """A value that must be the same on every rank.
 
     Args:
         what: of the message "ranks disagree about ...", e.g. ``"the seed given to build"``; once in a list of facts.

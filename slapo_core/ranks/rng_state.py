@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ OTHER = ("Python's random module", "NumPy's global generator")
 
 
 def torch_states() -> dict[str, bytes]:
-    """The states of torch's generators, of the CPU and, once it is used, of the current GPU."""
+    """Return torch's RNG states: of the CPU and, once it is used, of the current GPU."""
     states = {"the CPU": torch.get_rng_state()}
     device = accelerator()
     if device is not None:
@@ -49,22 +49,22 @@ def foreign_states() -> dict[str, str]:
     return {source: hashlib.sha256(state.encode()).hexdigest() for source, state in found.items()}
 
 
-def synchronize(world: World) -> list[str]:
-    """Give all ranks the first rank's RNG states of torch, of the devices in use on every rank: a collective.
+def synchronize(world: World, ranks: Sequence[int]) -> list[str]:
+    """Give ``ranks`` the first one's RNG states of torch, of the devices in use on each: a collective of ``world``.
 
     Returns:
         the devices on which the states differed.
     """
-    own = torch_states()
-    by_rank = world.gather(own)
-    first = {device: state for device, state in by_rank[0].items() if all(device in states for states in by_rank)}
-    differing = [device for device in first if any(states[device] != first[device] for states in by_rank)]
+    by_rank = dict(zip(world.ranks, world.gather(torch_states()), strict=True))
+    states = [by_rank[rank] for rank in ranks]
+    first = {device: state for device, state in states[0].items() if all(device in own for own in states)}
+    differing = [device for device in first if any(own[device] != first[device] for own in states)]
     if differing:
         restore(first)
     return differing
 
 
-def draw_alike(world: World, problem: str, *, stacklevel: int) -> list[str]:
+def synchronize_and_warn(world: World, problem: str, *, stacklevel: int) -> list[str]:
     """Synchronize torch's RNG states, with a warning where they differed: a collective.
 
     Args:
@@ -75,13 +75,13 @@ def draw_alike(world: World, problem: str, *, stacklevel: int) -> list[str]:
     Returns:
         the other generators, of :data:`OTHER`, whose states differ.
     """
-    differing = synchronize(world)
+    differing = synchronize(world, world.ranks)
     if differing:
         warnings.warn(
-            f"torch's random state on {' and '.join(differing)} {problem} on each of the ranks "
-            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of what they all hold: "
-            f"it is rank {world.ranks[0]}'s on all of them now; call torch.manual_seed(seed) with the same seed on "
-            "all ranks of a replica, now and later",
+            f"torch's random state on {' and '.join(differing)} {problem} on ranks "
+            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of their replicas: all of them "
+            f"have rank {world.ranks[0]}'s now; call torch.manual_seed(seed) with the same seed on all ranks of a "
+            "replica",
             stacklevel=stacklevel + 1,
         )
     others = world.gather(foreign_states())

@@ -1,4 +1,4 @@
-"""A mesh over process groups of its own: what is tried there ends with a timeout, and the user's groups stay whole."""
+"""A mesh over trial process groups with a timeout, so that failing trials leave the user's groups intact."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class TrialMesh(Mesh):
     """The dimensions and ranks of a mesh, over new process groups with a timeout.
 
     A rank that raises leaves the others waiting in a collective. It drops its groups, which ends the others' wait at
-    once (gloo: unless something else holds them), or the timeout does. All ranks make them anew then, under the same
+    once (gloo: unless something else holds them), or the timeout does. All ranks make them again then, under the same
     names.
 
     Args:
         mesh: of several running ranks, which all make it together.
-        store: in which nobody else writes.
+        store: in which no other code writes.
         seconds: the timeout; None: the larger of 60 and ten times what :meth:`allow` was told.
     """
 
@@ -41,7 +41,7 @@ class TrialMesh(Mesh):
         self.open()
 
     def open(self) -> None:
-        """Make the groups, in the place of those there were."""
+        """Make the groups again."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -58,7 +58,7 @@ class TrialMesh(Mesh):
         )
 
     def drop(self) -> None:
-        """Let go of the groups, so that whoever waits for this rank in one of them raises."""
+        """Drop the groups, so that ranks waiting for this one raise."""
         import torch.distributed as dist
 
         self._device_mesh = None
@@ -68,7 +68,7 @@ class TrialMesh(Mesh):
             dist.destroy_process_group(group)
 
     def allow(self, seconds: float) -> None:
-        """Wait in collectives for ten times as long as something took, if that is longer than now."""
+        """Raise the timeout to ten times a duration."""
         if not self._is_given and _TIMES * seconds > self._seconds:
             self._seconds = _TIMES * seconds
             for group in self._groups:
@@ -76,7 +76,7 @@ class TrialMesh(Mesh):
 
     @contextlib.contextmanager
     def watched(self, store: Any) -> Iterator[None]:
-        """Around a trial of all ranks: where one fails, those end that wait for it on the GPU.
+        """Abort this rank's groups when another rank fails in a trial: for waits on the GPU.
 
         NCCL waits on the GPU, and hears nothing of a group that another rank dropped: a thread of this rank looks into
         the store, and ends its own groups before NCCL's watchdog would end the process.

@@ -1,4 +1,4 @@
-"""The ranks of a mesh: every decision is taken by all of them, or by none."""
+"""Exchange messages between the ranks of a mesh, and take decisions on all of them together."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _ALL_CALL = (
 
 @dataclass
 class _Channel:
-    """What the same ranks exchange messages through.
+    """The store and process group through which the same ranks exchange messages.
 
     Args:
         beside: the default process group at the time.
-        store: in which nobody else writes.
+        store: in which no other code writes.
         group: over gloo.
         uses: by how many a :class:`World` was entered with it.
     """
@@ -59,11 +59,11 @@ atexit.register(_channels.clear)  # before the interpreter takes apart what thei
 
 
 class World:
-    """The processes of a mesh, or this one alone; a context manager that all of them enter, in the same order.
+    """The processes of a mesh; a context manager that all of them enter, in the same order.
 
     Messages go through a group of their own, over gloo: a rank that fails inside the model must not answer the
     collective in which the others wait with one of ours, and a mesh may be a part of the processes only. It is made
-    once for the same ranks, and anew after a block that ended with an exception.
+    once for the same ranks, and again after a block that ended with an exception.
 
     Args:
         mesh: the schedule's mesh; None, one rank, or an abstract mesh means alone.
@@ -141,7 +141,7 @@ class World:
         self._group = None
 
     def _drop(self) -> None:
-        """Let go of the channel, so that whoever waits for this rank raises, and the next use connects anew."""
+        """Drop the channel: ranks waiting for this one raise, and the next use connects again."""
         self._group = None
         channel = _channels.pop(self.ranks, None)
         if channel is not None:
@@ -150,7 +150,7 @@ class World:
 
     @contextlib.contextmanager
     def trial_mesh(self, seconds: float | None) -> Iterator[Mesh | None]:
-        """A mesh like the given one over groups of its own, for models that :meth:`attempt` runs; alone the given one.
+        """Give a mesh over trial process groups for :meth:`attempt`; the given mesh for one rank.
 
         Args:
             seconds: that a rank waits in a collective for another one; None: see :class:`TrialMesh`.
@@ -182,7 +182,7 @@ class World:
         return self.size == 1
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of ``ranks``, on every rank.
+        """Gather every rank's value on every rank, in the order of ``ranks``.
 
         Raises:
             RankFailedError: a rank is gone.
@@ -277,7 +277,7 @@ class World:
                 raise BuildError(f"{what} failed on rank {failure.rank}: {failure.kind}: {failure.text}")
 
     def agree(self, facts: Iterable[RankFact], *, hint: str) -> None:
-        """Compare facts over all ranks; where alone, they are not even asked for.
+        """Compare facts over all ranks; a single rank does not evaluate them.
 
         Args:
             facts: every rank's own, in the order in which they matter. For facts with a scope the ranks must have
@@ -314,7 +314,7 @@ class World:
 
 @contextlib.contextmanager
 def together(mesh: Mesh | None, what: str) -> Iterator[None]:
-    """As :meth:`World.together`, for a single block outside of any ``World``."""
+    """Run a block on all ranks together; see :meth:`World.together`."""
     with World(mesh) as world, world.together(what):
         yield
 

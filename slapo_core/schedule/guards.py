@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
 from slapo_core.private import is_functorch_wrapped
 from slapo_core.ranks.rank_consistency import RankFact, checksum, describe_tensor
-from slapo_core.ranks.rng_state import draw_alike
+from slapo_core.ranks.rng_state import synchronize_and_warn
 from slapo_core.ranks.world import World
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, WrapForward
@@ -278,7 +278,7 @@ class Guards:
         own = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in replicas.items()}  # fully_shard's
         values = [RankFact(f"'{name}'", describe_tensor(tensor)) for name, tensor in own.items() if _is_plain(tensor)]
         replica.agree(values, hint=_SAME_VALUES)
-        draw_alike(replica, "is another one", stacklevel=9)
+        synchronize_and_warn(replica, "differs", stacklevel=9)
         try:
             batch = [RankFact(f"the batch: {name}", describe_tensor(tensor)) for name, tensor in tensors.items()]
             replica.agree(batch, hint=_SAME_BATCH)
@@ -293,7 +293,7 @@ class Guards:
         if not self._has_evaluated and "tp" in self._dims:
             self._has_evaluated = True
             with World(mesh, over="tp") as replica:
-                draw_alike(replica, "is another one", stacklevel=7)
+                synchronize_and_warn(replica, "differs", stacklevel=7)
 
 
 def _layouts(entry: Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]:

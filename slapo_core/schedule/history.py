@@ -138,7 +138,7 @@ class History:
         if self.in_force is not None:
             raise SealedError(
                 f"cannot {what}: the schedule is rewound to step {self.in_force} in a `with` block",
-                hint="leave the block of sch.untouched() or sch.rewound() first",
+                hint="leave the block of sch.reference() or sch.rewound() first",
             )
 
     def _move(self, to: int) -> None:

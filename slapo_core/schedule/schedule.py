@@ -176,7 +176,7 @@ class Schedule(OnRoot):
         return bool(self._history.kept.get("verified"))
 
     @contextlib.contextmanager
-    def untouched(self) -> Iterator[nn.Module]:
+    def reference(self) -> Iterator[nn.Module]:
         """The model as it was before the first step, for the duration of a ``with`` block.
 
         The very same objects come back, in both directions; copy the model to keep it.

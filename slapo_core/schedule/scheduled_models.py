@@ -98,7 +98,7 @@ def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | Non
             raise ArgumentError(
                 f"{where} is a copy, or a part, of a model under another schedule: steps changed it, which would be "
                 "taken for the reference model",
-                hint="copy the model before its first step, or inside of `with sch.untouched() as model:`, or make a "
+                hint="copy the model before its first step, or inside of `with sch.reference() as model:`, or make a "
                 "fresh model",
             )
 

@@ -19,7 +19,7 @@ __all__ = ["DEVICES", "DeviceSpec", "Link", "format_bytes", "parse_bytes"]
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks along a mesh dimension.
+    """The link between ranks along a mesh dimension.
 
     Args:
         bandwidth: bytes per second that one rank sends.
@@ -38,7 +38,7 @@ class DeviceSpec:
         name: e.g. ``"NVIDIA H100 80GB HBM3"``.
         flops: floating-point operations per second in matrix products, by dtype: ``{"bfloat16": 6.5e14}``.
         bandwidth: bytes per second between the device and its memory.
-        launch: seconds that an operation takes however little it does.
+        launch: kernel launch overhead, in seconds.
         memory: bytes of the device's memory; None where that is not known.
         links: what connects ranks, by mesh dimension; ``"*"`` stands for all others.
         type: as torch names it: on ``"cuda"`` attention is that of CUDA's kernels, on others that of the CPU's.
@@ -53,7 +53,7 @@ class DeviceSpec:
     type: str = "cpu"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, for ``json.dump``."""
+        """Convert to plain values, for ``json.dump``."""
         return {
             "bandwidth": self.bandwidth,
             "flops": dict(self.flops),
@@ -68,7 +68,7 @@ class DeviceSpec:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any] | str | os.PathLike[str]) -> DeviceSpec:
-        """What :meth:`to_json` gave.
+        """Read the result of :meth:`to_json`.
 
         Args:
             document: as plain values; or the path of a JSON file.
@@ -83,7 +83,7 @@ class DeviceSpec:
                 document = json.loads(Path(document).read_text(encoding="utf-8"))
             except (OSError, ValueError, RecursionError) as error:
                 raise ArgumentError(
-                    f"{where} is no device: {error}", hint="slapo device measure --json device.json"
+                    f"{where} is not a device: {error}", hint="slapo device measure --json device.json"
                 ) from error
         if not isinstance(document, Mapping):
             _refuse(where, "the document", "an object", document)
@@ -94,11 +94,11 @@ class DeviceSpec:
             if not isinstance(text, str) or not text:
                 _refuse(where, f"'{key}'", "a text", text)
         if not isinstance(flops, Mapping) or not flops:
-            _refuse(where, "'flops'", 'an object of numbers by dtype, such as {"float32": 1e12}', flops)
+            _refuse(where, "'flops'", 'an object of numbers by dtype, e.g. {"float32": 1e12}', flops)
         if memory is not None and (type(memory) is not int or memory < 1):
             _refuse(where, "'memory'", "a number of bytes, or null", memory)
         if not isinstance(links, Mapping):
-            _refuse(where, "'links'", 'an object by mesh dimension, such as {"*": {...}}', links)
+            _refuse(where, "'links'", 'an object by mesh dimension, e.g. {"*": {...}}', links)
         made = {}
         for mesh_dim, link in links.items():
             if not isinstance(link, Mapping):
@@ -239,7 +239,7 @@ def format_bytes(size: float) -> str:
 
 
 def _corrected(match: re.Match[str] | None) -> str:
-    """What was probably meant: ``"70GiB"`` by ``"70G"`` and ``"70gib"``."""
+    """Suggest a correction: ``"70GiB"`` for ``"70G"`` and ``"70gib"``."""
     if match is not None:
         unit = match[2].lower()
         for known in ("GiB", "MiB", "KiB", "TiB", "PiB", "GB", "MB", "kB", "TB", "PB"):
@@ -250,6 +250,6 @@ def _corrected(match: re.Match[str] | None) -> str:
 
 def _refusal(size: object, name: str, corrected: str) -> ArgumentError:
     return ArgumentError(
-        f'{name} must be a number of bytes, or a text such as "70GiB", "500MB" (got {size!r})',
+        f'{name} must be a number of bytes or text like "70GiB", "500MB" (got {size!r})',
         hint=f"{name}={corrected}",
     )

@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """What the user gave to ``build`` beside the schedule and the options, as far as it can be part of a plan.
+    """The user's arguments of ``build`` beside the schedule and the options, as far as it can be part of a plan.
 
     Args:
         has_optimizer: whether there is a factory; without one, and without one by the options, the
@@ -55,7 +55,7 @@ class BuildArguments:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a dialect is going to do, as data to print and compare before anything is done.
+    """The plan of a build, as data to print and compare beforehand.
 
     Args:
         target: the dialect's name, e.g. ``"torch"``.
@@ -107,7 +107,7 @@ class Dialect(ABC):
 
         Args:
             config: the options as the user gave them to ``build``; returned as they are by default.
-            arguments: the rest of what the user gave.
+            arguments: the user's other arguments.
 
         Raises:
             BuildError: an option contradicts an argument.
@@ -116,7 +116,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
-        """What :meth:`build` will do, with the options after defaults were filled in; pure.
+        """Return the plan of :meth:`build`, with all options filled in; pure.
 
         Given the options of its own plan, it gives that plan again.
 
@@ -125,7 +125,7 @@ class Dialect(ABC):
         """
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """Which rank along ``pp`` runs which stage; pure. Asked by ``build`` where the mesh has several of these ranks.
+        """Return the pipeline rank of each stage; pure. Called for a mesh with several pipeline ranks.
 
         Args:
             plan: what :meth:`plan` gave.
@@ -144,12 +144,12 @@ class Dialect(ABC):
 
         Args:
             plan: what :meth:`plan` gave; all ranks have the same.
-            request: the model, its state, and what the user gave to ``build``.
+            request: the model, its state, and the user's arguments of ``build``.
         """
 
 
 def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
-    """What the user gave to ``build``, as plain values that every rank can compare."""
+    """The user's arguments of ``build``, as plain values that every rank can compare."""
     return {
         "accumulate": arguments.accumulate,
         "device": None if arguments.device is None else arguments.device.type,
@@ -160,7 +160,7 @@ def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
 
 
 def plan_of(dialect: Dialect, schedule: ScheduledModel, options: Mapping[str, Any], **given: Any) -> Plan:
-    """What ``build`` would do with a dialect; nothing is built, and no other rank has to run.
+    """Return the plan of a build with a dialect, without building.
 
     Args:
         dialect: whose plan it is.
@@ -235,7 +235,7 @@ def parameter_types(schedule: ScheduledModel) -> frozenset[str]:
 
 
 def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
-    """How many samples a batch holds; None where its tensors do not agree.
+    """Return the number of samples in a batch; None if its tensors differ.
 
     Args:
         inputs: a batch in any form of ``train_step``.
@@ -255,7 +255,7 @@ def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
 
 
 def boundaries(schedule: ScheduledModel, ask: Callable[[], StagedModel]) -> Iterator[str]:
-    """What each stage sends to the next, line by line, where example inputs say it.
+    """Describe the values that each stage sends to the next, by the example inputs.
 
     Args:
         schedule: what is planned, with several ranks along ``pp``.

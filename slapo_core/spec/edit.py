@@ -1,4 +1,4 @@
-"""What a primitive may change, and how hooks and wrappers move to a replaced module."""
+"""The interface of edits for primitives, and hooks carried over to a replaced module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Edit(Protocol):
     """
 
     def set_parameter(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
-        """Put another tensor in the place of an own parameter, everywhere it is tied.
+        """Replace an own parameter, everywhere it is tied.
 
         Args:
             node: the module that holds it.
@@ -47,15 +47,15 @@ class Edit(Protocol):
         ...
 
     def set_buffer(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
-        """Put another tensor in the place of an own buffer; it stays persistent, or not, as it was."""
+        """Replace an own buffer; it stays persistent or not."""
         ...
 
     def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
-        """Freeze an own parameter, or train it; everywhere it is tied. ``verify`` treats the reference model alike."""
+        """Freeze an own parameter or train it, everywhere it is tied, and in the reference model of ``verify``."""
         ...
 
     def set_layout(self, node: Node, name: str, layout: Layout) -> None:
-        """Record how an own parameter or buffer lies in the reference tensor, where the tensor itself stays.
+        """Record the layout of an own parameter or buffer, without changing the tensor.
 
         A split over a mesh dimension of one rank is such a case: what later steps may do must not depend on the size.
         """
@@ -69,7 +69,7 @@ class Edit(Protocol):
         moved: Mapping[str, str] | None = None,
         dropped: Collection[str] = (),
     ) -> None:
-        """Put another module in the place of the node's, under every path where it is reachable.
+        """Replace the node's module, under every path where it is reachable.
 
         Args:
             node: any node but the root.
@@ -136,7 +136,7 @@ class Edit(Protocol):
         ...
 
     def set_graph(self, node: Node, graph: Graph) -> None:
-        """Run a static graph in the place of the module's forward.
+        """Run a static graph instead of the module's forward.
 
         Args:
             node: the module; what steps wrapped around its forward stays around the graph.
@@ -162,7 +162,7 @@ class Edit(Protocol):
 
 
 def goes_around(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper runs the forward that it is given, whatever that computes: it fits around another one too.
+    """Return whether a wrapper fits around any forward, because it runs the forward given.
 
     Its function says so by ``slapo_goes_around = True``; what computes something itself (a kernel) does not.
     """
@@ -182,7 +182,7 @@ HOOK_TABLES: dict[HookKind, str] = {
 
 @dataclass(frozen=True)
 class Carried:
-    """Hooks and wrapped forwards of a module, each with whether it is active on this mesh; in their order.
+    """The hooks and wrappers of a module, in order, each active or not on this mesh.
 
     To be made before ``edit.replace_module``, and carried over after it::
 
@@ -196,7 +196,7 @@ class Carried:
 
     @classmethod
     def of(cls, node: Node, new: nn.Module, *, is_same: bool = False) -> Carried:
-        """What calls of ``new`` must still run, the user's hooks too; nothing where the old module lives on inside.
+        """Collect the hooks and wrappers for calls of ``new``; none if it contains the old module.
 
         Args:
             node: the old module.
@@ -211,7 +211,7 @@ class Carried:
         return cls(tuple(_hooks(node)), tuple((each, any(each is other for other in active)) for each in wrappers))
 
     def over(self, node: Node, edit: Edit) -> None:
-        """Put them at the module that stands at ``node`` now."""
+        """Add them to the current module at ``node``."""
         for kind, function, active in self.hooks:
             edit.add_hook(node, kind, function, active=active)
         for wrapper, active in self.wrappers:
@@ -219,7 +219,7 @@ class Carried:
 
 
 def runs_own_forward(node: Node) -> bool:
-    """Whether the forward of the module's class runs when it is called, with nothing but what goes around any forward.
+    """Return whether calls run the forward of the module's class.
 
     What steps wrapped and is not active on this mesh counts too: a schedule is refused on every mesh, or on none.
     """

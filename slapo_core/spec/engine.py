@@ -1,4 +1,4 @@
-"""What ``build`` returns: the protocol of engines, and a base class for those of dialects."""
+"""The protocol of engines, and a base class for those of dialects."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class Engine(Protocol):
             rank0_only: other ranks take part but return an empty dictionary.
 
         Raises:
-            ReplicaError: ranks hold different copies of a tensor; its ``state_dict`` holds this rank's.
+            ReplicaError: replicas differ between ranks of a tensor; its ``state_dict`` holds this rank's.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that have the reference model's names and shapes; every rank keeps its own pieces.
+        """Load weights that have the reference model's names and shapes; every rank keeps its own shards.
 
         Args:
             state: whole tensors, the same on every rank, as ``state_dict`` gives them.
@@ -103,7 +103,7 @@ class Engine(Protocol):
         ...
 
     def check_replicas(self, *, repair: bool = False) -> None:
-        """Compare what several ranks hold copies of, tensors and optimizer state: a collective over the mesh.
+        """Compare the replicas of tensors and optimizer state: a collective over the mesh.
 
         Args:
             repair: give every rank the values of the first one that holds a copy, with a warning that says what
@@ -126,7 +126,7 @@ class Engine(Protocol):
 
         Raises:
             ArgumentError: the directory is ``""``.
-            ReplicaError: ranks hold different copies; the checkpoint is whole, with the values of the first rank.
+            ReplicaError: replicas differ between ranks; the checkpoint is whole, with the values of the first rank.
             BuildError: the optimizer holds something that has no place in a checkpoint, or writing failed.
         """
         ...
@@ -140,7 +140,7 @@ class Engine(Protocol):
             directory: that of ``save``.
 
         Raises:
-            WeightsError: it holds no whole checkpoint, or one of another model; nothing was changed.
+            WeightsError: it holds no complete checkpoint, or one of another model; nothing was changed.
             BuildError: it has no optimizer state, or one that does not fit; nothing was changed.
         """
         ...
@@ -193,11 +193,11 @@ class StatefulEngine:
         return optimizer
 
     def _beside(self) -> Mapping[str, Any]:
-        """What a checkpoint of this runtime holds beside weights and the optimizer's state, as JSON, by name."""
+        """Return the runtime's further state for checkpoints, as JSON, by name."""
         return {}
 
     def _uses(self) -> Collection[str]:
-        """Which names of a checkpoint's :meth:`_beside` this engine makes use of; a warning names the others."""
+        """Return the names of :meth:`_beside` that this engine loads; a warning names the others."""
         return ()
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class StatefulEngine:
 
     @contextlib.contextmanager
     def _closing(self, at: Callable[[], str]) -> Iterator[None]:
-        """Close the engine where a step fails in the middle: its ranks are no longer at the same place.
+        """Close the engine if a step fails midway: the ranks have diverged.
 
         Other ranks may wait for this one then, until the launcher of the job ends them, or the timeout of the group.
 

@@ -29,7 +29,7 @@ class Command(ABC):
 
     @abstractmethod
     def app(self) -> typer.Typer:
-        """What runs: an app of typer, whose commands are ``slapo <name> <command>``.
+        """Return the typer app, whose commands are ``slapo <name> <command>``.
 
         A `SlapoError` that it raises is printed without traceback, and ends the process with status 1.
         """
@@ -126,7 +126,7 @@ class Trial:
 
 
 class SearchSpace(Protocol):
-    """What a sampler sees of a space.
+    """The interface of a search space for samplers.
 
     Values are plain data: None, booleans, numbers, strings, tuples of these. Points that are equal are the same point.
     """

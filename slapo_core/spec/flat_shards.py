@@ -16,7 +16,7 @@ __all__ = ["Place", "buckets", "gathered", "is_rounding", "send_buffers"]
 
 @dataclass(frozen=True)
 class Place:
-    """What this rank holds of one parameter's trained values.
+    """This rank's shard of one parameter, in a flat tensor.
 
     Args:
         flat: the tensor that the optimizer steps; it keeps its state for it.
@@ -42,14 +42,14 @@ class Place:
         return flat.detach().view(-1).narrow(0, self.start, self.length)
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
-        """The same elements of a whole tensor."""
+        """Return the same elements of a full tensor."""
         return value.detach().reshape(-1).narrow(0, self.offset, self.length)
 
 
 def gathered(
     piece: torch.Tensor, offset: int, shape: tuple[int, ...], groups: Iterable[Any], *, device: torch.device
 ) -> torch.Tensor:
-    """The whole tensor, put together of what replicas hold of it to the last bit, on every one of them.
+    """All-gather a parameter from its flat shards, bit for bit.
 
     A collective. The pieces are added as integers, each among zeros: that keeps zeros with a sign, and whatever is no
     number.
@@ -76,13 +76,13 @@ def gathered(
 
 
 def is_rounding(copy: torch.Tensor, trained: torch.Tensor) -> bool:
-    """Whether a copy is the rounding of what is trained; what is no number is the same as that."""
+    """Return whether a copy equals the rounded main copy, NaNs included."""
     rounded = trained.to(copy.device, copy.dtype)
     return bool(((copy == rounded) | (copy.isnan() & rounded.isnan())).all())
 
 
 def send_buffers(model: nn.Module, group: Any) -> None:
-    """Give every replica the buffers of the first one: a collective over ``group``, one for all of them.
+    """Broadcast the first replica's buffers, in one collective over ``group``.
 
     To be called before every training step.
 

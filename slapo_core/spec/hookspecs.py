@@ -37,7 +37,7 @@ __all__ = ["PROJECT", "Fact", "Problem", "hookimpl", "hookspec"]
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that is so, neither good nor bad.
+    """A fact about the environment.
 
     Args:
         what: e.g. ``"nccl"``.
@@ -50,7 +50,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong.
+    """A problem of the environment.
 
     Args:
         message: what, with where it was found; e.g. ``"nccl was not found"``.
@@ -168,7 +168,7 @@ def slapo_check(schedule: ScheduledModel) -> Iterable[Violation] | None:
     """Called when ``build`` starts, and when ``verify`` has found a difference: what is still missing in the schedule?
 
     ``build`` refuses the schedule with every answer, and ``verify`` names them beside the difference. A plugin
-    answers for what its own primitives left open, such as a partial sum that nobody reduces, and only where that is
+    answers for what its own primitives left open, such as a unreduced partial sum, and only where that is
     certain to train another model: what it cannot know without running the model is left to ``verify``.
 
     First result: no; the violations of all plugins are collected.
@@ -205,7 +205,7 @@ def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterabl
 def slapo_partition(
     schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
-    """Called when stages are needed: by ``build`` and ``verify``, once for each form of a batch and each mode.
+    """Called when stages are needed: by ``build`` and ``verify``, once for each input signature and mode.
 
     The answer must be the same on every rank. It is asked on ranks that have values for one stage only: the tensors of
     the others are on the meta device there, and stand for tensors on the device of the inputs.

@@ -1,7 +1,6 @@
-"""Where a parameter's local piece lies in the reference tensor's tensor: the one record that everybody reads.
+"""The layout of a sharded tensor: how its full reference tensor becomes local shards, and back.
 
-Materializing, state dicts, checkpoints, ``verify`` and the dialects all use the functions below, so that there is one
-place that knows how a full tensor becomes a local one and back.
+Materialization, state dicts, checkpoints, ``verify`` and the dialects all use it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Layout:
             is_sum = placement.is_partial() and placement.reduce_op == "sum"  # type: ignore[attr-defined]
             if not (placement.is_shard() or placement.is_replicate() or is_sum):
                 raise MeshError(
-                    f"'{self.origin}' cannot lie as {placement!r} along mesh_dim '{mesh_dim}'",
+                    f"unsupported placement of '{self.origin}' along mesh_dim '{mesh_dim}': {placement!r}",
                     hint="a tensor is Shard(axis), Replicate() or Partial('sum') along a mesh dimension",
                 )
         dims = [mesh_dim for mesh_dim, _ in self.placements]
@@ -64,7 +63,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds only a piece of the reference tensor."""
+        """Whether this rank holds only a shard of the reference tensor."""
         return any(placement.is_shard() for _, placement in self.placements)
 
     def shards(self) -> tuple[tuple[str, int], ...]:
@@ -72,11 +71,11 @@ class Layout:
         return tuple((mesh_dim, p.dim) for mesh_dim, p in self.placements if p.is_shard())  # type: ignore[attr-defined]
 
     def partials(self) -> tuple[str, ...]:
-        """The mesh dimensions along which the tensors add up to the reference tensor, in the order applied."""
+        """Return the mesh dimensions with partial values, in the order applied."""
         return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
 
     def holds_values(self, mesh: Mesh | None) -> bool:
-        """Whether this rank's piece has the values of the reference tensor; of a partial sum, all but one have zeros.
+        """Return whether this rank's shard has the reference values; of partial values, all but one are zeros.
 
         The first rank along each partial mesh dimension has the values, so that they add up to the reference tensors.
         """
@@ -99,8 +98,8 @@ class Layout:
             if any(length % world_size for _, length in ranges[axis]):
                 lengths = [length for _, length in ranges[axis]]
                 raise MeshError(
-                    f"axis {axis} of '{self.origin}', in pieces of {lengths} elements, does not divide over mesh_dim "
-                    f"'{mesh_dim}' of size {world_size}",
+                    f"axis {axis} of '{self.origin}' (lengths {lengths}) is not divisible by mesh_dim '{mesh_dim}' of "
+                    f"size {world_size}",
                     hint="pad it first, or split another axis",
                 )
             ranges[axis] = [
@@ -109,31 +108,31 @@ class Layout:
         return ranges
 
     def local_shape(self, mesh: Mesh | None) -> tuple[int, ...]:
-        """The shape of this rank's piece, in elements."""
+        """The shape of this rank's shard, in elements."""
         return tuple(sum(length for _, length in ranges) for ranges in self.segments(mesh))
 
     def local(self, full: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-        """This rank's piece of the reference tensor ``full``, as new contiguous memory.
+        """Cut this rank's shard from the full tensor, as new contiguous memory.
 
         Of a partial sum, the first rank along the mesh dimension gets the values, and the others zeros.
         """
         import torch
 
-        piece = self._pad(full)
+        shard = self._pad(full)
         for axis, ranges in enumerate(self.segments(mesh)):
-            if ranges == [(0, piece.shape[axis])]:
+            if ranges == [(0, shard.shape[axis])]:
                 continue
-            parts = [piece.narrow(axis, start, length) for start, length in ranges]
-            piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+            parts = [shard.narrow(axis, start, length) for start, length in ranges]
+            shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
         if not self.holds_values(mesh):
-            return torch.zeros_like(piece.detach(), memory_format=torch.contiguous_format)
-        return piece.detach().clone(memory_format=torch.contiguous_format)
+            return torch.zeros_like(shard.detach(), memory_format=torch.contiguous_format)
+        return shard.detach().clone(memory_format=torch.contiguous_format)
 
     def full(self, local: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-        """The reference tensor, of every rank's piece: a collective over the sharded and the partial mesh dimensions.
+        """Gather the full tensor from all shards: a collective over the sharded and partial mesh dimensions.
 
         Args:
-            local: this rank's piece, of shape ``local_shape(mesh)``; of a partial sum, its summand.
+            local: this rank's shard, of shape ``local_shape(mesh)``; or its partial value.
 
         Returns:
             a new tensor of shape ``shape`` on every rank; ``local`` itself where every rank has the whole tensor.
@@ -155,9 +154,9 @@ class Layout:
         import torch.distributed as dist
 
         lengths = [length for _, length in self.segments(mesh)[axis]]
-        pieces = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))]
-        dist.all_gather(pieces, tensor.contiguous(), group=mesh.group(mesh_dim))
-        parts = [piece.split(lengths, dim=axis) for piece in pieces]
+        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))]
+        dist.all_gather(shards, tensor.contiguous(), group=mesh.group(mesh_dim))
+        parts = [shard.split(lengths, dim=axis) for shard in shards]
         return torch.cat([part[index] for index in range(len(lengths)) for part in parts], dim=axis)
 
     def _pad(self, full: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The device mesh that a schedule is written for: torch's ``DeviceMesh``, or its declaration in a plain process."""
+"""The device mesh of a schedule: torch's ``DeviceMesh``, or abstract, without processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "check_sizes", "declare_mesh", "start_alone"]
+__all__ = ["DATA_DIMS", "MESH_DIMS", "Mesh", "check_sizes", "declare_mesh", "start_single_process_group"]
 
 
 MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
@@ -29,7 +29,7 @@ class Mesh:
     Args:
         sizes: mesh_dim -> number of ranks, outermost dimension first, e.g. ``{"dp": 2, "tp": 4}``.
         rank: the global rank whose place this is, row-major over ``sizes``.
-        device_mesh: torch's mesh; None for a trivial mesh (one rank) and for a dry one.
+        device_mesh: torch's mesh; None for a trivial mesh (one rank) and for an abstract one.
     """
 
     def __init__(self, sizes: Mapping[str, int], *, rank: int = 0, device_mesh: DeviceMesh | None = None) -> None:
@@ -64,13 +64,13 @@ class Mesh:
         return not any(self._coordinate.values())
 
     @property
-    def is_dry(self) -> bool:
-        """Whether this process only plays one rank of the mesh: several ranks declared, none running."""
+    def is_abstract(self) -> bool:
+        """Whether the mesh is declared without processes: several ranks, none running."""
         return self._device_mesh is None and self.world_size > 1
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """Torch's mesh; None for a mesh of one rank and for a dry one."""
+        """Torch's mesh; None for a mesh of one rank and for an abstract one."""
         return self._device_mesh
 
     def __contains__(self, mesh_dim: object) -> bool:
@@ -88,19 +88,19 @@ class Mesh:
         """The process group along ``mesh_dim``; None where the dimension has one rank.
 
         Raises:
-            MeshError: the mesh is dry, so there is nothing to communicate with.
+            MeshError: the mesh is abstract: there are no process groups.
         """
         if self.size(mesh_dim) == 1:
             return None
         if self._device_mesh is None:
             raise MeshError(
-                f"the mesh {self} is only declared in this process, so mesh_dim '{mesh_dim}' has no process group",
+                f"the mesh {self} is abstract: this process has no process group for mesh_dim '{mesh_dim}'",
                 hint=self.launch_command(),
             )
         return self._device_mesh.get_group(mesh_dim)
 
     def launch_command(self) -> str:
-        """The command that starts as many processes as the mesh needs: on each node 8, where there are more."""
+        """Return the launch command for the mesh, with at most 8 processes a node."""
         nodes, rest = divmod(self.world_size, 8)
         if nodes < 2 or rest:
             return f"torchrun --nproc-per-node {self.world_size} your_script.py"
@@ -110,7 +110,7 @@ class Mesh:
         return "{" + ", ".join(f"{mesh_dim!r}: {size}" for mesh_dim, size in self._sizes.items()) + "}"
 
     def __repr__(self) -> str:
-        return f"Mesh({self}{', dry' if self.is_dry else ''}, rank={self._rank})"
+        return f"Mesh({self}{', abstract' if self.is_abstract else ''}, rank={self._rank})"
 
     def __deepcopy__(self, memo: object) -> Mesh:
         return self  # process groups are handles of the process, not values
@@ -122,8 +122,8 @@ def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: in
     Args:
         mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions.
             A dictionary makes torch's mesh at once where torch.distributed is initialized; otherwise the mesh is
-            dry, unless it has one rank.
-        rank: for a dry mesh, the global rank to play.
+            abstract, unless it has one rank.
+        rank: for an abstract mesh, this process's global rank.
 
     Raises:
         MeshError: an unknown dimension, a size that is not a positive integer, another world size, or a rank
@@ -205,7 +205,7 @@ def _realize(sizes: dict[str, int], rank: int) -> Mesh:
     return Mesh(sizes, rank=dist.get_rank(), device_mesh=device_mesh)
 
 
-def start_alone(device_type: str, backend: str | None = None) -> None:
+def start_single_process_group(device_type: str, backend: str | None = None) -> None:
     """Make a process group of one; it stays until the process ends.
 
     Args:

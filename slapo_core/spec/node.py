@@ -1,4 +1,4 @@
-"""What a primitive sees of the place where it is applied."""
+"""The interface of nodes, the modules of the scheduled model."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Node(Protocol):
         """
         ...
 
-    def untouched(self, to: int = 0) -> AbstractContextManager[nn.Module]:
+    def reference(self, to: int = 0) -> AbstractContextManager[nn.Module]:
         """The module that stood here before the first step, for the duration of a ``with`` block: see Schedule.
 
         Args:
@@ -206,7 +206,7 @@ class Node(Protocol):
         ``node.shard("weight", axis=0)`` is short for ``node.apply(Shard("weight", axis=0))``.
 
         Raises:
-            PreconditionError: a rule is broken; the model is untouched.
+            PreconditionError: a rule is broken; the model is reference.
             ApplyError: the step failed halfway; the model is as it was before.
             PostconditionError: it took no effect, and was taken back.
             SealedError: the schedule was built or sealed.
@@ -219,5 +219,5 @@ class Node(Protocol):
 
 
 def only_looks(hook: object) -> bool:
-    """Whether a hook is slapo-core's own and changes nothing about a call: it is neither the user's nor a step's."""
+    """Return whether a hook is slapo-core's own and changes nothing."""
     return getattr(type(hook), "slapo_only_looks", False) is True

@@ -1,9 +1,9 @@
-"""What crosses from one stage to the next, for runtimes that send few tensors of few types.
+"""Pack the values of a stage boundary into P2P messages, for runtimes that send few tensors of few types.
 
-Everything with a gradient goes as one flat floating tensor, and everything else, whatever its type, as bytes, bit by
-bit: as a second tensor, for a runtime that sends a tuple of tensors (DeepSpeed), or behind the first in the same
-memory, for one that sends a single tensor (Megatron). A runtime runs one backward pass for the floating tensor, wants a
-gradient for it, and gives one back for nothing else.
+Everything with a gradient goes as one flat floating tensor, and everything else, whatever its type, as bytes: as a
+second tensor, for a runtime that sends a tuple of tensors (DeepSpeed), or behind the first in the same memory, for one
+that sends a single tensor (Megatron). A runtime runs one backward pass for the floating tensor, needs a gradient for
+it, and gives one back for nothing else.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from slapo_core.errors import BuildError
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Value
 
-__all__ = ["Parcel", "attached", "check_sent", "common_dtype"]
+__all__ = ["P2PMessage", "attached", "check_sent", "common_dtype"]
 
 
 _ALIGNMENT = 16  # bytes: of the largest element, complex128
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 
 
-class Parcel:
-    """How the values of one boundary travel.
+class P2PMessage:
+    """The format of a boundary's P2P message.
 
     Args:
         values: what crosses, in an order that both ranks have.
@@ -63,7 +63,7 @@ class Parcel:
         self.length = max(elements, 1)
 
     def empty(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Tensors to receive it in."""
+        """Make the tensors to receive the message in."""
         found = []
         if self.carries_gradient:
             found.append(torch.zeros(self.length, dtype=self.dtype, device=device))
@@ -80,7 +80,7 @@ class Parcel:
         device: torch.device,
         backward_begins: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, ...]:
-        """The tuple that is sent.
+        """Pack the values into the tensors that are sent.
 
         Args:
             there: the values by name.
@@ -90,7 +90,7 @@ class Parcel:
             backward_begins: called when the gradient has come back.
 
         Raises:
-            BuildError: a value is not what was said, and what waits for it would take it for something else.
+            BuildError: a value has another shape, type or need of a gradient than its receiver expects.
         """
         for value in (*self._with, *self._without):
             check_sent(value, there[value.name], sender)
@@ -109,7 +109,7 @@ class Parcel:
         return tuple(found)
 
     def _attachment(self, there: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
-        """What has no gradient, as bytes; None where there is nothing."""
+        """Pack the values without a gradient as bytes; None if there are none."""
         if not self._bytes:
             return None
         message = torch.zeros(self._bytes, dtype=torch.uint8, device=device)
@@ -118,7 +118,7 @@ class Parcel:
         return message
 
     def unpack(self, message: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """The values by name, each with memory of its own.
+        """Unpack the values by name, each with memory of its own.
 
         Also the link: an empty tensor. What is computed from it lets the whole message get its gradient, zeros for
         values that nothing used; None where no gradient goes back.
@@ -139,7 +139,7 @@ class Parcel:
 
 
 def attached(loss: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
-    """The same loss; its backward pass gives what the link came with a gradient, even if it does not depend on it."""
+    """Attach a link to a loss, so that its backward pass reaches the received message."""
     if link is None or not link.requires_grad:
         return loss
     return _Attached.apply(loss, link)  # type: ignore[no-untyped-call, no-any-return]
@@ -251,13 +251,13 @@ def check_sent(value: Value, tensor: torch.Tensor, sender: str) -> None:
     """
     if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
         raise BuildError(
-            f"{sender} made '{value.name}' as {tuple(tensor.shape)} of {tensor.dtype}, and the next stage waits for "
-            f"{value.shape} of {value.dtype}: its shape depends on what is in the batch, beyond shapes",
-            hint="cut the model elsewhere",
+            f"{sender} made '{value.name}' as {tuple(tensor.shape)} of {tensor.dtype}, but the next stage expects "
+            f"{value.shape} of {value.dtype}: its shape depends on values of the batch",
+            hint="cut the model after another module",
         )
     if tensor.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
         raise BuildError(
-            f"'{value.name}', which {sender} sends, has a gradient now, and had none when the stages were made: it "
+            f"'{value.name}', sent by {sender}, requires grad, but did not when the stages were made: its gradient "
             "would be lost",
             hint="set requires_grad of parameters before build()",
         )

@@ -109,7 +109,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Output:
-    """The model's output, put together of values that stages made.
+    """The model's output, assembled from the stages' values.
 
     Args:
         pieces: names of the values, each of :attr:`Partition.values`; several stages may make them.
@@ -134,7 +134,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Partition:
-    """What `slapo_partition` answers: the stages of a model, for one form of a batch and one mode.
+    """The stages of a model, for one input signature and one mode: the answer of `slapo_partition`.
 
     Args:
         stages: in the order in which they run.
@@ -155,7 +155,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Liveness:
-    """What `slapo_liveness` answers: what is sent from each stage to the next.
+    """The values sent from each stage to the next: the answer of `slapo_liveness`.
 
     Args:
         boundaries: for each stage but the last: names of the values that it sends to the next one, in an order that is
@@ -165,9 +165,9 @@ class Liveness:
     boundaries: tuple[tuple[str, ...], ...]
 
     def received(self, stage: int) -> tuple[str, ...]:
-        """What a stage gets from the one before it."""
+        """Return the values that a stage receives."""
         return self.boundaries[stage - 1] if stage > 0 else ()
 
     def sent(self, stage: int) -> tuple[str, ...]:
-        """What a stage gives to the next one."""
+        """Return the values that a stage sends."""
         return self.boundaries[stage] if stage < len(self.boundaries) else ()

@@ -49,7 +49,7 @@ class _Level(IntEnum):
 
 @dataclass(frozen=True)
 class Equivalence:
-    """What a primitive promises about the numbers of the model it changes.
+    """The numerical equivalence that a primitive promises.
 
     ``Equivalence.EXACT``
         The same operations in the same order: the same bits.
@@ -101,7 +101,7 @@ class Equivalence:
         return cls(level, rtol, atol, tuple(dict.fromkeys(conditions)))
 
     def provided(self, condition: str) -> Equivalence:
-        """The same promise, made only under one more condition."""
+        """Return the same promise with one more condition."""
         return replace(self, conditions=(*self.conditions, condition))
 
     @property
@@ -164,7 +164,7 @@ class Primitive(ABC):
         _check_fields(self)
 
     def settle(self, node: Node) -> Primitive:
-        """The same step with what is found out once, when it is first applied, written into its fields.
+        """Return the same step with its fields resolved at first application.
 
         It comes before the preconditions. What it gives is recorded and saved, compared over the ranks, and applied
         again wherever the schedule is replayed; so it gives itself where there is nothing left to find out. Most
@@ -238,7 +238,7 @@ def check_primitive(value: Any) -> None:
 
 
 def public_signature(cls: type[Primitive]) -> inspect.Signature:
-    """The signature that users see: a field ``name_`` is their ``name=``, which on the class is the primitive's own."""
+    """Return the public signature: a field ``name_`` becomes ``name=``."""
     signature = inspect.signature(cls)
     parameters = [each.replace(name=each.name.removesuffix("_")) for each in signature.parameters.values()]
     return signature.replace(parameters=parameters)
@@ -302,7 +302,7 @@ def _freeze(value: Any) -> Any:
         return value if unchanged else items
     if isinstance(value, set):
         return frozenset(value)
-    if type(value) is dict:  # a copy: the caller may go on changing his own
+    if type(value) is dict:  # a copy: the caller may change the original
         return {key: _freeze(item) for key, item in value.items()}
     return value
 
@@ -367,7 +367,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Change:
-    """One step more, another one in the place of a step, or a step less.
+    """An added, replaced or removed step.
 
     Args:
         path: where, e.g. ``"encoder.layer.0.output.dense"``.

@@ -1,4 +1,4 @@
-"""What ``build`` hands to a dialect."""
+"""The interface of a build for dialects."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class HookCaller(Protocol):
     """The hooks of the plugins that a schedule names."""
 
     def call(self, name: str, /, **arguments: Any) -> Any:
-        """Ask every active plugin: the one answer of a first-result hook (or None), else the list of all answers."""
+        """Call a hook of every active plugin: returns the first result (or None), else a list."""
         ...
 
 
 class ScheduledModel(Protocol):
-    """What a dialect sees of a schedule; reading only."""
+    """The read-only view of a schedule for dialects."""
 
     @property
     def model(self) -> nn.Module:
@@ -56,7 +56,7 @@ class ScheduledModel(Protocol):
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """What was applied, oldest first."""
+        """The applied steps, oldest first."""
         ...
 
     @property
@@ -76,21 +76,21 @@ class ScheduledModel(Protocol):
 
 
 class StagedModel(Protocol):
-    """The stages of a model, for one form of a batch and one mode; their modules are those of the live model."""
+    """The stages of a model, for one input signature and one mode; their modules are those of the live model."""
 
     @property
     def partition(self) -> Partition:
-        """The stages, the values that they make, and how the output is put together."""
+        """The stages, the values that they make, and how the output is assembled."""
         ...
 
     @property
     def liveness(self) -> Liveness:
-        """What each stage sends to the next."""
+        """The values that each stage sends to the next."""
         ...
 
 
 class StagedBatch(Protocol):
-    """A batch that was cut into micro-batches of one form, and their stages."""
+    """A batch that was cut into micro-batches of one input signature, and their stages."""
 
     @property
     def staged(self) -> StagedModel:
@@ -102,12 +102,12 @@ class StagedBatch(Protocol):
         """Of each micro-batch, the arguments of the model's forward by parameter; every rank has them all."""
         ...
 
-    def loss(self, number: int, pieces: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, number: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar tensor.
 
         Args:
             number: of the micro-batch.
-            pieces: of its output, by name, as the last stage has them.
+            values: of its output, by name, as the last stage has them.
 
         Raises:
             BuildError: there is no loss in the output, or the user's function gives no scalar.
@@ -116,7 +116,7 @@ class StagedBatch(Protocol):
 
 
 class BuildRequest(Protocol):
-    """Everything that a dialect needs to make its engine; nothing of it is left out or optional.
+    """The interface of a build, from which a dialect makes its engine.
 
     When ``Dialect.build`` is called, all ranks agree about the schedule, the plugins, the versions and these
     arguments, and, unless the dialect takes the tensors in turn, every tensor has its values.
@@ -124,7 +124,7 @@ class BuildRequest(Protocol):
 
     @property
     def schedule(self) -> ScheduledModel:
-        """What is built; every step is applied."""
+        """The schedule, with every step applied."""
         ...
 
     @property
@@ -149,30 +149,30 @@ class BuildRequest(Protocol):
 
     @property
     def accumulate(self) -> int:
-        """How many micro-batches a training step takes one after the other; see :meth:`micro_batches`."""
+        """The number of micro-batches of a training step; see :meth:`micro_batches`."""
         ...
 
     @property
     def device(self) -> torch.device | None:
-        """Where the user wants the model; None leaves it where it is."""
+        """The device for the model; None leaves the model where it is."""
         ...
 
     @property
     def placement(self) -> Placement | None:
-        """Which ranks along ``pp`` hold which tensors; None where the mesh has one of these ranks.
+        """The placement of tensors on pipeline ranks; None for one pipeline rank.
 
-        What this rank does not hold is a stand-in on the meta device, in ``schedule.model`` and in
-        ``state.tensors()`` (:attr:`~slapo_core.spec.state.LiveTensor.is_here`).
+        What this rank does not hold is a placeholder on the meta device, in ``schedule.model`` and in
+        ``state.tensors()`` (:attr:`~slapo_core.spec.state.LiveTensor.is_local`).
         """
         ...
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank along ``pp`` of each stage, as ``Dialect.stage_ranks`` gave it; empty where there is one rank."""
+        """The pipeline rank of each stage; empty for one pipeline rank."""
         ...
 
     def inputs_of(self, batch: Any) -> dict[str, Any]:
-        """The arguments of the model's forward, by parameter, that a batch in any form of ``train_step`` holds.
+        """Bind a batch to the parameters of the model's forward.
 
         What is there for ``loss(output, batch)`` alone is left out.
 
@@ -189,7 +189,7 @@ class BuildRequest(Protocol):
         outputs: Sequence[str] | Callable[[Output], Sequence[str]] | None = None,
         batch_axes: Mapping[str, int | None] | None = None,
     ) -> StagedModel | None:
-        """The stages for a batch of this form; asked for once for each form, and kept for those that came last.
+        """Return the stages for an input signature, cached for the most recent ones.
 
         To be called when all tensors are in their places, on every rank alike. The form is names, plain values, and
         shapes, types, devices and need of a gradient of the tensors, with the mode of every module and what is trained.
@@ -220,7 +220,7 @@ class BuildRequest(Protocol):
         option: str = "",
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
-        """Cut a batch into micro-batches, and find their stages: what a step of a runtime of stages begins with.
+        """Cut a batch into micro-batches, and find their stages.
 
         As :meth:`micro_batches`, :meth:`inputs_of` and :meth:`stages`; the last stage needs what the loss is found in.
         Nothing is communicated.
@@ -250,17 +250,17 @@ class BuildRequest(Protocol):
         axes: Mapping[str, int | None] | None = None,
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
-        """As :meth:`staged` for a training step on the example inputs; whole, where they cannot be cut.
+        """Call :meth:`staged` for a training step on the example inputs, uncut if they cannot be cut.
 
         For what needs stages before a batch has come. Those of the first step are the same if it has their form.
         """
         ...
 
     def part(self, partition: Partition) -> nn.Module:
-        """This rank's part of the model: the modules and tensors of its stages, at the reference paths; no forward.
+        """Return a module with this rank's modules and tensors at the reference paths, without a forward.
 
         Args:
-            partition: of the model, for any form of a batch.
+            partition: of the model, for any input signature.
         """
         ...
 
@@ -276,14 +276,14 @@ class BuildRequest(Protocol):
         """
         ...
 
-    def make_optimizer(self, *, in_pieces: bool = False) -> torch.optim.Optimizer | None:
-        """Call the user's factory with every parameter of the scheduled model, each once, and check what it made.
+    def make_optimizer(self, *, partitioned: bool = False) -> torch.optim.Optimizer | None:
+        """Call the user's factory with every parameter of the scheduled model, and check the optimizer.
 
         Where the mesh has several ranks along ``pp``, with those that this rank holds. A rank that holds none has the
         optimizer that the factory makes of any, with empty groups.
 
         Args:
-            in_pieces: whether the runtime gives the optimizer pieces of parameters, besides what the schedule splits.
+            partitioned: whether the runtime gives the optimizer pieces of parameters, besides what the schedule splits.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -343,11 +343,11 @@ class BuildRequest(Protocol):
         ...
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """As :meth:`compute_loss`, in evaluation mode and without gradients; the mode of every module is restored."""
+        """Compute the loss in evaluation mode without gradients, and restore every module's mode."""
         ...
 
     def training(self, batch: Any) -> AbstractContextManager[None]:
-        """What :meth:`compute_loss` does around the model, for a runtime that runs stages: around all passes of a step.
+        """Prepare a training step as :meth:`compute_loss` does, around all passes of a pipeline's step.
 
         A model in evaluation mode as a whole is put into training mode, and in the first step the ranks are compared.
 
@@ -360,11 +360,11 @@ class BuildRequest(Protocol):
         ...
 
     def evaluating(self, batch: Any) -> AbstractContextManager[None]:
-        """As :meth:`training`, for :meth:`evaluate`: in evaluation mode, without gradients; the modes come back."""
+        """Prepare an evaluation as :meth:`evaluate` does, around all passes of a pipeline's step."""
         ...
 
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss of an output that was put together of stages', as :meth:`compute_loss` finds it, a scalar tensor.
+        """Return the loss of an output assembled from stages, a scalar tensor.
 
         Raises:
             BuildError: as for :meth:`compute_loss`.
@@ -372,7 +372,7 @@ class BuildRequest(Protocol):
         ...
 
     def sum_tied_gradients(self, attribute: str = "grad") -> None:
-        """Sum the gradients of parameters that live on several ranks along ``pp``, over exactly those: a collective.
+        """Sum the gradients of parameters tied across pipeline ranks: a collective.
 
         Every rank calls it in each step, after the passes and before :meth:`clip_gradients`; whether replicas are
         averaged before or after it is the same. All of these ranks get the same sum to the last bit. A rank without a

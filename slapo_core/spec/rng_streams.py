@@ -1,8 +1,8 @@
-"""Random numbers of a training step: a stream for each stage and micro-batch, and one number of everybody's own.
+"""Independent RNG streams for each stage and micro-batch of a training step.
 
-A loader draws of torch's stream too, and must draw alike on all ranks of a replica, whatever their stages draw. So the
-stages' streams begin at a seed that torch's stream gives; it moves on by that one number on every rank, if any stage
-drew something, and not at all else.
+A data loader uses torch's default generator too, and must get the same numbers on all ranks of a replica, whatever
+their stages use. So the default generator only gives the seed of the step's streams; it advances by this one number on
+every rank if any stage used its stream, and not otherwise.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["has_drawn", "move_on", "own_random_state", "start_stream"]
+__all__ = ["advance", "start_stream", "step_seed", "was_used"]
 
 
 @contextlib.contextmanager
-def own_random_state(device: torch.device) -> Iterator[int]:
-    """Give the seed of a step; afterwards torch's stream is where it was.
+def step_seed(device: torch.device) -> Iterator[int]:
+    """Give the seed of a step; restore the default generators afterwards.
 
     Args:
-        device: where stages draw, beside the CPU.
+        device: of the stages; the CPU's generator is restored too.
     """
     looking_ahead = torch.Generator()
     looking_ahead.set_state(torch.default_generator.get_state())
@@ -30,22 +30,22 @@ def own_random_state(device: torch.device) -> Iterator[int]:
         yield seed
 
 
-def move_on() -> None:
-    """After a step in which a stage of the replica drew: behind the number that was its seed."""
+def advance() -> None:
+    """Advance the default generator past the number that seeded this step."""
     torch.randint(1 << 62, (), device="cpu")
 
 
 def start_stream(seed: int, stage: int, number: int, device: torch.device) -> list[torch.Tensor]:
-    """Begin the stream of a stage and a micro-batch: the same under every schedule, another one for each.
+    """Seed the stream of a stage and a micro-batch, independently of the schedule.
 
     Args:
         seed: of the step.
         stage: its index.
         number: of the micro-batch.
-        device: where the stage draws, beside the CPU.
+        device: of the stage; the CPU's generator is seeded too.
 
     Returns:
-        for :func:`has_drawn`.
+        for :func:`was_used`.
     """
     own = hash((seed, stage, number)) & ((1 << 63) - 1)
     torch.default_generator.manual_seed(own)
@@ -54,8 +54,8 @@ def start_stream(seed: int, stage: int, number: int, device: torch.device) -> li
     return _states(device)
 
 
-def has_drawn(since: list[torch.Tensor], device: torch.device) -> bool:
-    """Whether anything was drawn since the stream began."""
+def was_used(since: list[torch.Tensor], device: torch.device) -> bool:
+    """Return whether the stream was used since it began."""
     return any(not torch.equal(one, other) for one, other in zip(since, _states(device), strict=True))
 
 

@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from slapo_core.spec.p2p_packing import Parcel, attached, common_dtype
-from slapo_core.spec.rng_streams import has_drawn, start_stream
+from slapo_core.spec.p2p_packing import P2PMessage, attached, common_dtype
+from slapo_core.spec.rng_streams import start_stream, was_used
 
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Partition, Stage
     from slapo_core.spec.request import BuildRequest, StagedBatch, StagedModel
 
-__all__ = ["Form", "Forms", "Leg", "Work"]
+__all__ = ["ModelChunk", "RankStages", "StageCache", "Work"]
 
 
 @dataclass(frozen=True)
-class Leg:
-    """Neighboring stages of one rank, between what it is sent and what it sends.
+class ModelChunk:
+    """Adjacent stages of one rank, between a received and a sent message.
 
     Args:
         stages: in their order.
-        coming: what the rank before sends; None on the first leg.
-        going: what is sent to the next rank; None on the last leg.
+        coming: the message of the previous rank; None on the first chunk.
+        going: the message to the next rank; None on the last chunk.
     """
 
     stages: tuple[Stage, ...]
-    coming: Parcel | None
-    going: Parcel | None
+    coming: P2PMessage | None
+    going: P2PMessage | None
 
     @property
     def is_last(self) -> bool:
@@ -40,8 +40,8 @@ class Leg:
         return self.going is None
 
 
-class Form:
-    """The stages of this rank for one form of a micro-batch, and what it is sent and sends.
+class RankStages:
+    """The stages and messages of this rank for one input signature.
 
     Args:
         staged: of all ranks.
@@ -56,8 +56,8 @@ class Form:
     Attributes:
         staged: of all ranks.
         partition: of the model.
-        legs: of this rank, in the order of the stages.
-        parcels: by the stage before each boundary between ranks; all ranks have the same.
+        chunks: of this rank, in the order of the stages.
+        messages: by the stage before each boundary between ranks; all ranks have the same.
         loss_dtype: of the loss.
     """
 
@@ -83,79 +83,79 @@ class Form:
             if stage_ranks[index + 1] != other
         }
         dtype = common_dtype(value for values in sent.values() for value in values) if joined else None
-        self.parcels: dict[int, Parcel] = {}
+        self.messages: dict[int, P2PMessage] = {}
         back = False
         for index, values in sent.items():
-            parcel = Parcel(
+            message = P2PMessage(
                 values, backward=training and (stage_ranks[index] in bare or back), joined=joined, dtype=dtype
             )
-            back, self.parcels[index] = parcel.carries_gradient, parcel
-        self.legs = list(self._legs(stage_ranks, rank))
+            back, self.messages[index] = message.carries_gradient, message
+        self.chunks = list(self._chunks(stage_ranks, rank))
 
-    def _legs(self, stage_ranks: Sequence[int], rank: int) -> list[Leg]:
-        found: list[Leg] = []
+    def _chunks(self, stage_ranks: Sequence[int], rank: int) -> list[ModelChunk]:
+        found: list[ModelChunk] = []
         stages: list[Stage] = []
         for stage in self.partition.stages:
             if stage_ranks[stage.index] == rank:
                 stages.append(stage)
-            if stages and (stage.index in self.parcels or stage.index == len(stage_ranks) - 1):
-                coming, going = self.parcels.get(stages[0].index - 1), self.parcels.get(stages[-1].index)
-                found.append(Leg(tuple(stages), coming, going))
+            if stages and (stage.index in self.messages or stage.index == len(stage_ranks) - 1):
+                coming, going = self.messages.get(stages[0].index - 1), self.messages.get(stages[-1].index)
+                found.append(ModelChunk(tuple(stages), coming, going))
                 stages = []
         return found
 
 
 class Work:
-    """One step: the micro-batches of one batch through one leg of this rank.
+    """One step of a model chunk: the micro-batches of one batch.
 
     Args:
         form: of its micro-batches.
-        leg: of the form.
+        chunk: of the form.
         batch: cut.
         at: is told what runs, for the message of an error.
         stand_in: a parameter that gets a gradient of zeros in every backward pass, on a rank where nothing else does.
 
     Attributes:
         form: of its micro-batches.
-        leg: of the form.
-        seed: of the random numbers that stages draw; None leaves torch's streams as they are.
+        chunk: of the form.
+        seed: of the stages' RNG streams; None leaves torch's RNG as it is.
         drew: whether a stage drew some.
     """
 
     def __init__(
         self,
-        form: Form,
-        leg: Leg,
+        form: RankStages,
+        chunk: ModelChunk,
         batch: StagedBatch,
         at: Callable[[str], None],
         stand_in: nn.Parameter | None = None,
     ) -> None:
-        self.form, self.leg, self._batch, self._at, self._stand_in = form, leg, batch, at, stand_in
+        self.form, self.chunk, self._batch, self._at, self._stand_in = form, chunk, batch, at, stand_in
         self.seed: int | None = None
         self.drew = False
         self._names: list[str] = []  # pieces of the output that the last rank has
 
     def forward(self, received: tuple[torch.Tensor, ...], number: int) -> tuple[torch.Tensor, ...]:
-        """The passes of the leg's stages.
+        """The passes of the chunk's stages.
 
         Args:
-            received: of the rank before; empty on the first leg.
+            received: of the rank before; empty on the first chunk.
             number: of the micro-batch.
 
         Returns:
-            what is sent to the next rank; on the last leg what :meth:`loss` takes.
+            what is sent to the next rank; on the last chunk what :meth:`loss` takes.
         """
-        leg = self.leg
-        there, link = leg.coming.unpack(received) if leg.coming is not None else ({}, None)
+        chunk = self.chunk
+        there, link = chunk.coming.unpack(received) if chunk.coming is not None else ({}, None)
         if self._stand_in is not None and torch.is_grad_enabled():
             link = _touched(link, self._stand_in)
         inputs = self._batch.inputs[number]
-        for stage in leg.stages:
+        for stage in chunk.stages:
             self._at(f"stage {stage.index} in the forward of micro-batch {number}")
             there.update(self._made(stage, inputs, there, number))
-        if leg.going is not None:
-            last = f"stage {leg.stages[-1].index}"
-            return leg.going.pack(
+        if chunk.going is not None:
+            last = f"stage {chunk.stages[-1].index}"
+            return chunk.going.pack(
                 there,
                 link,
                 sender=last,
@@ -169,23 +169,23 @@ class Work:
     def _made(
         self, stage: Stage, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor], number: int
     ) -> Mapping[str, torch.Tensor]:
-        """What a stage makes, with a stream of random numbers of its own: the same one when it is computed again."""
+        """Run a stage with its own RNG stream, the same when recomputed."""
         own = {name: inputs[name] for name in stage.inputs if name in inputs}
         values = {name: there[name] for name in stage.uses}
         stream = None if self.seed is None else start_stream(self.seed, stage.index, number, self.form.device)
         made: Mapping[str, torch.Tensor] = stage.module(own, values)
         if stream is not None and not self.drew:
-            self.drew = has_drawn(stream, self.form.device)
+            self.drew = was_used(stream, self.form.device)
         return made
 
     def loss(self, outputs: tuple[torch.Tensor, ...], number: int) -> torch.Tensor:
-        """Of a micro-batch, right after its forward.
+        """Compute the loss of a micro-batch, right after its forward.
 
         Args:
-            outputs: what :meth:`forward` gave on the last leg.
+            outputs: what :meth:`forward` gave on the last chunk.
             number: of the micro-batch.
         """
-        last = f"stage {self.leg.stages[-1].index}"
+        last = f"stage {self.chunk.stages[-1].index}"
         self._at(f"{last} in the loss of micro-batch {number}")
         link = outputs[0] if len(outputs) > len(self._names) else None
         pieces = outputs if link is None else outputs[1:]
@@ -205,8 +205,8 @@ _KEPT = 16
 F = TypeVar("F")
 
 
-class Forms(Generic[F]):
-    """Cuts batches, and keeps the forms of micro-batches that came last.
+class StageCache(Generic[F]):
+    """Cut batches, and keep the stages for the most recent input signatures.
 
     Args:
         request: from ``build``.
@@ -231,7 +231,7 @@ class Forms(Generic[F]):
         self._kept: OrderedDict[tuple[int, bool], tuple[StagedModel, F]] = OrderedDict()  # the model keeps its id
 
     def of(self, batch: Any, *, training: bool) -> tuple[StagedBatch, F]:
-        """The micro-batches of a batch, and their form.
+        """Cut a batch into micro-batches, and return them with their stages.
 
         Raises:
             BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
@@ -249,5 +249,5 @@ class Forms(Generic[F]):
         return cut, self._kept[key][1]
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._kept.clear()

@@ -16,40 +16,40 @@ __all__ = [
     "LiveTensor",
     "ModelState",
     "OptimizerStorage",
-    "Piece",
-    "PieceSource",
-    "Pieces",
     "Placement",
+    "ShardSource",
+    "ShardedState",
+    "TensorShard",
     "TensorStorage",
 ]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tensors of a model that is cut into stages live.
+    """The placement of tensors on pipeline ranks.
 
-    A rank that does not hold a tensor has a stand-in of the same shape in its place, on the meta device, so that the
+    A rank that does not hold a tensor has a placeholder of the same shape in its place, on the meta device, so that the
     model keeps its structure and its names. A tensor of which ranks along ``tp`` hold pieces does so in each place
     along ``pp`` that is named here.
 
     Args:
-        untouched: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
+        reference: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
             it, ascending; several for a parameter that several stages use. E.g. ``{"wte.weight": (0, 1)}``.
         added: the same of what steps made that no single reference tensor explains, by its name in the scheduled model.
     """
 
-    untouched: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    reference: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holders(self, live: LiveTensor) -> tuple[int, ...]:
-        """The ranks along ``pp`` that hold a tensor of the scheduled model; none where it came after the build."""
-        if live.stands_for:
-            return self.untouched.get(live.stands_for[0], ())
+        """Return the pipeline ranks that hold a live tensor; none for one added after the build."""
+        if live.reference_names:
+            return self.reference.get(live.reference_names[0], ())
         return self.added.get(live.name, ())
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """A rectangle of a whole tensor, in the reference model's layout: no padding, no order of packed matrices.
 
     Args:
@@ -69,8 +69,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What one rank writes of a checkpoint.
+class ShardedState:
+    """The shards of a checkpoint that one rank writes.
 
     Args:
         description: everything that is no tensor, as JSON; the same on every rank.
@@ -78,15 +78,15 @@ class Pieces:
     """
 
     description: Mapping[str, Any]
-    own: Sequence[Piece]
+    own: Sequence[TensorShard]
 
 
-class PieceSource(Protocol):
-    """Where pieces are read from."""
+class ShardSource(Protocol):
+    """A source of shards."""
 
     @property
     def label(self) -> str:
-        """What to call it in a message, e.g. ``"the sharded checkpoint 'runs/1'"``."""
+        """The name for messages, e.g. ``"the sharded checkpoint 'runs/1'"``."""
         ...
 
     def like(self, kind: str, name: str) -> torch.Tensor:
@@ -97,15 +97,15 @@ class PieceSource(Protocol):
         """
         ...
 
-    def read(self, wanted: Sequence[Piece]) -> None:
-        """Fill the values of these pieces, of any shape: a collective, also of ranks that want none."""
+    def read(self, wanted: Sequence[TensorShard]) -> None:
+        """Read the values of shards of any shape: a collective of all ranks."""
         ...
 
 
 class TensorStorage(Protocol):
     """The parameters and buffers of a runtime.
 
-    It is asked about tensors of which ``live.is_here``, in the same order on all ranks that share one. A tensor with
+    It is asked about tensors of which ``live.is_local``, in the same order on all ranks that share one. A tensor with
     which the runtime did nothing is ``live.tensor``, in every answer.
     """
 
@@ -118,14 +118,14 @@ class TensorStorage(Protocol):
         ...
 
     def read(self, live: LiveTensor) -> torch.Tensor:
-        """This rank's piece, of ``live.layout``'s local shape, in the precision that is trained.
+        """This rank's shard, of ``live.layout``'s local shape, in the precision that is trained.
 
         A collective over the dimensions that partition it. The caller neither changes nor keeps it.
         """
         ...
 
     def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
-        """Make ready to take a piece of that shape, given on every rank: no collective, and nothing changes yet.
+        """Prepare to load a local tensor: no collective, and no change yet.
 
         Args:
             live: the tensor.
@@ -138,16 +138,16 @@ class TensorStorage(Protocol):
         ...
 
     def working(self, live: LiveTensor) -> torch.Tensor | None:
-        """What the forward computes with, whole on this rank, where it is another tensor than what is trained.
+        """Return the forward's own copy of a parameter with a separate main copy.
 
-        None where it is the same one, or is put together anew for each use.
+        None where it is the same one, or is assembled for each use.
         """
         ...
 
     def is_current(self, live: LiveTensor) -> bool:
-        """Whether what the forward computes with is what is trained, as far as this rank alone can see.
+        """Return whether the forward's copy matches the main copy, as far as this rank can see.
 
-        It is not where somebody wrote into ``engine.module``: the next step takes that back.
+        A write into ``engine.module`` breaks this; the next step overwrites it.
         """
         ...
 
@@ -164,7 +164,7 @@ class OptimizerStorage(Protocol):
 
     @property
     def scheduled(self) -> Collection[str]:
-        """The settings that the runtime sets anew before each step whatever is loaded, e.g. ``("lr",)``.
+        """The settings that the runtime sets again before each step whatever is loaded, e.g. ``("lr",)``.
 
         It then says what becomes of those of a checkpoint.
         """
@@ -206,7 +206,7 @@ class OptimizerStorage(Protocol):
 
         Args:
             groups: settings, in the order of :attr:`param_groups`, without ``"params"``.
-            states: of the parameters that shall have one, whole pieces in the memory of the CPU; the others shall have
+            states: of the parameters that shall have one, full local tensors on the CPU; the others shall have
                 none. Each is read when it is asked for: take one, keep this rank's part, and go on.
 
         Returns:
@@ -230,9 +230,9 @@ class LiveTensor:
         layout: how it lies in the reference tensor; ``layout.origin`` is ``""`` where no single one explains it.
         is_parameter: False for a buffer.
         is_persistent: whether it belongs into a state dict.
-        stands_for: the reference tensors that it carries, by first name: one for a layout, several for what a plugin
-            merged, none for what a step added.
-        is_here: False where only other ranks along ``pp`` hold it; ``tensor`` is a stand-in on the meta device then.
+        reference_names: first names of its reference tensors: one by a layout, several by a plugin that merged them,
+            none for a tensor that a step added.
+        is_local: False if only other ranks along ``pp`` hold it; ``tensor`` is a placeholder on the meta device then.
     """
 
     path: str
@@ -241,8 +241,8 @@ class LiveTensor:
     layout: Layout
     is_parameter: bool
     is_persistent: bool
-    stands_for: tuple[str, ...] = ()
-    is_here: bool = True
+    reference_names: tuple[str, ...] = ()
+    is_local: bool = True
 
     @property
     def name(self) -> str:
@@ -262,11 +262,11 @@ class ModelState(Protocol):
     """
 
     def tensors(self) -> tuple[LiveTensor, ...]:
-        """Every parameter and buffer of the scheduled model as it is now, each once, in registration order."""
+        """Return every live parameter and buffer once, in registration order."""
         ...
 
     def keep_in(self, storage: TensorStorage) -> None:
-        """Read and write tensors where a runtime keeps them, from now on; for a dialect, while it is built.
+        """Use a runtime's storage of tensors from now on; called by a dialect during the build.
 
         What it partitions over replicas is no copy along ``dp`` any more, and is compared along the other dimensions.
         """
@@ -275,10 +275,10 @@ class ModelState(Protocol):
     def check_replicas(
         self, *, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None, repair: bool = False
     ) -> None:
-        """Compare what several ranks hold copies of, bit for bit: a collective over the mesh.
+        """Compare replicas bit for bit: a collective over the mesh.
 
         Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimizer;
-        and, where training steps draw random numbers, torch's random state over ``tp``. Of a runtime that trains other
+        and, where training steps use the RNG, torch's random state over ``tp``. Of a runtime that trains other
         tensors than the forward computes with, both.
 
         Args:
@@ -293,20 +293,20 @@ class ModelState(Protocol):
         ...
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        """The reference model's state dict: copies on the CPU, with its keys in its order and its types.
+        """Return the reference model's state dict: copies on the CPU, in its keys' order and types.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
             include_added: also give what a step added, under its own name; without, a warning names it once.
 
         Raises:
-            RankMismatchError: ranks hold different copies of a tensor. It is compared where putting tensors together
+            RankMismatchError: replicas differ between ranks of a tensor. It is compared where putting tensors together
                 takes all ranks anyway, and with ``rank0_only``.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The reverse: every rank copies its own pieces into the live tensors.
+        """The reverse: every rank copies its own shards into the live tensors.
 
         Raises:
             WeightsError: missing or unexpected names, or other shapes; nothing was changed.
@@ -320,7 +320,7 @@ class ModelState(Protocol):
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write weights and the optimizer's state, readable under any schedule of the same model, by any target.
+        """Save weights and optimizer state, for any schedule and target of the same model.
 
         Args:
             directory: made if it is not there; a checkpoint in it is replaced as a whole.
@@ -354,18 +354,18 @@ class ModelState(Protocol):
             the ``runtime`` of the checkpoint, ``{}`` without one.
 
         Raises:
-            WeightsError: no whole checkpoint, or of another model; nothing was changed.
+            WeightsError: no complete checkpoint, or of another model; nothing was changed.
             BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
         """
         ...
 
-    def pieces(
+    def shards(
         self,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
-    ) -> Pieces:
-        """What this rank writes of a checkpoint, for a runtime with files of its own; any schedule can read it.
+    ) -> ShardedState:
+        """Return this rank's shards of a checkpoint, for a runtime with its own files.
 
         Args:
             optimizer: over the model's parameters.
@@ -377,15 +377,15 @@ class ModelState(Protocol):
         """
         ...
 
-    def load_pieces(
+    def load_shards(
         self,
         description: Mapping[str, Any],
-        source: PieceSource,
+        source: ShardSource,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         uses: Collection[str] = (),
     ) -> dict[str, Any]:
-        """The reverse of :meth:`pieces`, which gave the description.
+        """The reverse of :meth:`shards`, which gave the description.
 
         ``source`` is asked once, for all that this rank wants. Arguments, result and errors are those of :meth:`load`.
         """

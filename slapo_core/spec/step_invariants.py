@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
     from slapo_core.spec.state import LiveTensor, TensorStorage
 
-__all__ = ["AFRESH", "BetweenSteps", "UnusedParameters"]
+__all__ = ["REBUILD", "StepInvariants", "UnusedParameters"]
 
 
-AFRESH = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
+REBUILD = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
 
 
-class BetweenSteps:
-    """Compares the parameters with those of the build and of the last step.
+class StepInvariants:
+    """Check that parameters were not replaced, frozen or modified since the last step.
 
-    Every rank looks at its own: what this finds is in the program, which all of them run. Where ranks hold parts of a
-    parameter, one of them may not see what was written into it: they then ask each other.
+    Every rank checks its own, because all ranks run the same program. Only ranks that hold shards of a parameter
+    communicate: a change may lie in one shard.
 
     Args:
         request: of the build.
-        tensors: what knows whether the forward computes with what is trained.
+        tensors: the storage, which knows whether a parameter matches its main copy.
         runtime: its name, for messages.
         groups: over which it partitions parameters; the ranks are the product of these.
     """
@@ -37,7 +37,7 @@ class BetweenSteps:
         self, request: BuildRequest, tensors: TensorStorage, runtime: str, *, groups: Sequence[Any] = ()
     ) -> None:
         self._storage, self._runtime, self._groups = tensors, runtime, groups
-        self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
+        self._parameters = [live for live in request.state.tensors() if live.is_parameter and live.is_local]
         self._trained = [live.tensor.requires_grad for live in self._parameters]
         trained = {id(live.tensor): live for live in self._parameters}
         self._places = [
@@ -49,11 +49,11 @@ class BetweenSteps:
         self.note()
 
     def note(self) -> None:
-        """A step is over, or the engine is made: from here on nothing may change the parameters in place."""
+        """Record the parameters' versions, after the build and after each step."""
         self._stamps = [self.stamp(live) for live in self._parameters]
 
     def check(self) -> None:
-        """Before a step.
+        """Check the parameters, before a step.
 
         Raises:
             BuildError: a parameter was replaced, frozen, or unfrozen, or written into.
@@ -61,9 +61,8 @@ class BetweenSteps:
         for live, table, name in self._places:
             if table.get(name) is not live.tensor:
                 raise BuildError(
-                    f"'{live.name}' is another parameter now than at the build: {self._runtime} would go on to train "
-                    "that one, and never step what the model computes with",
-                    hint=AFRESH,
+                    f"'{live.name}' was replaced after build(): {self._runtime} still optimizes the old parameter",
+                    hint=REBUILD,
                 )
         for live, trained in zip(self._parameters, self._trained, strict=True):
             if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
@@ -75,23 +74,23 @@ class BetweenSteps:
         names = self._of_all([live.name for live in written if not self._storage.is_current(live)])
         if names:
             raise BuildError(
-                f"'{names[0]}' was changed in place since the last step, and {self._runtime} trains a copy of it: "
-                "the step would take the change back",
+                f"'{names[0]}' no longer matches its main copy: it was modified in place since the last step, and the "
+                f"next step of {self._runtime} would overwrite it",
                 hint="state = engine.state_dict(), change it there, and engine.load_state_dict(state)",
             )
 
     # -- what differs from runtime to runtime -------------------------------------------------------------------
 
     def stamp(self, live: LiveTensor) -> object:
-        """Something that is another one after whoever wrote into a parameter."""
+        """Return a value that changes with every in-place write to a parameter."""
         return live.tensor._version
 
     def steps_frozen(self, live: LiveTensor) -> bool:
-        """Whether the runtime goes on stepping a parameter that was frozen: with a copy of it, it does."""
+        """Return whether the runtime still steps a parameter that was frozen, as runtimes with main copies do."""
         return self._storage.working(live) is not None
 
     def _of_all(self, names: list[str]) -> list[str]:
-        """What any of the ranks found that hold parts."""
+        """Gather the names that any rank with a shard found."""
         for group in self._groups:
             import torch.distributed as dist
 
@@ -103,13 +102,13 @@ class BetweenSteps:
     def _other_trained(self, live: LiveTensor, trained: bool) -> BuildError:
         if trained:
             return BuildError(
-                f"'{live.name}' was frozen after the build: {self._runtime} would go on to step it, with gradients of "
-                "zero",
-                hint=AFRESH,
+                f"'{live.name}' was frozen after build(): {self._runtime} would still step it, with zero gradients",
+                hint=REBUILD,
             )
         return BuildError(
-            f"'{live.name}' was unfrozen after the build: {self._runtime} has no state for it, and would never step it",
-            hint=AFRESH,
+            f"'{live.name}' was unfrozen after build(): {self._runtime} has no optimizer state for it, and would not "
+            "step it",
+            hint=REBUILD,
         )
 
 
@@ -118,7 +117,7 @@ _STEPS = 3
 
 
 class UnusedParameters:
-    """Watches training steps, and warns at the first one that gives some parameters no gradient; then it stops.
+    """Warn of the first training step that gives some parameters no gradient.
 
     It stops after three steps that gave each of them one, too: no later step pays for it.
 
@@ -137,20 +136,20 @@ class UnusedParameters:
         if not steps_with_zeros:
             return
         for live in request.state.tensors():
-            if live.is_parameter and live.is_here and live.tensor.requires_grad:
+            if live.is_parameter and live.is_local and live.tensor.requires_grad:
                 self._names[id(live.tensor)] = live.reference_name
                 self._handles.append(live.tensor.register_post_accumulate_grad_hook(self.seen))
 
     def seen(self, parameter: torch.Tensor) -> None:
-        """A parameter has a gradient."""
+        """Note that a parameter has a gradient."""
         self._seen.add(id(parameter))
 
     def step_begins(self) -> None:
-        """What an earlier step that failed has seen does not count."""
+        """Forget the gradients of an earlier step that failed."""
         self._seen.clear()
 
     def step_is_over(self) -> None:
-        """Warn, if this step is the first one that left some out."""
+        """Warn if this step is the first with unused parameters."""
         self._steps += 1
         if not self._names.keys() <= self._seen:
             names = [name for key, name in self._names.items() if key not in self._seen]
@@ -158,9 +157,9 @@ class UnusedParameters:
             which = "the first training step" if self._steps == 1 else f"training step {self._steps}"
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
-                f"{which} gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: {self._runtime} steps them "
-                "with a gradient of zero, so that weight decay and momentum change them, where torch leaves them "
-                "alone; set requires_grad=False on what the loss does not depend on, before build",
+                f"{which} gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: {self._runtime} steps unused "
+                "parameters with zero gradients, so weight decay and momentum change them, unlike in torch; set "
+                "requires_grad=False on unused parameters before build",
                 stacklevel=3,
             )
         elif self._steps == _STEPS:
@@ -168,7 +167,7 @@ class UnusedParameters:
         self._seen.clear()
 
     def stop(self) -> None:
-        """Stop to watch."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

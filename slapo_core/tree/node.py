@@ -145,7 +145,7 @@ class TreeNode(OnNodes):
         return self._tree.owner.example_calls_of(self.path)
 
     @contextlib.contextmanager
-    def untouched(self, to: int = 0) -> Iterator[nn.Module]:
+    def reference(self, to: int = 0) -> Iterator[nn.Module]:
         with self._tree.owner.rewound(to) as model:
             try:
                 module = model.get_submodule(self.path)

@@ -157,8 +157,8 @@ def _verify_each(
     found: dict[int, Outcome] = {}
     by_mesh: dict[Any, list[int]] = {}  # those with one declared mesh are verified in the same processes
     for number, one in enumerate(schedules):
-        is_dry = one.mesh is not None and one.mesh.is_dry
-        by_mesh.setdefault(tuple(one.mesh.sizes.items()) if is_dry and one.mesh else None, []).append(number)
+        is_abstract = one.mesh is not None and one.mesh.is_abstract
+        by_mesh.setdefault(tuple(one.mesh.sizes.items()) if is_abstract and one.mesh else None, []).append(number)
     for mesh, numbers in by_mesh.items():
         together = [schedules[number] for number in numbers]
         if mesh is None:
@@ -167,7 +167,7 @@ def _verify_each(
         else:
             inputs = Inputs.of(given).on_cpu()
             for one in together:
-                with one.untouched() as model:
+                with one.reference() as model:
                     siblings.require_same_model(one, model)
             on_cpu = dataclasses.replace(options, more_batches=tuple(batch.on_cpu() for batch in options.more_batches))
             outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout or 120.0)

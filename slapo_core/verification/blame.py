@@ -374,8 +374,8 @@ def find_steps(
 def _instead(search: Search, step: Record, suggestions: Sequence[Suggestion]) -> Suggestion | None:
     """Find a suggestion at the step's path that makes the schedule agree."""
     for suggestion in suggestions:
-        is_here = all(change.path == step.path and change.instead_of in (None, step) for change in suggestion.changes)
-        if is_here and search.agrees(applied(search.steps, suggestion.changes)):
+        is_local = all(change.path == step.path and change.instead_of in (None, step) for change in suggestion.changes)
+        if is_local and search.agrees(applied(search.steps, suggestion.changes)):
             return suggestion
     return None
 

@@ -233,7 +233,7 @@ def compare_dropout(
         got,
         is_random=promise.is_random,
         is_split=counterparts.is_split_around,
-        is_here=counterparts.modules.__contains__,
+        is_local=counterparts.modules.__contains__,
     )
 
 
@@ -303,7 +303,7 @@ def _tensor_pairs(
             yield name, origin, None if before is None else counterparts.expected(name, before), after
             continue
         answers: Mapping[str, Any] = (
-            dict.fromkeys(counterparts.stands_for(name)) if after is None else counterparts.translated(name, after)
+            dict.fromkeys(counterparts.reference_names(name)) if after is None else counterparts.translated(name, after)
         )
         for origin, value in answers.items():
             covered.add(origin)

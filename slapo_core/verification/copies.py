@@ -107,7 +107,7 @@ def reference_with_steps(schedule: Schedule, *, shares_memory: bool = False) -> 
         SealedError: the originals were dropped.
     """
     records = schedule.records
-    with schedule.untouched() as model:
+    with schedule.reference() as model:
         return copy_with_steps(model, records, shares_memory=shares_memory)
 
 
@@ -216,7 +216,7 @@ class Counterparts:
     def explained(self, name: str) -> str | None:
         """Return the first name of the reference tensor that ``name`` is (a shard of) by its layout; else None."""
         live = self.tensors.get(name)
-        return live.stands_for[0] if live is not None and live.stands_for and live.layout.origin else None
+        return live.reference_names[0] if live is not None and live.reference_names and live.layout.origin else None
 
     def expected(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of the reference tensor ``full`` that ``name`` corresponds to."""
@@ -226,15 +226,15 @@ class Counterparts:
     def translated(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Translate a tensor without a layout to reference tensors, by a plugin; empty if it was added."""
         live = self.tensors.get(name)
-        if self.correspondence is None or live is None or not live.stands_for:
+        if self.correspondence is None or live is None or not live.reference_names:
             return {}
         full = live.layout.full(tensor, self.correspondence.mesh)
         return self.correspondence.translations.to_reference(live, full)
 
-    def stands_for(self, name: str) -> tuple[str, ...]:
+    def reference_names(self, name: str) -> tuple[str, ...]:
         """Return the reference tensors of a live one, e.g. those that were merged into it."""
         live = self.tensors.get(name)
-        return tuple(live.stands_for) if live is not None else ()
+        return tuple(live.reference_names) if live is not None else ()
 
     def is_full(self, name: str) -> bool:
         """Return whether every rank holds the full reference tensor under this name."""
@@ -305,7 +305,7 @@ class Subjects:
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
         self._template = copy_model(schedule.model, shares_memory=True)
         self.untouched, self._steps = reference_with_steps(schedule, shares_memory=True)
-        with schedule.untouched() as model:
+        with schedule.reference() as model:
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
 
@@ -456,7 +456,7 @@ class Subjects:
             full = self._full(live, counterparts.correspondence)
             if full is None:
                 if not initializer:
-                    initializer.append(Initializer(schedule.model, schedule.hooks, seed=self._seed, is_untouched=False))
+                    initializer.append(Initializer(schedule.model, schedule.hooks, seed=self._seed, is_reference=False))
                 full = initializer[0].value(live.name, tuple(live.layout.shape))
             if full is None:
                 raise cannot_initialize([name])
@@ -465,7 +465,7 @@ class Subjects:
         _fill(model, value)
         for name, parameter in model.named_parameters():
             live = counterparts.tensors.get(name)
-            if live is not None and not self._redrawn.keys().isdisjoint(live.stands_for):
+            if live is not None and not self._redrawn.keys().isdisjoint(live.reference_names):
                 full = self._full(live, counterparts.correspondence)
                 assert full is not None
                 _set(parameter, live.layout.local(full, self.schedule.mesh))
@@ -473,11 +473,13 @@ class Subjects:
     def _full(self, live: LiveTensor, correspondence: Correspondence | None) -> torch.Tensor | None:
         """Return the full value of a tensor that corresponds to reference tensors; None if a step added it."""
         values = {**self._values, **self._redrawn}
-        parts = {name: values[name] if name in values else self._originals[name].detach() for name in live.stands_for}
+        parts = {
+            name: values[name] if name in values else self._originals[name].detach() for name in live.reference_names
+        }
         if not parts:
             return None
         if live.layout.origin:
-            return parts[live.stands_for[0]]
+            return parts[live.reference_names[0]]
         assert correspondence is not None
         return correspondence.translations.from_reference(live, parts)
 

@@ -177,7 +177,7 @@ def compare_draws(
     *,
     is_random: bool,
     is_split: Callable[[str], bool],
-    is_here: Callable[[str], bool] = lambda path: True,
+    is_local: Callable[[str], bool] = lambda path: True,
 ) -> DropoutComparison:
     """Compare the dropout of one forward of each model.
 
@@ -189,9 +189,9 @@ def compare_draws(
         got: by the scheduled model.
         is_random: whether a step promises no more than the same distribution.
         is_split: whether steps split tensors around a module, so that it may drop shards.
-        is_here: whether this rank has a module of that path.
+        is_local: whether this rank has a module of that path.
     """
-    wrong = _wrong(expected, got, is_split, is_here)
+    wrong = _wrong(expected, got, is_split, is_local)
     if wrong is not None:
         return wrong
     if is_random:
@@ -207,13 +207,13 @@ def compare_draws(
 
 
 def _wrong(
-    expected: Sequence[Draw], got: Sequence[Draw], is_split: Callable[[str], bool], is_here: Callable[[str], bool]
+    expected: Sequence[Draw], got: Sequence[Draw], is_split: Callable[[str], bool], is_local: Callable[[str], bool]
 ) -> DropoutComparison | None:
     """Find the first module whose dropout differs, unless it drops shards, or the calls only moved."""
     left: dict[str, tuple[list[float], list[float]]] = {}
     for path in _differing(expected, got):
         theirs, ours = _at(path, expected), _at(path, got)
-        if not (is_split(path) and _is_for_shards(theirs, ours, is_here=is_here(path))):
+        if not (is_split(path) and _is_for_shards(theirs, ours, is_local=is_local(path))):
             left[path] = [draw.p for draw in theirs], [draw.p for draw in ours]
     missing, added = (Counter(p for both in left.values() for p in both[side]) for side in (0, 1))
     if missing == added:
@@ -222,10 +222,10 @@ def _wrong(
     return DropoutComparison(_problem(before, after), path)
 
 
-def _is_for_shards(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_here: bool) -> bool:
+def _is_for_shards(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_local: bool) -> bool:
     """Return whether the number of dropout calls differs because of shards: fewer heads, or other shapes."""
     if not ours or not theirs:
-        return not ours and not is_here
+        return not ours and not is_local
     if {draw.p for draw in theirs} != {draw.p for draw in ours}:
         return False
     return len(theirs) % len(ours) == 0 or {draw.shape for draw in theirs}.isdisjoint(draw.shape for draw in ours)

@@ -63,7 +63,7 @@ def check_each(
 def _check(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> VerifyReport:
     def prepare() -> tuple[Inputs, Sequence[RankFact]]:
         inputs = Inputs.of(example_inputs)
-        with schedule.untouched() as untouched:
+        with schedule.reference() as untouched:
             siblings.require_same_model(schedule, untouched)
             return inputs, tuple(_facts(inputs, untouched, options)) if schedule.mesh is not None else ()
 

@@ -1,1 +1,1 @@
-"""Weights: which tensor stands for which reference tensor; initializing, loading, and the reference model's layout."""
+"""Weights of a scheduled model: correspondence, initialization, state dicts, checkpoints."""

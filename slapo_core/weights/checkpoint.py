@@ -1,9 +1,9 @@
-"""Checkpoints in the reference model's layout: saved under one schedule, loaded under any other.
+"""Save and load checkpoints in the reference model's layout, under any schedule.
 
-A directory holds ``model.safetensors`` (the reference model's state dict, readable by anybody), where needed
+A directory holds ``model.safetensors`` (the reference model's state dict, readable by any tool), where needed
 ``added.safetensors`` (what replacements added), ``trained.safetensors`` (what a runtime trains in a wider type than the
 model has) and ``optimizer.safetensors``, the configurations of a model that has
-them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: who reads finds
+them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: readers find
 the checkpoint before or the new one, wherever a save was interrupted. Those of ours carry the same identifier, so that
 files of two checkpoints that were copied into one directory are recognized.
 """
@@ -58,10 +58,10 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     runtime: Mapping[str, Any],
 ) -> None:
-    """Write weights and optimizer state: a collective; the first rank of the mesh writes, one file after the other.
+    """Save weights and optimizer state: a collective; the first rank writes.
 
     Raises:
-        ReplicaError: ranks hold different copies of a tensor, or of the optimizer's state; what was written is whole,
+        ReplicaError: replicas differ between ranks of a tensor, or of the optimizer's state; what was written is whole,
             with the values of the first rank.
         RankMismatchError: the forward computes with other values than the runtime trains; nothing was written.
         BuildError: the optimizer or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
@@ -105,7 +105,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def writing(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise what the disk refuses as on the other ranks.
+    """Turn errors of the file system into a BuildError.
 
     Raises:
         BuildError: a file or the directory cannot be written.
@@ -119,7 +119,7 @@ def writing(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def as_written(error: ReplicaError, directory: str | os.PathLike[str]) -> ReplicaError:
-    """The same error, after the values of the first rank were written."""
+    """Add to an error that the first rank's values were written."""
     path = os.fspath(directory)
     text = f"{error.message}\n'{path}' was written with the values of the first rank"
     return ReplicaError(text, tensor=error.tensor, ranks=error.ranks, directory=path, hint=error.hint)
@@ -131,13 +131,13 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
-    """Read weights and, if the engine has an optimizer, its state; every rank reads its own pieces.
+    """Load weights and optimizer state; every rank reads its own shards.
 
     Returns:
         what the runtime that saved it gave beside them.
 
     Raises:
-        WeightsError: the directory is no whole checkpoint, or is of another model; nothing was changed.
+        WeightsError: the directory is not a complete checkpoint, or is of another model; nothing was changed.
         BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
     """
     path = Path(directory)
@@ -162,7 +162,7 @@ def load_checkpoint(
 
 
 def collected(state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerState | None:
-    """An optimizer's state as it is now, not yet united over ``pp``: a collective; None of None."""
+    """Collect an optimizer's state, not yet merged over ``pp``: a collective; None of None."""
     moments: OptimizerState | None = None
     with together(state.mesh, "looking at the optimizer's state"):
         storage = optimizer_storage(optimizer)
@@ -184,7 +184,7 @@ def prepared(
     uses: Collection[str],
     label: str,
 ) -> Loading:
-    """Check a checkpoint against the engine, and read this rank's pieces: no collective, and nothing is changed.
+    """Check a checkpoint against the engine, and read this rank's shards, without changes.
 
     Args:
         state: of the model.
@@ -198,8 +198,8 @@ def prepared(
         label: of the checkpoint, for messages.
     """
     loading = state.prepare(weights)
-    for live, piece in _read_added(state, added):
-        loading.take(live, piece)
+    for live, shard in _read_added(state, added):
+        loading.take(live, shard)
     if moments is not None:
         if about_optimizer is None:
             raise BuildError(
@@ -210,14 +210,14 @@ def prepared(
     unused = sorted(set(runtime) - set(uses) - {COUNTERS})
     if unused:
         warnings.warn(
-            f"not used of {label}, because this engine has no such thing: {', '.join(unused)}",
+            f"{label}: ignored, unknown to this engine: {', '.join(unused)}",
             stacklevel=6,
         )
     return loading
 
 
 def give(state: TensorState, moments: OptimizerState | None, loading: Loading, label: str) -> None:
-    """Put what was prepared into its places: a collective."""
+    """Assign the prepared values: a collective."""
     if moments is not None:  # first, because an optimizer may refuse what was read, and can be given back its own
         try:
             with together(state.mesh, f"giving the optimizer its state of {label}"):
@@ -229,7 +229,7 @@ def give(state: TensorState, moments: OptimizerState | None, loading: Loading, l
 
 
 def _files(state: TensorState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """What is written into which file: weights in the model's own types, and those that are trained in wider ones."""
+    """Split the weights by file: in the model's own types, in wider trained types, and added ones."""
     survey = state.correspondence.survey
     own, trained = {}, {}
     for key, name in survey.keys.items():
@@ -247,7 +247,7 @@ def _replica(mesh: Mesh | None) -> str:
 
 
 def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
-    """The state of torch's generators in each replica, on its first rank: a collective."""
+    """Gather the RNG states of each replica's first rank: a collective."""
     own = {device: base64.b64encode(content).decode() for device, content in torch_states().items()}
     with World(mesh) as world:
         by_replica: dict[str, dict[str, str]] = {}
@@ -257,7 +257,7 @@ def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
 
 
 def _check_sums(path: Path, sums: Mapping[str, Sequence[int]], mesh: Mesh | None) -> None:
-    """Refuse files of which a byte changed; every rank reads its share of their chunks."""
+    """Refuse damaged files by their checksums; every rank reads its share of the chunks."""
     ranks = [0] if mesh is None or mesh.device_mesh is None else sorted(mesh.device_mesh.mesh.flatten().tolist())
     place = ranks.index(mesh.global_rank) if mesh is not None and len(ranks) > 1 else 0
     for name, expected in sums.items():
@@ -265,8 +265,8 @@ def _check_sums(path: Path, sums: Mapping[str, Sequence[int]], mesh: Mesh | None
         for number, found in zip(own, checksums(located(path, name, last=MANIFEST), own), strict=True):
             if found != expected[number]:
                 raise WeightsError(
-                    f"{path / name} is damaged: the checksum of its part {number + 1} of {len(expected)} is not the "
-                    f"one in {MANIFEST}",
+                    f"{path / name} is damaged: the checksum of its part {number + 1} of {len(expected)} differs from "
+                    f"that in {MANIFEST}",
                     hint="load another checkpoint, or copy this one again",
                 )
 
@@ -275,7 +275,7 @@ def refuse_not_json(runtime: Mapping[str, Any]) -> None:
     try:
         json.dumps(runtime, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise BuildError(f"what the runtime saves beside tensors must be JSON, and is not: {error}") from error
+        raise BuildError(f"the runtime's state must be JSON-serializable: {error}") from error
 
 
 def _source(directory: Path, name: str) -> SafetensorsSource:
@@ -287,14 +287,14 @@ def _read_added(state: TensorState, added: Source | None) -> list[tuple[LiveTens
     live = {tensor.name: tensor for tensor in state.correspondence.added()}
     fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
     for names, what in (
-        (set(live) - set(fitting), "not in the checkpoint, so left as they are"),
-        (set(shapes) - set(fitting), "in the checkpoint, but nowhere in this schedule"),
+        (set(live) - set(fitting), "not in the checkpoint: they keep their values"),
+        (set(shapes) - set(fitting), "in the checkpoint, but not in this schedule"),
     ):
         if names:
             warnings.warn(f"tensors added by replacements, {what}: {', '.join(sorted(names))}", stacklevel=4)
     if added is None:
         return []
-    own = [live[name] for name in fitting if live[name].is_here]
+    own = [live[name] for name in fitting if live[name].is_local]
     return [(one, added.read(one.name, one.layout, state.mesh)) for one in own]
 
 

@@ -54,7 +54,7 @@ def replacing(directory: Path, *, last: str) -> Iterator[Path]:
 
 
 def located(directory: Path, name: str, *, last: str) -> Path:
-    """Where to read a file; the one that is read ``last`` decides whether the new files count."""
+    """Return the path to read a file from; the file ``last`` decides whether new files count."""
     complete = directory / COMPLETE
     has_new = (complete / last).is_file()
     return complete / name if has_new and (complete / name).is_file() else directory / name
@@ -108,7 +108,7 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
     for name, value in written:
         try:
             value.save_pretrained(directory)
-        except Exception as error:  # noqa: BLE001 - told: somebody else's validation must not cost a checkpoint
+        except Exception as error:  # noqa: BLE001 - told: foreign validation must not cost a checkpoint
             warnings.warn(
                 f"the checkpoint has no {name}.json, because {type(value).__name__}.save_pretrained() raised "
                 f"{type(error).__name__}: {error}",
@@ -188,7 +188,7 @@ def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied names as tensors of their own, as the format wants it, so that a plain model loads them all."""
+    """Clone tied tensors, as the format requires."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -208,7 +208,7 @@ def export_plain(
     Tied names become tensors of their own, so that a plain model finds all of its keys.
 
     Raises:
-        ArgumentError: a limit that is no size.
+        ArgumentError: an invalid size.
     """
     from safetensors.torch import save_file
 
@@ -234,7 +234,7 @@ def export_plain(
 
 
 def _shards(weights: Mapping[str, torch.Tensor], limit: int | None) -> list[list[str]]:
-    """The names in their order, cut so that no file exceeds the limit unless it holds a single tensor."""
+    """Split the names into files below the limit, at least one tensor each."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in weights.items():

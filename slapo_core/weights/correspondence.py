@@ -1,4 +1,4 @@
-"""Which live tensor stands for which reference tensor: what weights, checkpoints, ``verify`` and dialects all ask."""
+"""The correspondence of live tensors to reference tensors, for weights, checkpoints, ``verify`` and dialects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A tensor of which nobody knows what it stands for, or a reference tensor of which nobody knows what became of it.
+    """A live tensor without a known reference tensor, or a reference tensor without a successor.
 
     Args:
         name: its full name: in the scheduled model, or the first one in the reference model.
@@ -56,7 +56,7 @@ class Correspondence:
 
     @classmethod
     def of(cls, schedule: Schedule) -> tuple[Correspondence, dict[str, torch.Tensor]]:
-        """The correspondence of a schedule that is not sealed, and the reference model's tensors by first name.
+        """Make the correspondence of an unsealed schedule, and return the reference tensors by first name.
 
         Raises:
             SealedError: the originals were dropped.
@@ -65,8 +65,8 @@ class Correspondence:
             HookError: a plugin's answer about a tensor cannot be right.
         """
         schedule.tree.tensors.check_unchanged()
-        surveyed, untouched = survey(schedule)
-        return cls(schedule.tree, surveyed, schedule.hooks), untouched
+        surveyed, reference = survey(schedule)
+        return cls(schedule.tree, surveyed, schedule.hooks), reference
 
     @property
     def mesh(self) -> Mesh | None:
@@ -74,12 +74,12 @@ class Correspondence:
 
     @property
     def placement(self) -> Placement | None:
-        """Where tensors live along ``pp``; None where all ranks hold all tensors."""
+        """The placement of tensors on pipeline ranks; None without a pipeline."""
         return self.tree.tensors.placement
 
     @property
     def is_spread(self) -> bool:
-        """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
+        """Whether gathering some tensor needs other ranks."""
         mesh = self.mesh
         if mesh is None:
             return False
@@ -91,47 +91,49 @@ class Correspondence:
 
     @property
     def translations(self) -> Translations:
-        """What plugins say about the tensors that no layout explains; asked once."""
+        """The plugins' translations of tensors without a layout; asked once."""
         if self._translations is None:
             self._translations = Translations.of(self.tree, self.survey, self.hooks, self._lives())
         return self._translations
 
     def live(self) -> tuple[LiveTensor, ...]:
         """Every tensor of the scheduled model as it is now, each once, in registration order."""
-        translated = self.translations.stands_for
+        translated = self.translations.reference_specs
         return tuple(
             live
             if live.name not in translated
-            else dataclasses.replace(live, stands_for=tuple(spec.name for spec in translated[live.name]))
+            else dataclasses.replace(live, reference_names=tuple(spec.name for spec in translated[live.name]))
             for live in self._lives()
         )
 
     def carried(self) -> Iterator[tuple[LiveTensor, TensorSpec]]:
-        """Each live tensor that a layout explains, with the reference tensor."""
+        """Yield each live tensor that a layout explains, with its reference tensor."""
         for live in self._lives():
-            if live.stands_for:
-                yield live, self.survey.specs[live.stands_for[0]]
+            if live.reference_names:
+                yield live, self.survey.specs[live.reference_names[0]]
 
     def translated(self) -> list[tuple[LiveTensor, tuple[TensorSpec, ...]]]:
-        """Each live tensor that, as a plugin says, stands for reference tensors, with those."""
-        stands_for = self.translations.stands_for
-        return [(live, stands_for[live.name]) for live in self._lives() if live.name in stands_for]
+        """List the live tensors that a plugin translates, with their reference tensors."""
+        specs = self.translations.reference_specs
+        return [(live, specs[live.name]) for live in self._lives() if live.name in specs]
 
     def added(self) -> list[LiveTensor]:
-        """Persistent live tensors that stand for nothing in the reference model."""
-        return [live for live in self.live() if live.is_persistent and not live.stands_for and self._is_placed(live)]
+        """List persistent live tensors without a reference tensor."""
+        return [
+            live for live in self.live() if live.is_persistent and not live.reference_names and self._is_placed(live)
+        ]
 
     def dropped(self) -> list[TensorSpec]:
-        """What belongs into the state dict, and a step gave up; where another place carries it, it is not dropped."""
+        """List the tensors of the state dict that a step dropped."""
         gone = self._missing()
         return [spec for spec in gone if spec.name in self.tree.tensors.dropped]
 
     def holders_of(self, spec: TensorSpec) -> dict[str, tuple[int, ...]]:
         """The mesh dimensions along which only some ranks hold a reference tensor: ``{"pp": (0, 3)}``."""
-        return self._some(self.placement.untouched.get(spec.name, ()) if self.placement is not None else ())
+        return self._some(self.placement.reference.get(spec.name, ()) if self.placement is not None else ())
 
     def holders(self, live: LiveTensor) -> dict[str, tuple[int, ...]]:
-        """As :meth:`holders_of`, of a live tensor."""
+        """Return :meth:`holders_of` of a live tensor."""
         if self.placement is None:
             return {}
         assert self.mesh is not None
@@ -142,18 +144,18 @@ class Correspondence:
         return {"pp": ranks} if ranks and not everywhere else {}
 
     def _is_placed(self, live: LiveTensor) -> bool:
-        """Whether all ranks know of it: not of what one of them was given after the build."""
+        """Return whether the placement has the tensor, as all but later ones."""
         return self.placement is None or bool(self.placement.holders(live))
 
     def unexplained(self) -> list[Unexplained]:
-        """Every tensor of which nobody said what it stands for, or what became of it."""
+        """List live tensors without a known reference tensor, and reference tensors without a successor."""
         found = [_no_layout(live, self.survey) for live in self.live() if self._is_unexplained(live)]
         unknown = {live.name for live in self.live() if not self.tree.tensors.is_known(live.tensor)}
         lost = [spec for spec in self._missing() if spec.name not in self.tree.tensors.dropped]
         return found or [_put_in(spec) if spec.name in unknown else _lost(spec) for spec in lost]
 
     def check(self) -> None:
-        """Refuse a model with tensors that nobody explains.
+        """Refuse a model with unexplained tensors.
 
         Raises:
             WeightsError: every one of them.
@@ -172,10 +174,10 @@ class Correspondence:
     def _is_unexplained(self, live: LiveTensor) -> bool:
         if tuple(live.tensor.shape) != live.layout.local_shape(self.mesh):
             return bool(live.layout.origin) or bool(live.layout.placements)
-        return live.is_persistent and not live.stands_for and live.layout.origin in self.survey.origins
+        return live.is_persistent and not live.reference_names and live.layout.origin in self.survey.origins
 
     def _missing(self) -> list[TensorSpec]:
-        present = {name for live in self.live() for name in live.stands_for}
+        present = {name for live in self.live() for name in live.reference_names}
         return [spec for spec in self.survey.specs.values() if spec.keys and spec.name not in present]
 
     def _lives(self) -> list[LiveTensor]:
@@ -187,8 +189,8 @@ class Correspondence:
             layout = table.layout(tensor, f"{path}.{own_name}" if path else own_name)
             spec = self.survey.carried_by(layout)
             is_parameter = own_name in self.tree.index.modules[path]._parameters
-            stands_for = (spec.name,) if spec is not None else ()
-            found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent, stands_for)
+            reference_names = (spec.name,) if spec is not None else ()
+            found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent, reference_names)
         if self.placement is None or self.mesh is None:
             return list(found.values())
         return [self._here(live, self.placement, self.mesh.rank("pp")) for live in found.values()]
@@ -196,7 +198,7 @@ class Correspondence:
     @staticmethod
     def _here(live: LiveTensor, placement: Placement, rank: int) -> LiveTensor:
         ranks = placement.holders(live)
-        return dataclasses.replace(live, is_here=False) if ranks and rank not in ranks else live
+        return dataclasses.replace(live, is_local=False) if ranks and rank not in ranks else live
 
 
 def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
@@ -206,9 +208,8 @@ def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
     whole = spec.shape if spec is not None else live.layout.shape
     return Unexplained(
         live.name,
-        f"'{live.name}' of shape {shape} is to stand for '{origin}' {whole} of the reference model, but no layout says "
-        "how",
-        f'the primitive that made it must record that: edit.set_parameter(node, "{live.own_name}", value, '
+        f"'{live.name}' of shape {shape} replaces '{origin}' {whole} of the reference model without a layout",
+        f'its primitive must record the layout: edit.set_parameter(node, "{live.own_name}", value, '
         f'layout=Layout("", {shape})), and its plugin answer slapo_to_reference and slapo_from_reference',
     )
 
@@ -216,8 +217,7 @@ def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
 def _put_in(spec: TensorSpec) -> Unexplained:
     return Unexplained(
         spec.name,
-        f"'{spec.name}' {spec.shape} was put into the model outside of the schedule, after its first step: neither its "
-        "state dicts nor its steps know of it",
+        f"'{spec.name}' {spec.shape} was added to the model outside of the schedule, after its first step",
         "change the model before create_schedule(model)",
     )
 
@@ -225,8 +225,8 @@ def _put_in(spec: TensorSpec) -> Unexplained:
 def _lost(spec: TensorSpec) -> Unexplained:
     return Unexplained(
         spec.name,
-        f"'{spec.name}' {spec.shape} of the reference model is gone, and no step says what became of it",
-        'the primitive that removed it must say so: edit.replace_module(..., moved={"old": "new"}) or '
+        f"'{spec.name}' {spec.shape} of the reference model was removed, and no step declares its successor",
+        'its primitive must declare it: edit.replace_module(..., moved={"old": "new"}) or '
         f'dropped=["{spec.name.rpartition(".")[2]}"], or its plugin answer slapo_to_reference',
     )
 
@@ -248,20 +248,20 @@ def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Se
         for tensor in (*stage.module.parameters(), *stage.module.buffers()):
             users.setdefault(id(tensor), set()).add(rank)
     explained = {live.name for live, _ in correspondence.carried()}
-    untouched: dict[str, tuple[int, ...]] = {}
+    reference: dict[str, tuple[int, ...]] = {}
     added: dict[str, tuple[int, ...]] = {}
     for live in correspondence.live():
         ranks = tuple(sorted(users.get(id(live.tensor), UNUSED)))
-        untouched.update((name, ranks) for name in live.stands_for)
+        reference.update((name, ranks) for name in live.reference_names)
         if live.name not in explained:
             added[live.name] = ranks
-    return Placement(untouched, added)
+    return Placement(reference, added)
 
 
 def placement_facts(
     partition: Partition, stage_ranks: Sequence[int], placement: Placement, boundaries: Sequence[Sequence[str]]
 ) -> Iterator[RankFact]:
-    """What all ranks must agree about, before any of them gives up a tensor."""
+    """Describe the placement, for comparison across ranks before tensors are released."""
     yield RankFact("the number of stages", str(len(partition.stages)))
     yield RankFact("the ranks along 'pp' that run the stages", describe(tuple(stage_ranks)))
     for stage in partition.stages:
@@ -277,8 +277,8 @@ def placement_facts(
             f"the value '{name}'", f"{value.shape}, {value.dtype}" + (", a gradient" if value.requires_grad else "")
         )
     yield RankFact("the parameters that several stages use", describe({tie.name: tie.stages for tie in partition.ties}))
-    for ranks in sorted({*placement.untouched.values(), *placement.added.values()}):
-        names = [name for table in (placement.untouched, placement.added) for name in table if table[name] == ranks]
+    for ranks in sorted({*placement.reference.values(), *placement.added.values()}):
+        names = [name for table in (placement.reference, placement.added) for name in table if table[name] == ranks]
         digest = hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:8]
         yield RankFact(
             f"the tensors that live on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of 'pp'",

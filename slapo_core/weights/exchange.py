@@ -20,7 +20,7 @@ __all__ = ["collect", "exchange_device", "spread", "sum_among"]
 
 
 def exchange_device(mesh: Mesh) -> torch.device:
-    """Where a tensor must be to be sent over the mesh's groups."""
+    """Return the device from which the mesh's groups send tensors."""
     return device_of(mesh.device_mesh.device_type if mesh.device_mesh is not None else "cpu")
 
 
@@ -44,7 +44,7 @@ def spread(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, places: Sequence[int
 
 
 def collect(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, places: Sequence[int]) -> list[torch.Tensor]:
-    """The tensors of some ranks, in the order of ``places``, on each of them; arguments as for :func:`spread`."""
+    """All-gather tensors among some ranks, in their order; arguments as for :func:`spread`."""
     import torch.distributed as dist
 
     group, own = mesh.group(mesh_dim), mesh.rank(mesh_dim)

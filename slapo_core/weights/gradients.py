@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class GradientClipper:
     """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
 
-    Pieces of a sharded parameter are counted on every rank of the mesh dimensions that split it; replicas once, and so
+    Shards of a parameter are counted on every rank of the mesh dimensions that split it; replicas once, and so
     is a parameter that several pipeline stages use.
 
     Args:
@@ -56,7 +56,7 @@ class GradientClipper:
                 counted = by_dims.setdefault(self._running(*dims, *holders), [])  # in one order on every rank
                 if self._dtypes is not None and live.tensor.requires_grad:
                     self._dtypes.add(live.tensor.dtype)
-                if live.is_here:
+                if live.is_local:
                     (counted if self._is_first(holders) else self._again).append(live.tensor)
         self._by_dims = by_dims
 
@@ -104,7 +104,7 @@ class GradientClipper:
         return (value if largest else value.pow(1.0 / self._norm_type)).to(home)
 
     def _dtype(self) -> torch.dtype:
-        """What torch's own function gives the norm in: the widest type of the gradients, wherever they are."""
+        """Return the norm's type, as torch's own function: the widest type of the gradients."""
         dtype = torch.float32
         here = (p.grad.dtype for parameters in self._by_dims.values() for p in parameters if p.grad is not None)
         for one in here if self._dtypes is None else self._dtypes:
@@ -124,7 +124,7 @@ _NONE, _DENSE, _SPARSE = 0, 1, 2
 
 
 class TiedGradients:
-    """Sums them over exactly the ranks along ``pp`` that hold the parameter; of a sharded one, piece by piece.
+    """Sum gradients of tied parameters over the pipeline ranks that hold them; of shards, shard by shard.
 
     All ranks have the same sum to the last bit, because each adds in the order of the ranks.
 
@@ -143,7 +143,7 @@ class TiedGradients:
             if not isinstance(live.tensor, nn.Parameter) or len(places) < 2:
                 continue
             anywhere = True
-            if live.is_here:
+            if live.is_local:
                 self._ties.setdefault(places, []).append(live)
         if anywhere and exchange_device(self._mesh).type != "cpu":
             import torch.distributed as dist
@@ -170,7 +170,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def sum_all(self) -> None:
-        """Sum those of all of them, as if every rank had one: without asking, where no rank is there to answer."""
+        """Sum all of them without asking other ranks, for estimates."""
         for places in sorted(self._ties):
             for tie in self._ties[places]:
                 if tie.tensor.requires_grad and tie.tensor.grad is None:

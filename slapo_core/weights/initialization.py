@@ -1,8 +1,8 @@
-"""What initializers wrote into one tensor, as operations that can be run for any piece of it.
+"""Initialize tensors on the meta device: record initializers as programs, and run them for any shard.
 
-The random numbers of a tensor are drawn in blocks, each from a generator that is seeded by the tensor's name and the
-number of the block. The blocks depend on the full shape alone, so that every layout has the same values, and a rank
-draws only the blocks that reach into its own piece, one after the other.
+A tensor is initialized in blocks, each by a generator seeded with the tensor's name and the block's number. Blocks
+depend on the full shape alone: every layout has the same values, and a rank computes only the blocks that overlap its
+shard.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Program:
     draw: tuple[Any, tuple[Any, ...]] | None
     writes: tuple[Write, ...]
 
-    def piece(self, layout: Layout, mesh: Mesh | None, key: str) -> torch.Tensor:
-        """This rank's piece, on the CPU.
+    def shard(self, layout: Layout, mesh: Mesh | None, key: str) -> torch.Tensor:
+        """This rank's shard, on the CPU.
 
         Args:
             layout: of the tensor, with its full shape.
@@ -91,38 +91,38 @@ class Program:
         """
         zero = bool(layout.padding) or not layout.holds_values(mesh)
         make = torch.zeros if zero else torch.empty
-        piece = make(layout.local_shape(mesh), dtype=self.dtype, device="cpu")
+        shard = make(layout.local_shape(mesh), dtype=self.dtype, device="cpu")
         if layout.holds_values(mesh):
             axes = [placed(ranges) for ranges in layout.segments(mesh)]
             generator = torch.Generator(device="cpu")
             scratch = torch.empty(min(_BLOCK, math.prod(self.shape)), dtype=self.dtype, device="cpu")
             for number, box in enumerate(blocks(self.shape)):
-                self._fill(piece, axes, box, generator, f"{key}:{number}", scratch)
-        return piece
+                self._fill(shard, axes, box, generator, f"{key}:{number}", scratch)
+        return shard
 
     def _fill(
         self,
-        piece: torch.Tensor,
+        shard: torch.Tensor,
         axes: list[list[tuple[int, int, int]]],
         box: Box,
         generator: torch.Generator,
         key: str,
         scratch: torch.Tensor,
     ) -> None:
-        """Write what ``piece`` has of the block ``box``: in place where it is all there, in one stretch of memory."""
+        """Write the overlap of a shard and a block: in place if the block is contiguous in the shard."""
         parts = list(itertools.product(*(_shared(ranges, *own) for ranges, own in zip(axes, box, strict=True))))
         if not parts:
             return
         lengths = [length for _, length in box]
         if [length for _, _, length in parts[0]] == lengths:
-            there = piece[tuple(slice(at, at + length) for at, _, length in parts[0])]
+            there = shard[tuple(slice(at, at + length) for at, _, length in parts[0])]
             if there.is_contiguous():
                 self._run(there, box, generator, key)
                 return
         block = scratch[: math.prod(lengths)].view(lengths)
         self._run(block, box, generator, key)
         for part in parts:
-            there = piece[tuple(slice(at, at + length) for at, _, length in part)]
+            there = shard[tuple(slice(at, at + length) for at, _, length in part)]
             there.copy_(block[tuple(slice(at, at + length) for _, at, length in part)])
 
     def _run(self, block: torch.Tensor, box: Box, generator: torch.Generator, key: str) -> None:
@@ -135,7 +135,7 @@ class Program:
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """The blocks of a tensor: each one stretch of its memory, of at most 65536 elements, and not across rows."""
+    """Split a tensor into contiguous blocks of at most 65536 elements."""
     if 0 in shape:
         return
     axis = next((axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= _BLOCK), None)
@@ -164,7 +164,7 @@ def _slices(part: list[tuple[int, int]], inside: Box) -> tuple[slice, ...]:
 
 
 def _shared(ranges: list[tuple[int, int, int]], start: int, length: int) -> list[tuple[int, int, int]]:
-    """What a piece has of ``length`` elements from ``start``: ``(where in the piece, where among them, length)``."""
+    """Return the overlaps of a shard with a range: ``(start in the shard, start in the range, length)``."""
     found = []
     for at, first, extent in ranges:
         begin, common = _overlap((first, extent), (start, length))
@@ -249,7 +249,7 @@ class _Recording:
         return [(tensor, self._sites.of(tensor)) for tensor in tensors.values()]
 
     def _program(self, tensor: torch.Tensor, sites: tuple[tuple[str, str], ...]) -> Program | None:
-        """As the tensor's first place does it, if that does anything."""
+        """Record the program of a tensor, from its first site with writes."""
         key = _storage(tensor)
         for path, _ in sites:
             writes: _Writes = []
@@ -266,7 +266,7 @@ class _Recording:
 
 
 def _written_by(initializer: InitializerCall, twins: Mapping[int, torch.Tensor]) -> dict[int, _Writes] | None:
-    """What one initializer writes; None if it did something else too, or raised."""
+    """Record the writes of one initializer; None if it did anything else or raised."""
     recorder = _Recorder(twins)
     try:
         with recorder, _Guard(recorder):
@@ -287,7 +287,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.writes: dict[int, _Writes] = {}
         self.gave_up = False
-        self.has_drawn = False  # numbers that are no tensor's own: what depends on them is not the same again
+        self.has_used_rng = False  # numbers that are no tensor's own: what depends on them is not the same again
         self._twins = twins
 
     def has(self, value: Any) -> bool:
@@ -311,9 +311,9 @@ class _Recorder(TorchDispatchMode):
         return args[0]
 
     def _elsewhere(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        self.has_used_rng |= torch.Tag.nondeterministic_seeded in func.tags
         result = func(*args, **kwargs)
-        if self.has_drawn and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+        if self.has_used_rng and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             self.give_up()  # a number for Python, which may decide what is run next
         return result
 
@@ -332,7 +332,7 @@ class _Recorder(TorchDispatchMode):
     def _copy(self, view: torch.Tensor, whole: torch.Tensor, value: torch.Tensor) -> Write | None:
         if value.is_meta:
             self.give_up()
-        if self.has_drawn:
+        if self.has_used_rng:
             return None
         if not value.ndim:
             return _write(_aten.fill_.Scalar, view, whole, (value.item(),))
@@ -353,13 +353,13 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         around = getattr(func, "__name__", "") in _AROUND or func == _SET_DATA
-        if around and (self._recorder.has_drawn or any(map(self._recorder.has, args))):
+        if around and (self._recorder.has_used_rng or any(map(self._recorder.has, args))):
             self._recorder.give_up()
         return func(*args, **(kwargs or {}))
 
 
 def _program_of(writes: _Writes, whole: torch.Tensor) -> Program | None:
-    """The last write that gives every element its value, and what came after it; None if it is not all understood."""
+    """Return the last full write and its successors as a program; None if some write is unknown."""
     everything = tuple((0, extent) for extent in whole.shape)
     shape = tuple(whole.shape)
     for position in range(len(writes) - 1, -1, -1):
@@ -388,7 +388,7 @@ def _write(func: Any, view: torch.Tensor, whole: torch.Tensor, arguments: tuple[
 
 
 def _box(view: torch.Tensor, whole: torch.Tensor) -> Box | None:
-    """Which elements of ``whole`` a view has; None if they are no box, or not in the same order."""
+    """Return the box of ``whole`` that a view covers; None if it does not cover one in order."""
     if view.dtype != whole.dtype:
         return None
     if view.shape == whole.shape and view.stride() == whole.stride():
@@ -414,20 +414,20 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 class Initializer:
-    """Initializes tensors as ``model`` would; the model is only read, and all that is needed of it copied.
+    """Initialize tensors as ``model`` would, without changing the model.
 
     Args:
         model: the reference model, or the scheduled one for what its steps added.
         hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialization.
         seed: mixed into the seed of every tensor.
-        is_untouched: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
+        is_reference: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
             out of them depends on the layout; all initializers are run again for each.
     """
 
-    def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_untouched: bool = True) -> None:
+    def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_reference: bool = True) -> None:
         self._hooks = hooks
         self._seed = seed
-        self._programs = record(model) if is_untouched else {}
+        self._programs = record(model) if is_reference else {}
         tensors = (*model.named_parameters(), *model.named_buffers())
         others = any(tensor.is_meta and name not in self._programs for name, tensor in tensors)
         self._rerun = Rerun(copy_on_meta(model)) if others else None
@@ -446,21 +446,21 @@ class Initializer:
             WeightsError: an initializer raised.
             HookError: plugins disagree, or give something else than asked for.
         """
-        return self.piece(name, Layout(name, shape), None)
+        return self.shard(name, Layout(name, shape), None)
 
-    def piece(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor | None:
-        """As :meth:`value`, of which this rank's piece; wherever it can be, nothing else is held in memory.
+    def shard(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor | None:
+        """Return this rank's shard of :meth:`value`, without the full tensor where possible.
 
         Args:
             name: the tensor's full name in the model.
-            layout: where the rank's piece lies, and the full shape.
+            layout: where the rank's shard lies, and the full shape.
             mesh: None for all of it.
         """
         shape, key, program = tuple(layout.shape), f"{self._seed}:{name}", self._programs.get(name)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             whole = self._ask(name, shape, key, program.dtype if program is not None else self._again.dtype(name))
             if whole is None and program is not None:
-                return program.piece(layout, mesh, key)
+                return program.shard(layout, mesh, key)
             if whole is None:
                 whole = self._again.value(name, shape, seed_of(key))
         return layout.local(whole, mesh) if whole is not None else None

@@ -18,7 +18,7 @@ from slapo_core.tree.index import ModuleIndex, TensorSites
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
-    """A deep copy with every parameter and buffer on the meta device, so that it costs no memory."""
+    """Copy a model with all tensors on the meta device."""
     return copy_with(model, lambda tensor: torch.empty_like(tensor.detach(), device="meta"))
 
 
@@ -87,7 +87,7 @@ class Initializers:
         self._types: dict[type, bool] = {}
 
     def of(self, path: str) -> Iterator[InitializerCall]:
-        """Those for the tensors of the module at ``path``."""
+        """Yield the initializers for the tensors of the module at ``path``."""
         chain = list(_enclosing(path))
         for made, make in ((self._resets, self._reset), (self._inits, self._init)):
             for place in chain:
@@ -137,7 +137,7 @@ def _takes_two(method: Callable[..., object]) -> bool:
 
 
 class Rerun:
-    """Runs every initializer of a tensor on a copy of the model in which that tensor alone has memory.
+    """Run a tensor's initializers on a copy of the model in which only that tensor has memory.
 
     All others are on the meta device, where initializing costs nothing.
 
@@ -212,7 +212,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _backgrounds(dtype: torch.dtype) -> tuple[float | int | bool, ...]:
-    """What a tensor is filled with before, so that an element that was not written shows."""
+    """Return fill values by which unwritten elements show."""
     if dtype.is_floating_point or dtype.is_complex:
         return (float("nan"),)
     return (False, True)

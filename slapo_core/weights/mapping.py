@@ -58,7 +58,7 @@ class Survey:
     not_tensors: tuple[str, ...] = ()
 
     def carried_by(self, layout: Layout) -> TensorSpec | None:
-        """The reference tensor that a layout speaks of; None where it speaks of none, or of another shape."""
+        """Return a layout's reference tensor; None without one of its shape."""
         origin = self.origins.get(layout.origin)
         if origin is None or self.specs[origin].shape != tuple(layout.shape):
             return None
@@ -66,7 +66,7 @@ class Survey:
 
 
 def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
-    """Look at the reference model.
+    """Survey the tensors of the reference model.
 
     Returns:
         the survey, and its tensors by first name: the reference model's own, not copies.
@@ -75,7 +75,7 @@ def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
         SealedError: the originals were dropped.
         WeightsError: a lazy module has not been run yet.
     """
-    with schedule.untouched() as model:
+    with schedule.reference() as model:
         return survey_model(model)
 
 
@@ -94,7 +94,7 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
-    """As :func:`survey`, for a model without a schedule."""
+    """Survey the tensors of a model without a schedule."""
     refuse_lazy(model)
     index = ModuleIndex(model)
     sites = TensorSites(index)
@@ -134,7 +134,7 @@ def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
 
 
 def _renamed(key: str, value: torch.Tensor, missing: Mapping[str, torch.Tensor]) -> str | None:
-    """The tensor that a state-dict hook cloned to another name: the only one of its values; None: none is missing."""
+    """Find the tensor that a state-dict hook cloned under another name, by its values."""
     alike = [name for name, one in missing.items() if one.shape == value.shape and one.dtype == value.dtype]
     same = [name for name in alike if not value.is_meta and torch.equal(missing[name], value)]
     if len(same) == 1:
@@ -169,12 +169,12 @@ class Translations:
     Args:
         tree: the scheduled model.
         hooks: of its schedule.
-        stands_for: name of a live tensor -> the tensors of the reference model that it stands for.
+        reference_specs: name of a live tensor -> the tensors of the reference model that it stands for.
     """
 
     tree: Tree
     hooks: HookManager
-    stands_for: Mapping[str, tuple[TensorSpec, ...]]
+    reference_specs: Mapping[str, tuple[TensorSpec, ...]]
 
     @classmethod
     def of(cls, tree: Tree, survey: Survey, hooks: HookManager, lives: Iterable[LiveTensor]) -> Translations:
@@ -185,25 +185,25 @@ class Translations:
                 another shape than the reference tensor.
         """
         lives = list(lives)
-        carriers = {live.stands_for[0]: live.name for live in lives if live.stands_for}
-        stands_for: dict[str, tuple[TensorSpec, ...]] = {}
+        carriers = {live.reference_names[0]: live.name for live in lives if live.reference_names}
+        specs_of: dict[str, tuple[TensorSpec, ...]] = {}
         for live in lives:
-            if live.stands_for or not live.is_persistent:
+            if live.reference_names or not live.is_persistent:
                 continue
             empty = torch.empty(live.layout.shape, dtype=live.tensor.dtype, device="meta")
             answer = _ask_out(tree, hooks, live, empty)
             if answer is None:
                 continue
             label, tensors = answer
-            stands_for[live.name] = tuple(
+            specs_of[live.name] = tuple(
                 _checked(survey, carriers, live, label, name, tensor) for name, tensor in tensors.items()
             )
-            carriers.update((spec.name, live.name) for spec in stands_for[live.name])
-        return cls(tree, hooks, stands_for)
+            carriers.update((spec.name, live.name) for spec in specs_of[live.name])
+        return cls(tree, hooks, specs_of)
 
     def to_reference(self, live: LiveTensor, full: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The reference tensors, by first name, that the whole tensor ``full`` of ``live`` stands for."""
-        expected = {spec.name: spec.shape for spec in self.stands_for[live.name]}
+        """Translate the full tensor of ``live`` to its reference tensors, by first name."""
+        expected = {spec.name: spec.shape for spec in self.reference_specs[live.name]}
         answer = _ask_out(self.tree, self.hooks, live, full)
         got = {name: tuple(tensor.shape) for name, tensor in answer[1].items()} if answer is not None else {}
         if got != expected:
@@ -215,10 +215,10 @@ class Translations:
         return answer[1] if answer is not None else {}
 
     def from_reference(self, live: LiveTensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The whole value of ``live`` made of the reference tensors that it stands for.
+        """Translate reference tensors to the full tensor of ``live``.
 
         Raises:
-            HookError: nobody answers, or with another shape.
+            HookError: no plugin answers, or with another shape.
         """
         node = self.tree.node(live.path)
         answer = self.hooks.single(_IN, node=node, name=live.own_name, tensors=dict(tensors))

@@ -1,4 +1,4 @@
-"""Give the scheduled model its values: real tensors stay, meta tensors are read from weights or initialized."""
+"""Materialize a scheduled model: read meta tensors from weights, or initialize them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["Materialization"]
 
 
 class Materialization:
-    """Fills the model, each rank its own pieces only, one tensor after the other; it can be taken back.
+    """Give the model its values, one tensor after the other; it can be taken back.
 
-    The largest things in memory beside the local pieces are one full tensor, or those that a plugin merges into one.
+    The largest things in memory beside the local shards are one full tensor, or those that a plugin merges into one.
 
     Args:
         schedule: not sealed.
@@ -37,13 +37,13 @@ class Materialization:
         seed: mixed into the seed of every tensor that is initialized.
 
     Raises:
-        WeightsError: the weights do not fit, or nobody explains what a tensor stands for.
+        WeightsError: the weights do not fit, or a tensor is unexplained.
     """
 
     def __init__(
         self, schedule: Schedule, source: Source | None, *, device: torch.device | None = None, seed: int = 0
     ) -> None:
-        self.correspondence, self._untouched = Correspondence.of(schedule)
+        self.correspondence, self._reference = Correspondence.of(schedule)
         self.correspondence.check()
         self.state = TensorState(self.correspondence)
         self.state.built = {live.name: live.tensor.dtype for live in self.correspondence.live()}
@@ -57,29 +57,29 @@ class Materialization:
         self._initializers: dict[str, Initializer] = {}
 
     @property
-    def untouched(self) -> dict[str, torch.Tensor]:
+    def reference(self) -> dict[str, torch.Tensor]:
         """The reference model's tensors by first name: its own, not copies."""
-        return self._untouched
+        return self._reference
 
     def place(self, placement: Placement) -> None:
-        """Let this rank hold what it is to hold along ``pp``, and no more; until it is taken back."""
+        """Let this rank hold the tensors of its pipeline stages only, until it is taken back."""
         self._schedule.tree.tensors.placement = placement
 
     def run(self) -> Iterator[LiveTensor]:
-        """Give one tensor after the other its value, in registration order; each comes when it is in its place.
+        """Materialize the tensors in registration order, and yield each.
 
-        Those that only other ranks hold do not come: a stand-in without memory takes the place of one with values.
+        Those that only other ranks hold do not come: a placeholder without memory takes the place of one with values.
 
         Raises:
             WeightsError: tensors on the meta device cannot be initialized; all of them are named, after the others.
             HookError: a plugin's answer does not fit.
         """
         self._schedule.tree.tensors.keep_shapes(True)
-        if any(self._untouched[name].is_meta for name in self._wanted() if name not in self._names):
-            with self._schedule.untouched() as model:  # before anything is installed
-                self._initializers["untouched"] = Initializer(model, self._schedule.hooks, seed=self._seed)
+        if any(self._reference[name].is_meta for name in self._wanted() if name not in self._names):
+            with self._schedule.reference() as model:  # before anything is installed
+                self._initializers["reference"] = Initializer(model, self._schedule.hooks, seed=self._seed)
         for live in self.correspondence.live():
-            if not live.is_here:
+            if not live.is_local:
                 if not live.tensor.is_meta:
                     self._install(live, torch.empty_like(live.tensor.detach(), device="meta"))
                 continue
@@ -110,7 +110,7 @@ class Materialization:
     def keep(self) -> None:
         """End it; what taking back would need is released."""
         self._overwritten.clear()
-        self._untouched.clear()
+        self._reference.clear()
         self._source = None
         self._edit.close()
         self._edit.entries.clear()
@@ -118,46 +118,50 @@ class Materialization:
     def _wanted(self) -> Iterator[str]:
         """First names of the reference tensors whose values this rank needs."""
         for live in self.correspondence.live():
-            if live.is_here:
-                yield from live.stands_for
+            if live.is_local:
+                yield from live.reference_names
         yield from (spec.name for spec in self.correspondence.dropped())
 
     # -- one tensor -------------------------------------------------------------------------------------------
 
     def _value(self, live: LiveTensor) -> torch.Tensor | None:
-        """What is to be installed; None where the tensor stays, or where its value cannot be had."""
+        """Return the value to install; None if the tensor stays or cannot be initialized."""
         if not live.tensor.is_meta:
             moved = self._device is not None and live.tensor.device != self._device
-            if self._source is not None and all(name in self._names for name in live.stands_for) and live.stands_for:
-                piece = self._piece(live)
-                assert piece is not None
+            if (
+                self._source is not None
+                and all(name in self._names for name in live.reference_names)
+                and live.reference_names
+            ):
+                shard = self._shard(live)
+                assert shard is not None
                 if moved:
-                    return piece.to(self._device, live.tensor.dtype)
+                    return shard.to(self._device, live.tensor.dtype)
                 with torch.no_grad():
                     self._overwritten.append((live.tensor, live.tensor.detach().clone()))
-                    live.tensor.copy_(piece)
+                    live.tensor.copy_(shard)
                 return None
             return live.tensor.detach().to(self._device) if moved else None
-        piece = self._piece(live)
-        return piece.to(self._target, live.tensor.dtype) if piece is not None else None
+        shard = self._shard(live)
+        return shard.to(self._target, live.tensor.dtype) if shard is not None else None
 
-    def _piece(self, live: LiveTensor) -> torch.Tensor | None:
-        """This rank's piece, on the device where it was read or made."""
+    def _shard(self, live: LiveTensor) -> torch.Tensor | None:
+        """This rank's shard, on the device where it was read or made."""
         mesh, explained = self.correspondence.mesh, live.layout.origin in self.correspondence.survey.origins
-        if not live.stands_for:
+        if not live.reference_names:
             whole = self._initialize("scheduled", live.name, tuple(live.layout.shape))
         elif explained:
-            name = live.stands_for[0]
+            name = live.reference_names[0]
             if self._source is not None and name in self._names:
                 return self._source.read(self._names[name], live.layout, mesh)
-            if self._untouched[name].is_meta:
-                piece = self._initializers["untouched"].piece(name, live.layout, mesh)
-                if piece is None:
+            if self._reference[name].is_meta:
+                shard = self._initializers["reference"].shard(name, live.layout, mesh)
+                if shard is None:
                     self._failed += [name, live.name]
-                return piece
+                return shard
             whole = self._whole(name)
         else:
-            parts = {name: self._whole(name) for name in live.stands_for}
+            parts = {name: self._whole(name) for name in live.reference_names}
             if any(part is None for part in parts.values()):
                 self._failed.append(live.name)
                 return None
@@ -173,19 +177,19 @@ class Materialization:
         spec = self.correspondence.survey.specs[name]
         if self._source is not None and name in self._names:
             return read_tensor(self._source, self._names[name], spec)
-        untouched = self._untouched[name]
-        if not untouched.is_meta:
-            return untouched.detach()
-        whole = self._initialize("untouched", name, spec.shape)
+        reference = self._reference[name]
+        if not reference.is_meta:
+            return reference.detach()
+        whole = self._initialize("reference", name, spec.shape)
         if whole is None:
             self._failed.append(name)
         return whole
 
     def _initialize(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The initial value of a tensor of the reference model, or of one that a step added to the scheduled one."""
+        """Initialize a tensor of the reference model, or an added one of the scheduled model."""
         if which not in self._initializers:
             self._initializers[which] = Initializer(
-                self._schedule.model, self._schedule.hooks, seed=self._seed, is_untouched=False
+                self._schedule.model, self._schedule.hooks, seed=self._seed, is_reference=False
             )
         return self._initializers[which].value(name, shape)
 

@@ -1,4 +1,4 @@
-"""An optimizer's state by the reference model's names: full tensors, scalars, and hyperparameters as data."""
+"""Convert an optimizer's state to and from the reference model's names and full tensors."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def matched_settings(
     frozen: Collection[str],
     scheduled: Collection[str],
 ) -> list[dict[str, Any]]:
-    """What each group of an optimizer is to have, in their order.
+    """Match the saved settings to an optimizer's groups.
 
     Args:
         saved: the groups of the checkpoint.
         present: those of the optimizer.
         states: the parameters of which the checkpoint holds state.
         frozen: those of the optimizer that are not trained.
-        scheduled: settings that the runtime sets anew whatever is loaded.
+        scheduled: settings that the runtime sets again whatever is loaded.
 
     Raises:
         BuildError: other parameters; or settings that these groups cannot have.
@@ -133,7 +133,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank along ``pp`` has, as :class:`~slapo_core.weights.optimizer_state.OptimizerState` collects it.
+    """The optimizer state of one pipeline rank.
 
     Args:
         groups: its parameters by name, and its settings, of each group.
@@ -150,7 +150,7 @@ class Part:
 
 @dataclass(frozen=True)
 class United:
-    """All parts as one: the same on all ranks along ``pp``; ``held`` in the order of its names."""
+    """The merged optimizer state of all pipeline ranks."""
 
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]]
@@ -193,7 +193,7 @@ _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.we
 
 @dataclass(frozen=True)
 class _Moment:
-    """A tensor of the state: how it lies in the whole one, its type, and what gives this rank's piece."""
+    """A tensor of the state: its layout, type, and reader of this rank's shard."""
 
     layout: Layout
     dtype: torch.dtype
@@ -223,8 +223,8 @@ class OptimizerState:
         origins = state.correspondence.survey.origins
         self._layouts: dict[int, tuple[str, Layout, tuple[int, ...]]] = {}
         for live in state.tensors():
-            carried = bool(live.stands_for) and live.layout.origin in origins
-            name = live.stands_for[0] if carried else _own_name(live, origins)
+            carried = bool(live.reference_names) and live.layout.origin in origins
+            name = live.reference_names[0] if carried else _own_name(live, origins)
             shape = tuple(live.tensor.shape) if state.kept is None else live.layout.local_shape(self._mesh)
             self._layouts[id(live.tensor)] = (name, live.layout, shape)
         self._take: Callable[[], None] | None = None
@@ -241,7 +241,7 @@ class OptimizerState:
         self._held: dict[str, Held] = {}  # what other ranks along pp hold too, or alone
 
     def meet(self) -> None:
-        """Learn what the other ranks along ``pp`` have: a collective; before anything else is asked."""
+        """Gather the states of the other pipeline ranks: a collective, before any other call."""
         if self._state.correspondence.placement is None:
             return
         states = {key: Held((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
@@ -251,7 +251,7 @@ class OptimizerState:
         self._parts = gather_along(self._mesh, "pp", own)
 
     def unite(self) -> None:
-        """Make one state of what these ranks have."""
+        """Merge the states of the pipeline ranks."""
         if self._parts:
             united = unite(self._parts, self._order)
             self._groups, self._scalars, self._held = united.groups, united.scalars, united.held
@@ -276,8 +276,8 @@ class OptimizerState:
                 found[name] = value.to("cpu", copy=True)
         return found
 
-    def pieces(self) -> Iterator[tuple[str, Layout, Callable[[], torch.Tensor], Mapping[str, tuple[int, ...]]]]:
-        """State tensors of this rank: name, how it lies in the whole one, what reads it, and who has it along ``pp``.
+    def shards(self) -> Iterator[tuple[str, Layout, Callable[[], torch.Tensor], Mapping[str, tuple[int, ...]]]]:
+        """Yield this rank's state tensors: name, layout, reader and holders along ``pp``.
 
         Reading is a collective over what a runtime partitions; in one order on the ranks that share one.
         """
@@ -286,7 +286,7 @@ class OptimizerState:
             yield name, one.layout, one.read, holders
 
     def shapes(self) -> dict[str, list[int]]:
-        """Of the whole state tensors of all ranks, united."""
+        """Return the shapes of the full, merged state tensors."""
         own = {name: list(one.layout.shape) for name, one in self._tensors.items()}
         return {name: list(held.shape) for name, held in self._held.items()} or own
 
@@ -329,15 +329,15 @@ class OptimizerState:
                 self._tensors[full_key] = _Moment(whole, value.dtype, partial(_same, value))
             else:
                 raise BuildError(
-                    f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}', whose piece here has "
-                    f"shape {local_shape}: how it lies in the full tensor is not known, so it cannot be saved",
+                    f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}', whose local shape "
+                    f"is {local_shape}: its layout is unknown, so it cannot be saved",
                     hint="use an optimizer whose state has its parameters' shapes, or save the weights only: "
                     "engine.state_dict()",
                 )
 
     def _of_this_rank(self) -> Iterator[str]:
         for live in self._state.tensors():
-            if live.is_here:
+            if live.is_local:
                 yield self._layouts[id(live.tensor)][0]
 
     def _is_split(self, layout: Layout) -> bool:
@@ -346,7 +346,7 @@ class OptimizerState:
     # -- in ---------------------------------------------------------------------------------------------------
 
     def prepare(self, description: Mapping[str, Any], source: Source | None) -> None:
-        """Check what :meth:`description` and :meth:`gather` gave against this optimizer, and read this rank's pieces.
+        """Check what :meth:`description` and :meth:`gather` gave against this optimizer, and read this rank's shards.
 
         Raises:
             BuildError: another optimizer, or other groups of parameters.
@@ -375,7 +375,7 @@ class OptimizerState:
             if name in by_name and name not in self._own:
                 continue
             if name not in by_name:
-                raise BuildError(f"the checkpoint holds state of '{key}', which is no parameter of this optimizer")
+                raise BuildError(f"the checkpoint holds state of '{key}', which is not a parameter of this optimizer")
             layout = by_name[name]
             if not shape or shape != tuple(layout.shape):
                 layout = Layout(key, shape)
@@ -402,7 +402,7 @@ class OptimizerState:
                 self._storage.put(parameter, key, read())
 
     def take_back(self) -> None:
-        """Give an optimizer of torch the state that it had; another one takes what it was prepared for."""
+        """Restore the previous state of an optimizer of torch."""
         if isinstance(self._storage, TorchOptimizer):
             self._storage.take_back()
 

@@ -1,4 +1,4 @@
-"""A runtime that keeps nothing elsewhere: tensors of the model, and an optimizer of torch, as storages."""
+"""Storages of plain torch: the model's own tensors, and an optimizer of torch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TorchOptimizer:
     def loading(
         self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Callable[[], None]:
-        """As ``torch.optim.Optimizer.load_state_dict`` takes it: parameters numbered in the order of the groups.
+        """Prepare ``torch.optim.Optimizer.load_state_dict``, with parameters numbered by groups.
 
         What is returned may fail, because an optimizer may refuse what was read; :meth:`take_back` is for that.
         """

@@ -1,8 +1,8 @@
-"""Tensors that several ranks hold alike: which ones must agree, whether they do, and making them agree again.
+"""Compare replicas between ranks, and repair them.
 
-A rank holds the whole of a tensor along every mesh dimension that its layout does not split: tensor-parallel ranks a
-layer norm, and replicas (``dp``) everything. Nothing keeps such copies alike but that all of them are changed alike,
-and what is read from them, a state dict, is the first one's.
+A rank holds a replica of a tensor along every mesh dimension that its layout does not shard: tensor-parallel ranks of
+a layer norm, data-parallel ranks (``dp``) of everything. Replicas stay equal only because every rank makes the same
+changes; a state dict has the first rank's values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Among = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that a runtime keeps elsewhere.
+    """A tensor in the storage of a runtime.
 
     Args:
         read: gives it, with a collective where ranks hold parts of it.
@@ -46,12 +46,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Replica:
-    """Something on this rank that other ranks must hold bit for bit.
+    """A value on this rank that must equal other ranks' to the last bit.
 
     Args:
         name: for messages and to find its copies, e.g. ``"encoder.layer.0.output.LayerNorm.weight"``.
-        value: this rank's copy, a tensor; or a text that stands for a value of another kind; None where whatever the
-            other ranks have is right.
+        value: this rank's copy, a tensor, or a description of another value; None accepts any value of
+            the other ranks.
         over: the mesh dimensions along which the ranks hold copies, e.g. ``("dp", "tp")``; each larger than 1.
         among: for one of them, the places along it that hold a copy, where not all do: ``(("pp", (0, 3)),)``.
         is_made: whether it is made of another one, so that it is right when that is.
@@ -65,7 +65,7 @@ class Replica:
 
 
 def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = None) -> list[Replica]:
-    """Every tensor of a scheduled model of which other ranks hold copies, in registration order.
+    """List the replicated tensors of a scheduled model, in registration order.
 
     Parameters are copies along every mesh dimension that does not split them: a piece of a split one has its copies
     along ``dp``, and one that several stages use along ``pp``. Buffers are so too, but for the
@@ -96,9 +96,9 @@ def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = 
 def optimizer_replicas(
     correspondence: Correspondence, optimizer: torch.optim.Optimizer | OptimizerStorage
 ) -> list[Replica]:
-    """What an optimizer keeps of which other ranks hold copies: its state, as the parameters, and its settings."""
+    """List the replicated state and settings of an optimizer."""
     mesh, storage = correspondence.mesh, optimizer_storage(optimizer)
-    if mesh is None or mesh.is_dry or storage is None:
+    if mesh is None or mesh.is_abstract or storage is None:
         return []
     copied = {id(live.tensor): (live, over, among) for live, over, among in _copied(correspondence)}
     found = []
@@ -125,19 +125,19 @@ def optimizer_replicas(
 
 
 def _copied(correspondence: Correspondence) -> Iterator[tuple[LiveTensor, tuple[str, ...], _Among]]:
-    """The tensors of which the schedule has copies on other ranks, along which dimensions, and among which ranks."""
+    """Yield the replicated tensors, with the mesh dimensions and ranks of their replicas."""
     mesh = correspondence.mesh
-    if mesh is None or mesh.is_dry:
+    if mesh is None or mesh.is_abstract:
         return
     for live in correspondence.live():
-        if not live.is_here:
+        if not live.is_local:
             continue
         holders = correspondence.holders(live)
         apart = {mesh_dim for mesh_dim, _ in live.layout.shards()} | set(live.layout.partials())
         apart.update(mesh_dim for mesh_dim, ranks in holders.items() if len(ranks) == 1)
         if not live.is_parameter:
             apart.update(DATA_DIMS)
-            if not live.is_persistent and not live.stands_for:
+            if not live.is_persistent and not live.reference_names:
                 continue
         over = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1 and mesh_dim not in apart)
         if over:
@@ -168,25 +168,25 @@ T = TypeVar("T")
 
 _SHOWN = 4  # names in a message
 _CAUSES = (
-    "slapo_core.verify(sch, batch), before training, finds a reduction that the schedule lacks, such as "
-    'sync("bwd_post", "all_reduce"); else, ranks that hold copies must be given the same batch and the same seeds '
-    "(torch.manual_seed), and be changed alike"
+    "slapo_core.verify(sch, batch), before training, finds a missing reduction, e.g. "
+    'sync("bwd_post", "all_reduce"); else give the ranks of a replica the same batches and seeds (torch.manual_seed), '
+    "and make the same changes on all of them"
 )
-PARTED = (
-    f"{_CAUSES}; engine.check_replicas() after each step finds the first one that parts them, and "
-    "engine.check_replicas(repair=True) goes on with the first rank's values"
+DIVERGED = (
+    f"{_CAUSES}; engine.check_replicas() after each step finds the first step that diverges; "
+    "engine.check_replicas(repair=True) continues with the first rank's values"
 )
-PARTED_LIVE = (
-    f"{_CAUSES}: slapo_core.clip_grad_norm_(sch, max_norm), not torch's, which scales each rank's gradients by another "
-    "norm; slapo_core.state_dict(sch) after each step finds the first one that parts them"
+DIVERGED_LIVE = (
+    f"{_CAUSES}: slapo_core.clip_grad_norm_(sch, max_norm), not torch's, which scales the gradients of each rank by "
+    "its own norm; slapo_core.state_dict(sch) after each step finds the first step that diverges"
 )
 IN_PLACE = (
-    "engine.load_state_dict(state) changes what is trained; engine.check_replicas(repair=True) goes on with what is"
+    "engine.load_state_dict(state) changes the main copies; engine.check_replicas(repair=True) restores the forward's"
 )
 
 
 def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str) -> None:
-    """Hold the copies of every tensor against each other, by checksums: a collective over the mesh.
+    """Compare the replicas of every tensor by checksums: a collective over the mesh.
 
     Args:
         mesh: of the schedule.
@@ -197,7 +197,7 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
     Raises:
         ReplicaError: on every rank; it names the tensors that differ, the ranks, and what each of them holds.
     """
-    if mesh is None or mesh.world_size == 1 or mesh.is_dry:
+    if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
     with World(mesh) as world:
         error = divergence(world, mesh, replicas, hint=hint)
@@ -212,9 +212,9 @@ def compare_all(
     storage: TensorStorage | None = None,
     random: bool,
     repair: bool,
-    hint: str = PARTED,
+    hint: str = DIVERGED,
 ) -> None:
-    """As :func:`check_replicas`, for a whole model: its tensors, an optimizer's state, and where torch draws.
+    """Compare the replicas of a model, of an optimizer's state, and torch's RNG states.
 
     Args:
         correspondence: of the model.
@@ -233,9 +233,9 @@ def compare_all(
         if message is not None:
             if not repair:
                 raise RankMismatchError(message, hint=IN_PLACE)
-            warnings.warn(f"{message}\nit is what is trained again now", stacklevel=5)
+            warnings.warn(f"{message}\nrestored from the main copies", stacklevel=5)
             renew(correspondence, storage)
-    if mesh is None or mesh.world_size == 1 or mesh.is_dry:
+    if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
     replicas = replicas_of(correspondence, storage)
     if optimizer is not None:
@@ -249,41 +249,41 @@ def compare_all(
     except ReplicaError as error:
         if not repair:
             raise
-        warnings.warn(f"{error.message}\nall ranks have the values of the first one now", stacklevel=5)
+        warnings.warn(f"{error.message}\nall ranks have the first rank's values now", stacklevel=5)
         align_replicas(mesh, replicas)
         if storage is not None:
             renew(correspondence, storage)
         restore({name: bytes(state.tolist()) for name, state in states.items()})
-        check_replicas(mesh, replicas, hint="set it alike on every rank")
+        check_replicas(mesh, replicas, hint="set it to the same value on every rank")
 
 
 def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
-    """Which tensors of the forward are not what the runtime trains; None where all are. The same on every rank."""
-    own = [live.name for live in correspondence.live() if live.is_here and not storage.is_current(live)]
+    """Describe the parameters that no longer match their main copies; None if all match. The same on every rank."""
+    own = [live.name for live in correspondence.live() if live.is_local and not storage.is_current(live)]
     with World(correspondence.mesh) as world:
         by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
     names = list(dict.fromkeys(name for theirs in by_rank.values() for name in theirs))
     if not names:
         return None
     ranks = [str(rank) for rank, theirs in by_rank.items() if names[0] in theirs]
-    more = f", and so are {len(names) - 1} others" if names[1:] else ""
+    more = f" ({len(names) - 1} more parameters do not match either)" if names[1:] else ""
     return (
-        f"'{names[0]}' of the forward is not what the runtime trains, on rank{'s' if ranks[1:] else ''} "
-        f"{', '.join(ranks)}: it was changed in place, which the next step takes back{more}"
+        f"'{names[0]}' no longer matches its main copy on rank{'s' if ranks[1:] else ''} {', '.join(ranks)}: it was "
+        f"modified in place, and the next optimizer step will overwrite it{more}"
     )
 
 
 def renew(correspondence: Correspondence, storage: TensorStorage) -> None:
-    """Let the forward compute with what is trained: a collective over what partitions it."""
+    """Copy the main copies to the forward's parameters: a collective where a runtime partitions them."""
     for live in correspondence.live():
-        if live.is_here and (storage.working(live) is not None or storage.partitioned(live)):
+        if live.is_local and (storage.working(live) is not None or storage.partitioned(live)):
             storage.loading(live, storage.read(live).clone())()
 
 
 def divergence(world: World, mesh: Mesh, replicas: Iterable[Replica], *, hint: str) -> ReplicaError | None:
     """Compare replicas as :func:`check_replicas` does; return its error, or None where all agree."""
     own: dict[str, Replica] = {}
-    with world.together("comparing what several ranks hold"):
+    with world.together("comparing replicas"):
         own.update((replica.name, replica) for replica in replicas)
         keys = {name: _key(one.value) for name, one in own.items() if not isinstance(one.value, Stored)}
     for name, one in own.items():  # a collective of the runtime where ranks hold parts
@@ -311,13 +311,11 @@ def divergence(world: World, mesh: Mesh, replicas: Iterable[Replica], *, hint: s
         value = own[first].value
         shown = describe_copy(value.read() if isinstance(value, Stored) else value)
     described = dict(zip(world.ranks, world.gather(shown), strict=True))
-    lines = [f"'{first}' is not the same on the ranks that hold copies of it:"]
+    lines = [f"replicas of '{first}' differ between ranks:"]
     lines += [f"  rank {rank}: {described[rank]}" for rank in differing[first]]
     if others:
         named, rest = ", ".join(f"'{name}'" for name in others[:_SHOWN]), len(others) - _SHOWN
-        lines.append(
-            f"neither {'is' if len(others) == 1 else 'are'} {named}" + (f" and {rest} more" if rest > 0 else "")
-        )
+        lines.append(f"so do replicas of {named}" + (f" and {rest} more" if rest > 0 else ""))
     return ReplicaError("\n".join(lines), tensor=first, ranks=differing[first], within_rounding=close, hint=hint)
 
 
@@ -326,7 +324,7 @@ _ROUNDINGS = 8  # of the largest element: what kernels that add in another order
 
 @torch.no_grad()
 def _is_close(replica: Replica, mesh: Mesh) -> bool:
-    """Whether this rank's copy is the first rank's within rounding: a collective of the ranks that hold one."""
+    """Return whether this rank's replica equals the first rank's within rounding: a collective of its holders."""
     first = _first(replica, mesh)
     held = replica.value
     assert isinstance(held, (torch.Tensor, Stored))
@@ -355,13 +353,13 @@ def describe_copy(value: torch.Tensor | str | None) -> str:
 
 @torch.no_grad()
 def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
-    """Give every copy the values of the first rank among its holders: a collective over the mesh.
+    """Broadcast the values of each tensor's first holder: a collective over the mesh.
 
     Args:
         mesh: of the schedule.
         replicas: as for :func:`check_replicas`; their tensors, in the same order on all ranks that hold copies.
     """
-    if mesh is None or mesh.world_size == 1 or mesh.is_dry:
+    if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
     for replica in sorted(replicas, key=lambda one: one.name):  # what a rank has none of comes at no other place
         held = replica.value
@@ -375,7 +373,7 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
 
 
 def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
-    """The value of the first rank among the holders of a tensor: a collective of all of them."""
+    """Broadcast the value of a tensor's first holder: a collective of its holders."""
     import torch.distributed as dist
 
     held = replica.value
@@ -405,7 +403,7 @@ def gather_along(mesh: Mesh, mesh_dim: str, value: T) -> list[T]:
 
 
 def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:
-    """The global ranks that differ in nothing but their places along these mesh dimensions: ``[[0, 1], [2, 3]]``.
+    """Group the global ranks along mesh dimensions: ``[[0, 1], [2, 3]]``.
 
     Args:
         mesh: one that runs.

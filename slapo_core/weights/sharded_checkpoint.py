@@ -1,4 +1,4 @@
-"""Save and load a scheduled model in pieces: every rank what it holds, whatever schedule writes and reads them."""
+"""Save and load sharded checkpoints: every rank its own shards, under any schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo_core.errors import WeightsError
 from slapo_core.ranks.world import together
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.mesh import DATA_DIMS
-from slapo_core.spec.state import Piece, Pieces, PieceSource
+from slapo_core.spec.state import ShardedState, ShardSource, TensorShard
 from slapo_core.weights.checkpoint import collected, give, prepared, refuse_not_json
 from slapo_core.weights.sources import Source, placed
 
@@ -28,10 +28,10 @@ FORMAT = 1
 Kind = Literal["weight", "added", "optimizer"]
 
 
-def pieces_of(
+def shards_of(
     state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None, runtime: Mapping[str, Any]
-) -> Pieces:
-    """What this rank writes; documented in spec/state.py."""
+) -> ShardedState:
+    """Collect this rank's shards; documented in spec/state.py."""
     differing = state.differing(optimizer)
     if differing is not None:
         raise differing
@@ -46,28 +46,28 @@ def pieces_of(
     for kind, name, layout, value, holders in _weights(state):
         writer.add(kind, name, layout, value, holders)
     if moments is not None:
-        for name, layout, read, holders in moments.pieces():
+        for name, layout, read, holders in moments.shards():
             writer.add("optimizer", name, layout, read(), holders)
     description: dict[str, Any] = {"format": FORMAT, "weights": weights, "runtime": dict(runtime)}
     description["added"] = {live.name: list(live.layout.shape) for live in added}
     description["optimizer"] = None
     if moments is not None:
         description["optimizer"] = {**moments.description(), "tensors": moments.shapes()}
-    return Pieces(description, writer.pieces)
+    return ShardedState(description, writer.shards)
 
 
-def load_pieces(
+def load_shards(
     state: TensorState,
     description: Mapping[str, Any],
-    source: PieceSource,
+    source: ShardSource,
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
-    """The reverse: everything is checked on a trial run that only learns what this rank wants, then read at once."""
+    """Load shards: a first run checks and plans them, then all are read at once."""
     moments = collected(state, optimizer)
-    wanted: list[Piece] = []
+    wanted: list[TensorShard] = []
     kinds: tuple[Kind, ...] = ("weight", "added", "optimizer")
-    weights, added, tensors = (_PieceSource(source, kind, description, wanted) for kind in kinds)
+    weights, added, tensors = (_PlannedSource(source, kind, description, wanted) for kind in kinds)
     about = dict(description.get("runtime") or {})
     with together(state.mesh, f"reading {source.label}"):
         if description.get("format") != FORMAT:
@@ -95,11 +95,11 @@ _Found = tuple[Kind, str, Layout, torch.Tensor, Mapping[str, tuple[int, ...]]]
 
 
 def _weights(state: TensorState) -> Iterator[_Found]:
-    """Everything but the optimizer's state that this rank has, in one order on all ranks that share a collective."""
+    """Yield this rank's weights and added tensors, in the same order on all ranks of a collective."""
     correspondence, survey = state.correspondence, state.correspondence.survey
     done = set()
     for live, spec in correspondence.carried():
-        if spec.keys and spec.name not in done and live.is_here:
+        if spec.keys and spec.name not in done and live.is_local:
             done.add(spec.name)
             yield "weight", spec.keys[0], live.layout, state.storage.read(live), correspondence.holders(live)
     for live, specs in correspondence.translated():
@@ -110,12 +110,12 @@ def _weights(state: TensorState) -> Iterator[_Found]:
     for name, value in state.dropped.items():
         yield "weight", survey.specs[name].keys[0], Layout(name, tuple(value.shape)), value, {}
     for live in correspondence.added():
-        if live.is_here:
+        if live.is_local:
             yield "added", live.name, live.layout, state.storage.read(live), correspondence.holders(live)
 
 
 class _Writer:
-    """Collects what this rank writes; tensors that all replicas hold are dealt out to them in turn.
+    """Collect the shards that this rank writes; replicas write replicated tensors in turn.
 
     Args:
         mesh: of the schedule.
@@ -124,21 +124,21 @@ class _Writer:
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
         self._number = 0
-        self.pieces: list[Piece] = []
+        self.shards: list[TensorShard] = []
 
     def add(
         self, kind: Kind, name: str, layout: Layout, value: torch.Tensor, holders: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Take this rank's piece of a tensor, where it is the one that writes it: a collective for a partial sum."""
-        summands = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
-        whole = Layout(layout.origin, tuple(value.shape), summands).full(value, self._mesh)
+        """Add this rank's shard of a tensor if this rank writes it: a collective for partial values."""
+        partials = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
+        whole = Layout(layout.origin, tuple(value.shape), partials).full(value, self._mesh)
         self._number += 1
         if not self._writes(layout, holders):
             return
         for at, offset, extent in _blocks(layout, self._mesh):
             own = whole.detach()[tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))]
             copy = own.to("cpu", copy=True).contiguous()
-            self.pieces.append(Piece(kind, name, tuple(layout.shape), offset, copy))
+            self.shards.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
 
     def _writes(self, layout: Layout, holders: Mapping[str, tuple[int, ...]]) -> bool:
         mesh = self._mesh
@@ -157,8 +157,8 @@ class _Writer:
         return True
 
 
-class _PieceSource(Source):
-    """One kind of tensors of a checkpoint in pieces; zeros, and a list of what is wanted, until they are there.
+class _PlannedSource(Source):
+    """One kind of tensors in a sharded checkpoint: collects the wanted shards, then gives their values.
 
     Args:
         source: of pieces.
@@ -167,13 +167,15 @@ class _PieceSource(Source):
         wanted: to add to.
     """
 
-    def __init__(self, source: PieceSource, kind: Kind, description: Mapping[str, Any], wanted: list[Piece]) -> None:
+    def __init__(
+        self, source: ShardSource, kind: Kind, description: Mapping[str, Any], wanted: list[TensorShard]
+    ) -> None:
         self._source, self._kind, self._wanted = source, kind, wanted
         about = description.get("optimizer") or {}
         shapes = {"weight": "weights", "added": "added"}
         found = about.get("tensors", {}) if kind == "optimizer" else description.get(shapes[kind], {})
         self._shapes = {name: tuple(shape) for name, shape in found.items()}
-        self._read: dict[tuple[str, Any], list[tuple[tuple[slice, ...], Piece]]] = {}
+        self._read: dict[tuple[str, Any], list[tuple[tuple[slice, ...], TensorShard]]] = {}
         self.is_there = False
 
     @property
@@ -192,13 +194,13 @@ class _PieceSource(Source):
         if key not in self._read and not self.is_there:
             self._read[key] = []
             for at, offset, extent in _blocks(layout, mesh):
-                piece = Piece(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
+                shard = TensorShard(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
                 own = tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))
-                self._read[key].append((own, piece))
-                self._wanted.append(piece)
+                self._read[key].append((own, shard))
+                self._wanted.append(shard)
         if self.is_there:
-            for own, piece in self._read[key]:
-                value[own] = piece.value
+            for own, shard in self._read[key]:
+                value[own] = shard.value
         return value
 
     def _like(self, name: str) -> torch.Tensor:
@@ -209,7 +211,7 @@ class _PieceSource(Source):
 
 
 def _blocks(layout: Layout, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Each rectangle of this rank's piece: where it begins in the piece and in the whole tensor, and its extent.
+    """Yield the rectangles of this rank's shard: start in the shard, start in the full tensor, extent.
 
     What lies in the padding is left out.
     """

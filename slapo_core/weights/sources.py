@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files, read by slice, or a mapping of full tensors."""
+"""Sources of weights: safetensors files, read by slice, or a mapping of full tensors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 
 class Source(ABC):
-    """Full tensors by name, of which a rank reads its own pieces."""
+    """Full tensors by name; a rank reads its own shards."""
 
     @property
     @abstractmethod
     def label(self) -> str:
-        """What to call it in a message, e.g. ``"weights 'checkpoints/bert'"``."""
+        """The name for messages, e.g. ``"weights 'checkpoints/bert'"``."""
 
     @abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -46,7 +46,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        """This rank's piece of the tensor ``name``, in the source's dtype, as new contiguous memory."""
+        """This rank's shard of the tensor ``name``, in the source's dtype, as new contiguous memory."""
 
 
 def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Source) -> Source:
@@ -122,10 +122,10 @@ class SafetensorsSource(Source):
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
         handle = self._files[self._file_of[name]]
         if layout.shape:
-            piece = _read_segments(handle.get_slice(name), layout, mesh)
+            shard = _read_segments(handle.get_slice(name), layout, mesh)
         else:
-            piece = handle.get_tensor(name).clone()
-        return piece if layout.holds_values(mesh) else piece.zero_()
+            shard = handle.get_tensor(name).clone()
+        return shard if layout.holds_values(mesh) else shard.zero_()
 
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -142,7 +142,7 @@ class SafetensorsSource(Source):
         if path.is_file():
             return {path: None}
         if not path.is_dir():
-            raise WeightsError(f"there are no weights at '{path}': no such file or directory")
+            raise WeightsError(f"no weights found at '{path}': no such file or directory")
         if (path / INDEX_FILE).is_file():
             return _read_index(path / INDEX_FILE)
         for file in (path / COMPLETE / SINGLE_FILE, path / SINGLE_FILE):
@@ -153,7 +153,7 @@ class SafetensorsSource(Source):
             return {files[0]: None}
         if not files:
             raise WeightsError(
-                f"there are no weights in '{path}': no *.safetensors file",
+                f"no weights found in '{path}': no *.safetensors file",
                 hint="save them with model.save_pretrained(dir), or with safetensors.torch.save_file(state_dict, file)",
             )
         raise WeightsError(
@@ -164,7 +164,7 @@ class SafetensorsSource(Source):
 
 
 class Wider(Source):
-    """A source of which some tensors are there in a wider type too, which is read instead.
+    """A source with some tensors in a wider type, which is preferred.
 
     Args:
         source: all tensors.
@@ -206,21 +206,21 @@ def _read_index(file: Path) -> dict[Path, set[str] | None]:
 
 
 def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-    """Read only this rank's ranges, into memory of their own; what reaches into the padding is zero.
+    """Read only this rank's ranges, with zeros for padding.
 
     What safetensors gives is the file itself, mapped: who writes into the file later would write into the model.
     """
-    piece: torch.Tensor | None = None
+    shard: torch.Tensor | None = None
     for ranges in itertools.product(*(placed(axis) for axis in layout.segments(mesh))):
         stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
         starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
         part = stored[tuple(map(slice, starts, stops))]
-        if piece is None:
-            piece = torch.zeros(layout.local_shape(mesh), dtype=part.dtype, device="cpu")
+        if shard is None:
+            shard = torch.zeros(layout.local_shape(mesh), dtype=part.dtype, device="cpu")
         own = tuple(slice(at, at + extent) for (at, _, _), extent in zip(ranges, part.shape, strict=True))
-        piece[own] = part
-    assert piece is not None
-    return piece
+        shard[own] = part
+    assert shard is not None
+    return shard
 
 
 def placed(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""The state of a scheduled model: state dicts with the reference names and shapes, whatever the schedule did."""
+"""The state of a scheduled model, by the reference model's names and shapes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slapo_core.weights.correspondence import Correspondence
 from slapo_core.weights.exchange import exchange_device
 from slapo_core.weights.mapping import TensorSpec
 from slapo_core.weights.optimizer_storage import InPlace
-from slapo_core.weights.replicas import PARTED, PARTED_LIVE, compare_all, gather_along
-from slapo_core.weights.sharded_checkpoint import load_pieces, pieces_of
+from slapo_core.weights.replicas import DIVERGED, DIVERGED_LIVE, compare_all, gather_along
+from slapo_core.weights.sharded_checkpoint import load_shards, shards_of
 from slapo_core.weights.sources import Source, check_names, open_source, read_tensor
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.state import OptimizerStorage, Pieces, PieceSource, TensorStorage
+    from slapo_core.spec.state import OptimizerStorage, ShardedState, ShardSource, TensorStorage
 
 
 _Copied = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
@@ -36,9 +36,9 @@ class TensorState:
     """The implementation of :class:`slapo_core.spec.state.ModelState`.
 
     Args:
-        correspondence: which live tensor stands for which reference tensor.
+        correspondence: of live tensors to reference tensors.
         dropped: the values of reference tensors that the schedule gave up, by first name, on the CPU.
-        draws: whether a training step was seen to draw random numbers of torch.
+        uses_rng: whether a training step was seen to draw torch's RNG.
         storage: where a runtime keeps the tensors.
         built: the types of the live tensors before a runtime took them, by name.
         hint: the way out where replicas differ.
@@ -46,10 +46,10 @@ class TensorState:
 
     correspondence: Correspondence
     dropped: dict[str, torch.Tensor] = field(default_factory=dict)
-    draws: bool = False
+    uses_rng: bool = False
     storage: TensorStorage = field(default_factory=InPlace)
     built: dict[str, torch.dtype] = field(default_factory=dict)
-    hint: str = PARTED
+    hint: str = DIVERGED
     _told: bool = False
     _trained: dict[str, torch.dtype] = field(default_factory=dict)
 
@@ -59,15 +59,15 @@ class TensorState:
 
         Raises:
             SealedError: the originals were dropped.
-            WeightsError: a tensor that nobody explains; or one that the schedule dropped has no values, because it is
+            WeightsError: an unexplained tensor; or one that the schedule dropped has no values, because it is
                 on the meta device.
         """
         correspondence, tensors = Correspondence.of(schedule)
         correspondence.check()
-        state = cls(correspondence, hint=PARTED_LIVE)
+        state = cls(correspondence, hint=DIVERGED_LIVE)
         for spec in correspondence.dropped():
             if tensors[spec.name].is_meta:
-                raise WeightsError(f"'{spec.name}' is on the meta device, so there is no state dict yet")
+                raise WeightsError(f"'{spec.name}' is on the meta device: it has no values for a state dict")
             state.dropped[spec.name] = tensors[spec.name].detach().to("cpu", copy=True)
         return state
 
@@ -85,7 +85,7 @@ class TensorState:
 
     @property
     def kept(self) -> TensorStorage | None:
-        """Where a runtime keeps the tensors; None where the model holds them itself."""
+        """The runtime's storage of tensors; None if the model holds them itself."""
         return None if isinstance(self.storage, InPlace) else self.storage
 
     def check_replicas(
@@ -94,7 +94,9 @@ class TensorState:
         if self.correspondence.placement is not None:
             with together(self.mesh, "looking for the values of this rank's tensors"):
                 self._refuse_without_values()
-        compare_all(self.correspondence, optimizer, storage=self.kept, random=self.draws, repair=repair, hint=self.hint)
+        compare_all(
+            self.correspondence, optimizer, storage=self.kept, random=self.uses_rng, repair=repair, hint=self.hint
+        )
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._check_unchanged()
@@ -106,13 +108,15 @@ class TensorState:
         return values
 
     def differing(self, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None) -> ReplicaError | None:
-        """What :meth:`check_replicas` raises, unless it lies within rounding: that is a warning."""
+        """Return the error of :meth:`check_replicas`; warn instead of differences within rounding."""
         try:
             self.check_replicas(optimizer=optimizer)
         except ReplicaError as error:
             if not error.within_rounding:
                 return error
-            warnings.warn(f"{error.message}\nwithin rounding, so that nothing is refused", stacklevel=5)
+            warnings.warn(
+                f"{error.message}\nthe differences are within rounding, so this is not an error", stacklevel=5
+            )
         return None
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
@@ -149,31 +153,31 @@ class TensorState:
     ) -> dict[str, Any]:
         return load_checkpoint(directory, self, optimizer, uses)
 
-    def pieces(
+    def shards(
         self,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         runtime: Mapping[str, Any] | None = None,
-    ) -> Pieces:
+    ) -> ShardedState:
         self._check_unchanged()
-        return pieces_of(self, optimizer, runtime or {})
+        return shards_of(self, optimizer, runtime or {})
 
-    def load_pieces(
+    def load_shards(
         self,
         description: Mapping[str, Any],
-        source: PieceSource,
+        source: ShardSource,
         *,
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         uses: Collection[str] = (),
     ) -> dict[str, Any]:
-        return load_pieces(self, description, source, optimizer, uses)
+        return load_shards(self, description, source, optimizer, uses)
 
     @property
     def is_spread(self) -> bool:
-        """Whether some tensor is not whole on every rank, so that putting it together takes all of them."""
+        """Whether gathering some tensor needs other ranks."""
         if self.correspondence.is_spread:
             return True
-        return any(live.is_here and self.storage.partitioned(live) for live in self.tensors())
+        return any(live.is_local and self.storage.partitioned(live) for live in self.tensors())
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -181,15 +185,15 @@ class TensorState:
         self.correspondence.tree.tensors.check_unchanged()
 
     def _refuse_without_values(self) -> None:
-        empty = [live.name for live in self.tensors() if live.is_here and live.tensor.is_meta]
+        empty = [live.name for live in self.tensors() if live.is_local and live.tensor.is_meta]
         if empty:
             raise WeightsError(
-                f"'{empty[0]}' has no values: this rank is to hold it, and it is on the meta device"
-                + (f", as {len(empty) - 1} others are" if empty[1:] else "")
+                f"'{empty[0]}' is on the meta device, but this rank must hold its values"
+                + (f" ({len(empty) - 1} more are, too)" if empty[1:] else "")
             )
 
     def whole(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
-        """As :meth:`state_dict`, and nothing is compared.
+        """Return :meth:`state_dict` without comparing replicas.
 
         Args:
             rank0_only: as there.
@@ -217,11 +221,11 @@ class TensorState:
         return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
 
     def _own_type(self, value: torch.Tensor, built: torch.dtype) -> torch.dtype:
-        """That of the reference model where a runtime keeps another one; else a tensor is given as it is."""
+        """Return the reference model's type where a runtime keeps another, else the tensor's."""
         return built if self.kept is not None else value.dtype
 
     def prepare(self, source: Source) -> Loading:
-        """Check a source against the model, and read all of this rank's pieces; nothing is changed.
+        """Check a source against the model, and read all of this rank's shards; nothing is changed.
 
         Raises:
             WeightsError: names or shapes do not fit.
@@ -229,10 +233,10 @@ class TensorState:
         names = check_names(self.correspondence.survey, source)
         loading = Loading(self)
         for live, specs in self.correspondence.translated():
-            if live.is_here:
+            if live.is_local:
                 loading.take(live, self.read_translated(source, names, live, specs))
         for live, spec in self.correspondence.carried():
-            if spec.keys and live.is_here:
+            if spec.keys and live.is_local:
                 loading.take(live, source.read(names[spec.name], live.layout, self.mesh))
         for name in self.dropped:
             loading.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
@@ -241,7 +245,7 @@ class TensorState:
     def read_translated(
         self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
     ) -> torch.Tensor:
-        """This rank's piece of a live tensor that stands for ``specs``, made of a source's tensors."""
+        """This rank's shard of a live tensor that stands for ``specs``, made of a source's tensors."""
         tensors = {
             spec.name: read_tensor(source, names[spec.name], spec, wider=self.kept is not None) for spec in specs
         }
@@ -268,7 +272,7 @@ class TensorState:
 
     def full(self, live: LiveTensor) -> torch.Tensor:
         """The whole value of a live tensor, on every rank, wherever it lives: a collective."""
-        value = live.layout.full(self.storage.read(live), self.mesh) if live.is_here else None
+        value = live.layout.full(self.storage.read(live), self.mesh) if live.is_local else None
         holders = self.correspondence.holders(live)
         return self.from_holders(value, tuple(live.layout.shape), self._type(live), holders)
 
@@ -276,13 +280,13 @@ class TensorState:
         """In which the ranks that hold a tensor give it."""
         if self.kept is None:
             return live.tensor.dtype
-        return self.storage.dtype(live) if live.is_here else self._trained.get(_key(live), live.tensor.dtype)
+        return self.storage.dtype(live) if live.is_local else self._trained.get(_key(live), live.tensor.dtype)
 
     def _learn_types(self) -> None:
-        """Ask the other ranks along ``pp`` in which types they train theirs: a collective, the first time."""
+        """Gather the trained types of the other pipeline ranks: a collective, once."""
         if self.kept is None or self.correspondence.placement is None or self._trained:
             return
-        own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_here}
+        own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_local}
         assert self.mesh is not None
         for theirs in gather_along(self.mesh, "pp", own):
             self._trained.update(theirs)
@@ -294,7 +298,7 @@ class TensorState:
         dtype: torch.dtype,
         holders: Mapping[str, tuple[int, ...]],
     ) -> torch.Tensor:
-        """A tensor that only some ranks hold, on all of them: that of the first of them."""
+        """Broadcast a tensor that only some ranks hold, from the first of them."""
         for mesh_dim, ranks in holders.items():
             group = self.mesh.group(mesh_dim) if self.mesh is not None else None
             if group is None or self.mesh is None:
@@ -315,7 +319,7 @@ class TensorState:
             if left_out and not self._told:
                 self._told = True
                 warnings.warn(
-                    "not in the state dict, because the reference model has no such tensor: " + ", ".join(left_out),
+                    "not in the state dict, because the reference model does not have them: " + ", ".join(left_out),
                     stacklevel=5,
                 )
             return {}
@@ -328,7 +332,7 @@ class TensorState:
 
 
 def _key(live: LiveTensor) -> str:
-    return live.stands_for[0] if live.stands_for else f"added {live.name}"
+    return live.reference_names[0] if live.reference_names else f"added {live.name}"
 
 
 @dataclass
@@ -337,7 +341,7 @@ class Loading:
 
     Args:
         state: whose values they are.
-        assignments: what puts this rank's pieces into their places.
+        assignments: what puts this rank's shards into their places.
         dropped: as in :class:`TensorState`.
     """
 
@@ -345,9 +349,9 @@ class Loading:
     assignments: list[Callable[[], None]] = field(default_factory=list)
     dropped: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def take(self, live: LiveTensor, piece: torch.Tensor) -> None:
-        """Assign this rank's piece of a tensor, in the end."""
-        self.assignments.append(self.state.storage.loading(live, piece))
+    def take(self, live: LiveTensor, shard: torch.Tensor) -> None:
+        """Assign this rank's shard of a tensor, in the end."""
+        self.assignments.append(self.state.storage.loading(live, shard))
 
     def assign(self) -> None:
         for assign in self.assignments:

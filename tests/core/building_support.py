@@ -47,7 +47,7 @@ class SumOutput(slapo.Primitive):
     equivalence = slapo.Equivalence.REORDERED
 
     def apply(self, node: Any, edit: Any) -> None:
-        if node.mesh.size("tp") == 1 or node.mesh.is_dry:
+        if node.mesh.size("tp") == 1 or node.mesh.is_abstract:
             edit.note("one rank, or none that runs")
             return
         edit.wrap_forward(node, _summed(node.mesh.group("tp")))

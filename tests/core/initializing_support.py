@@ -42,7 +42,7 @@ def differences(model: nn.Module) -> tuple[int, list[str]]:
             key = f"0:{name}"
             with InBlocks(key):
                 expected = again.value(name, program.shape, 0)
-            value = program.piece(Layout(name, program.shape), None, key)
+            value = program.shard(Layout(name, program.shape), None, key)
             if expected is None or value.dtype != expected.dtype or not torch.equal(value, expected):
                 wrong.append(name)
     return len(programs), wrong

@@ -108,7 +108,7 @@ def test_wrappers_run_in_the_order_of_the_steps_and_leave_one_object_on_the_modu
     assert model[0].__dict__["forward"] is on_the_module
     with sch.rewound(2):
         assert _ran(model) == (3 + 1) * 10
-    with sch.untouched():
+    with sch.reference():
         assert _ran(model) == 3
         assert_bit_identical(before, model)
     assert _ran(model) == (3 + 1) * 10 + 2
@@ -125,7 +125,7 @@ def test_forward_of_the_user_is_wrapped_and_comes_back_as_the_same_object(own: s
     sch = slapo.create_schedule(model)
     _wrap(sch, _plus(1), _times(10))
     assert _ran(model) == (-3 + 1) * 10
-    with sch.untouched():
+    with sch.reference():
         assert model[0].__dict__["forward"] is users
     assert _ran(model) == (-3 + 1) * 10
     sch.undo(to=0)
@@ -171,7 +171,7 @@ def test_forward_that_the_user_set_after_a_step_survives_undo(calls_the_old_one:
         assert model[0].__dict__["forward"] is users
         assert _ran(model) == inner
     assert _ran(model) == 10 * inner
-    with sch.untouched():
+    with sch.reference():
         assert model[0].__dict__["forward"] is users
         assert _ran(model) == (3000 if calls_the_old_one else -1)
     assert _ran(model) == 10 * inner
@@ -184,7 +184,7 @@ def test_forward_that_the_user_set_while_the_steps_were_taken_back_is_wrapped_ag
     model = _model()
     sch = slapo.create_schedule(model)
     _wrap(sch, _plus(1), _times(10))
-    with sch.untouched():
+    with sch.reference():
         users = model[0].forward = _around(model[0])
     assert _ran(model) == (3000 + 1) * 10
     with sch.rewound(1):

@@ -114,7 +114,7 @@ def test_nodes_give_the_hooks_and_wrappers_of_steps_on_a_mesh_of_any_size(size: 
     with sch.rewound(1):
         assert node.hooks == (("full_backward", backward_hook), ("forward", ran))
         assert node.wrappers == (doubled,)
-        with sch.untouched():
+        with sch.reference():
             assert (node.hooks, node.wrappers) == ((), ())
     assert (node.hooks, node.wrappers) == everything
     sch.undo(to=1)

@@ -147,7 +147,7 @@ def test_a_piece_is_cut_out_of_the_whole(
     assert not whole[13].any()
     for rank in reversed(range(size)):
         mesh: Any = _Mesh(rank, size)
-        piece = initializer.piece("weight", layout((48, 16)), mesh)
+        piece = initializer.shard("weight", layout((48, 16)), mesh)
         assert piece is not None
         assert torch.equal(piece, layout((48, 16)).local(whole, mesh))
 
@@ -234,7 +234,7 @@ def test_a_rank_never_holds_a_whole_tensor_of_which_it_keeps_a_piece(axis: int) 
     mesh: Any = _Mesh(1, 4)
     costs = _Costs()
     with costs:
-        piece = initializer.piece("weight", Layout("weight", (1024, 1024), (("tp", Shard(axis)),)), mesh)
+        piece = initializer.shard("weight", Layout("weight", (1024, 1024), (("tp", Shard(axis)),)), mesh)
     assert piece is not None
     assert costs.largest == piece.numel() == 1 << 18
     assert costs.drawn == (1 << 18 if axis == 0 else 1 << 20)

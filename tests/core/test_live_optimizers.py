@@ -189,7 +189,7 @@ def test_a_step_that_the_user_built_upon_stays_in_force_when_it_cannot_be_taken_
     sch["fc1"].apply(Split(("bias", "weight")))
     nn.utils.parametrizations.weight_norm(model.fc1)
     before = ModelSnapshot(model)
-    uses = (lambda: slapo.state_dict(sch), lambda: sch.undo(to=0), lambda: sch.untouched().__enter__())
+    uses = (lambda: slapo.state_dict(sch), lambda: sch.undo(to=0), lambda: sch.reference().__enter__())
     for use, error, words in zip(
         uses,
         (slapo.WeightsError, slapo.UndoError, slapo.UndoError),

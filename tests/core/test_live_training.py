@@ -160,7 +160,7 @@ def odd_gradients() -> tuple[list[str], float, list[torch.dtype]]:
             call()
         messages.append(str(error.value))
     assert torch.equal(before, sch.model.fc2.weight.grad)
-    with sch.untouched(), pytest.raises(slapo.SealedError, match="rewound to step 0"):
+    with sch.reference(), pytest.raises(slapo.SealedError, match="rewound to step 0"):
         slapo.clip_grad_norm_(sch, 1.0)
     return messages, norms[0], [slapo.clip_grad_norm_(sch, 1.0, p).dtype for p in (1.0, 2.0, math.inf)]
 
@@ -314,7 +314,7 @@ def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(t
         warnings.simplefilter("error")
         sch = dry()
         slapo.state_dict(slapo.create_schedule(real("mlp")))
-        with sch.untouched() as model:
+        with sch.reference() as model:
             model.state_dict()
             copy.deepcopy(model).state_dict()
         sch.undo(to=0)
@@ -385,7 +385,7 @@ def test_a_parameter_registered_outside_of_the_schedule_is_said_to_be_that(messa
     sch.model.fc1.register_parameter("prompt", nn.Parameter(torch.ones(3)))
     with pytest.raises(slapo.WeightsError) as refused:
         slapo.state_dict(sch)
-    message(refused, "'fc1.prompt' (3,) was put into the model outside of the schedule", "create_schedule(model)")
+    message(refused, "'fc1.prompt' (3,) was added to the model outside of the schedule", "create_schedule(model)")
     with pytest.raises(slapo.VerifyError, match=r"'fc1.prompt' .* outside of the schedule"):
         slapo.verify(sch, batch)
 

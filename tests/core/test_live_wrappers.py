@@ -332,12 +332,12 @@ def after_going_back() -> list[int]:
         return len(model._forward_pre_hooks) + len(model._state_dict_pre_hooks) + len(model._load_state_dict_pre_hooks)
 
     counts = [count()]
-    with sch.untouched():
+    with sch.reference():
         counts.append(count())
     counts.append(count())
     model(**batch).backward()
     counts.append(count())
-    with sch.untouched():
+    with sch.reference():
         counts.append(count())
     counts.append(count())
     records = sch.undo(to=0)

@@ -56,7 +56,7 @@ def test_dry_mesh_plays_one_rank(message: Messages) -> None:
     for rank in range(4):
         mesh = declare_mesh({"dp": 2, "tp": 2}, rank=rank)
         assert mesh is not None
-        assert mesh.is_dry
+        assert mesh.is_abstract
         assert mesh.global_rank == rank
         places.append((mesh.rank("dp"), mesh.rank("tp")))
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -65,7 +65,7 @@ def test_dry_mesh_plays_one_rank(message: Messages) -> None:
     assert "tp" in mesh
     assert "pp" not in mesh
     assert mesh.group("pp") is None
-    assert repr(mesh) == "Mesh({'dp': 2, 'tp': 2}, dry, rank=3)"
+    assert repr(mesh) == "Mesh({'dp': 2, 'tp': 2}, abstract, rank=3)"
     assert copy.deepcopy(mesh) is mesh
     message(_error(lambda: mesh.group("tp")), "mesh_dim 'tp'", "torchrun --nproc-per-node 4")
     mesh.sizes["tp"] = 9
@@ -76,7 +76,7 @@ def test_trivial_mesh_is_not_dry_and_needs_no_group() -> None:
     for sizes in ({"tp": 1}, {"dp": 1, "tp": 1}, {}):
         mesh = declare_mesh(sizes)
         assert mesh is not None
-        assert not mesh.is_dry
+        assert not mesh.is_abstract
         assert mesh.group("tp") is None
     assert declare_mesh(None) is None
     assert declare_mesh(mesh) is mesh
@@ -88,7 +88,7 @@ def _on_two_ranks() -> dict[str, Any]:
     mesh = slapo.create_schedule(MLP(), mesh={"tp": 2}).mesh
     assert mesh is not None
     found["real"] = (
-        mesh.is_dry,
+        mesh.is_abstract,
         mesh.rank("tp"),
         mesh.rank("dp"),
         mesh.global_rank,
@@ -100,7 +100,7 @@ def _on_two_ranks() -> dict[str, Any]:
     found["unnamed"] = _message(init_device_mesh("cpu", (2,)))
     adopted = declare_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
     assert adopted is not None
-    found["adopted"] = (adopted.sizes, adopted.rank("tp"), adopted.is_dry, adopted.device_mesh is not None)
+    found["adopted"] = (adopted.sizes, adopted.rank("tp"), adopted.is_abstract, adopted.device_mesh is not None)
     assert mesh.rank("tp") == rank
     return found
 

@@ -220,7 +220,7 @@ def test_the_reference_model_can_be_asked_for_in_the_middle_of_an_edit(asked: st
         if asked == "example_call":
             assert sch["1"].example_call()[0][0].shape == (1, 2)
             return
-        with sch["0"].untouched() if asked == "node" else sch.untouched() as found:
+        with sch["0"].reference() if asked == "node" else sch.reference() as found:
             assert (found if asked == "node" else found[0]) is reference
             assert not hasattr(model, "factor")
             with pytest.raises(slapo.ApplyError, match="over"):

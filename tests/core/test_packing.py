@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.spec.p2p_packing import Parcel, attached
+from slapo_core.spec.p2p_packing import P2PMessage, attached
 from slapo_core.spec.pipeline import Value
 from tests.messages import Messages
 
@@ -70,7 +70,7 @@ def test_values_arrive_bit_by_bit_and_their_gradients_come_back(joined: bool) ->
     reference, own = sources(), sources()
     used(made(reference)).backward()
     there = made(own)
-    parcel = Parcel([described(name, one) for name, one in there.items()], backward=False, joined=joined)
+    parcel = P2PMessage([described(name, one) for name, one in there.items()], backward=False, joined=joined)
     begun = []
     message = parcel.pack(there, None, sender="stage 0", device=CPU, backward_begins=lambda: begun.append(1))
     assert len([one for one in message if one.is_floating_point()]) == 1  # DeepSpeed goes backward once for each
@@ -98,14 +98,14 @@ def test_a_received_value_may_be_written_to_and_relayed() -> None:
     """Two values share a message, and not their counts of writes."""
     one, two = (torch.ones(3, requires_grad=True) for _ in range(2))
     there = {"one": one * 1, "two": two * 1}
-    first = Parcel([described(name, value) for name, value in there.items()], backward=False)
+    first = P2PMessage([described(name, value) for name, value in there.items()], backward=False)
     message = first.pack(there, None, sender="stage 0", device=CPU)
     received = arrived(message, first.empty(CPU))
     values, link = first.unpack([each.clone() for each in received])
     squares = values["one"] ** 2  # keeps it
     values["two"].mul_(3.0)
     on = {"squares": squares, "two": values["two"]}
-    second = Parcel([described(name, value) for name, value in on.items()], backward=True)
+    second = P2PMessage([described(name, value) for name, value in on.items()], backward=True)
     further = second.pack(on, link, sender="stage 1", device=CPU)
     last = arrived(further, second.empty(CPU))
     there, link = second.unpack([each.clone() for each in last])
@@ -118,11 +118,11 @@ def test_a_received_value_may_be_written_to_and_relayed() -> None:
 
 def test_a_rank_that_was_sent_gradients_gives_them_back_even_if_nothing_depends_on_them() -> None:
     start = torch.ones(2, requires_grad=True)
-    first = Parcel([described("h", start)], backward=False)
+    first = P2PMessage([described("h", start)], backward=False)
     message = first.pack({"h": start * 1}, None, sender="stage 0", device=CPU)
     received = arrived(message, first.empty(CPU))
     _, link = first.unpack([one.clone() for one in received])
-    second = Parcel([described("ids", torch.arange(3))], backward=True)
+    second = P2PMessage([described("ids", torch.arange(3))], backward=True)
     further = second.pack({"ids": torch.arange(3)}, link, sender="stage 1", device=CPU)
     last = arrived(further, second.empty(CPU))
     values, link = second.unpack([one.clone() for one in last])
@@ -138,7 +138,7 @@ def test_one_floating_tensor_goes_and_comes_back_whatever_crosses(values: dict[s
     """Megatron waits for a gradient of every message, and knows one type of all."""
     for grads in (True, False):
         with torch.set_grad_enabled(grads):
-            parcel = Parcel(
+            parcel = P2PMessage(
                 [described(name, one) for name, one in values.items()],
                 backward=False,
                 joined=True,
@@ -160,7 +160,7 @@ def test_a_message_whose_memory_was_taken_still_goes_backward() -> None:
     """As with ``deallocate_pipeline_outputs``, which leaves one element of it."""
     weight, ids = torch.ones(3, requires_grad=True), torch.arange(5)
     there = {"h": weight * 2, "ids": ids}
-    parcel = Parcel([described(name, one) for name, one in there.items()], backward=True, joined=True)
+    parcel = P2PMessage([described(name, one) for name, one in there.items()], backward=True, joined=True)
     (message,) = parcel.pack(there, None, sender="stage 0", device=CPU)
     gradient = torch.ones(parcel.length)
     message.data = torch.empty(1)
@@ -169,11 +169,11 @@ def test_a_message_whose_memory_was_taken_still_goes_backward() -> None:
 
 
 def test_without_gradients_nothing_goes_back() -> None:
-    parcel = Parcel([described("ids", torch.arange(3))], backward=False)
+    parcel = P2PMessage([described("ids", torch.arange(3))], backward=False)
     message = parcel.pack({"ids": torch.arange(3)}, None, sender="stage 0", device=CPU)
     assert [one.dtype for one in message] == [torch.uint8]
-    assert Parcel([], backward=False).pack({}, None, sender="stage 0", device=CPU) == ()
-    assert Parcel([], backward=False).unpack(()) == ({}, None)
+    assert P2PMessage([], backward=False).pack({}, None, sender="stage 0", device=CPU) == ()
+    assert P2PMessage([], backward=False).unpack(()) == ({}, None)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +181,11 @@ def test_without_gradients_nothing_goes_back() -> None:
     [
         (torch.ones(3), "'h' as (3,)"),
         (torch.ones(2).double(), "torch.float64"),
-        (torch.ones(2, requires_grad=True) * 1, "a gradient"),
+        (torch.ones(2, requires_grad=True) * 1, "requires grad"),
     ],
 )
 def test_what_is_not_as_it_was_said_is_refused(tensor: Any, word: str, message: Messages) -> None:
-    parcel = Parcel([described("h", torch.ones(2))], backward=False)
+    parcel = P2PMessage([described("h", torch.ones(2))], backward=False)
     with pytest.raises(slapo.BuildError) as error:
         parcel.pack({"h": tensor}, None, sender="stage 0", device=CPU)
     message(error, "stage 0", word)

@@ -22,7 +22,7 @@ def train(engine: Any) -> dict[str, torch.Tensor]:
 
 def saved(engine: Any) -> tuple[dict[str, Any], InMemory]:
     """The description, and the pieces of all ranks."""
-    found = engine._state.pieces(optimizer=engine.optimizer, runtime={"counters": {"steps": 1}})
+    found = engine._state.shards(optimizer=engine.optimizer, runtime={"counters": {"steps": 1}})
     by_rank = [found.own]
     if dist.is_initialized():
         by_rank = [[]] * dist.get_world_size()
@@ -33,7 +33,7 @@ def saved(engine: Any) -> tuple[dict[str, Any], InMemory]:
 
 def resumed(mesh: dict[str, int] | None, description: dict[str, Any], source: InMemory) -> dict[str, torch.Tensor]:
     engine = laid_out(mesh, seed=1)
-    runtime = engine._state.load_pieces(description, source, optimizer=engine.optimizer)
+    runtime = engine._state.load_shards(description, source, optimizer=engine.optimizer)
     assert runtime == {"counters": {"steps": 1}}
     assert source.asked == 1
     source.asked = 0
@@ -76,7 +76,7 @@ def test_pieces_of_any_mesh_are_read_by_any_other() -> None:
 def test_a_piece_that_lacks_shows() -> None:
     """The control: what the comparison above relies on."""
     engine = laid_out(None)
-    found = engine._state.pieces(optimizer=engine.optimizer)
+    found = engine._state.shards(optimizer=engine.optimizer)
     packed = next(one for one in found.own if one.name == "packed")
     with pytest.raises(AssertionError, match="packed"):
         InMemory([*found.own, packed])
@@ -89,12 +89,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:
     before = engine.state_dict()
     del source.whole["optimizer", "both::exp_avg"]
     with pytest.raises(slapo.WeightsError, match="lacks 'both::exp_avg'"):
-        engine._state.load_pieces(description, source, optimizer=engine.optimizer)
+        engine._state.load_shards(description, source, optimizer=engine.optimizer)
     wrong = {**description, "weights": {**description["weights"], "both": [3, 3]}}
     with pytest.raises(slapo.WeightsError, match=r"wrong shape: both must be \(4, 6\) \(got \(3, 3\)\)"):
-        engine._state.load_pieces(wrong, source, optimizer=engine.optimizer)
+        engine._state.load_shards(wrong, source, optimizer=engine.optimizer)
     newer = {**description, "format": 9}
     with pytest.raises(slapo.WeightsError, match="in format 9"):
-        engine._state.load_pieces(newer, source, optimizer=engine.optimizer)
+        engine._state.load_shards(newer, source, optimizer=engine.optimizer)
     assert source.asked == 0
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())

@@ -93,7 +93,7 @@ def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_n
     assert found["along"] == [[[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 1, 2, 3]]]
     assert found["agree"] == "fine"
     first, one, three, hint = found["a piece"].split("\n")
-    assert first.startswith("ReplicaError: 'fc1.weight' is not the same ")
+    assert first.startswith("ReplicaError: replicas of 'fc1.weight' differ ")
     assert one.startswith("  rank 1: (4, 6), torch.float32, norm ")
     assert three.startswith("  rank 3: (4, 6), torch.float32, norm ")
     assert hint == "  hint: one seed"
@@ -111,10 +111,10 @@ def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_n
     }
     assert found["statistics of replicas"] == "fine"
     lines = found["several"].split("\n")
-    assert lines[0].startswith("ReplicaError: 'fc.bias' is not the same ")
+    assert lines[0].startswith("ReplicaError: replicas of 'fc.bias' differ ")
     assert [line[:9] for line in lines[1:5]] == [f"  rank {rank}:" for rank in range(4)]
-    assert lines[5:] == ["neither are 'norm.weight', 'norm.running_mean'", "  hint: one seed"]
-    assert found["one rank lacks them"][0].startswith("ReplicaError: 'fc.weight' is not the same ")
+    assert lines[5:] == ["so do replicas of 'norm.weight', 'norm.running_mean'", "  hint: one seed"]
+    assert found["one rank lacks them"][0].startswith("ReplicaError: replicas of 'fc.weight' differ ")
     assert found["one rank lacks them"][1] == "  rank 0: (nothing)"
 
 

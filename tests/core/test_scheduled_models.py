@@ -62,7 +62,7 @@ def test_a_copy_of_the_untouched_model_is_a_model_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     sch = slapo.create_schedule(model)
     sch["0"].checkpoint()
-    with sch.untouched() as untouched:
+    with sch.reference() as untouched:
         fresh = copy.deepcopy(untouched)
     slapo.create_schedule(fresh)["0"].checkpoint()
 
@@ -81,7 +81,7 @@ def test_of_two_schedules_of_a_model_only_one_takes_steps(message: Messages) -> 
         lambda: second["*"].apply(Halve()),
         lambda: slapo.build(second),
         lambda: slapo.verify(second, torch.randn(2, 4)),
-        lambda: second.untouched().__enter__(),
+        lambda: second.reference().__enter__(),
     ]
     told = set()
     for use in uses:

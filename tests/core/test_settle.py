@@ -37,7 +37,7 @@ class Largest(slapo.Primitive):
             return Other()
         if self.child is not None:
             return self
-        with node.untouched() as module:
+        with node.reference() as module:
             sizes = {name: sum(each.numel() for each in child.parameters()) for name, child in module.named_children()}
         return dataclasses.replace(self, child=max(sizes, key=lambda name: sizes[name]))
 
@@ -105,7 +105,7 @@ def test_a_settle_that_fails_leaves_nothing_behind(sch: slapo.Schedule, message:
 def test_a_place_that_a_step_brought_has_no_untouched_module(sch: slapo.Schedule, message: Messages) -> None:
     sch["1"].replace(nn.Sequential(nn.Linear(3, 9)), drop=("weight", "bias"))
     with pytest.raises(slapo.PathError) as caught:
-        with sch["1.0"].untouched():
+        with sch["1.0"].reference():
             pass
     message(caught, "'1.0'")
     assert isinstance(sch.model[1], nn.Sequential)

@@ -39,7 +39,7 @@ def on_meta() -> nn.Module:
 
 
 def own_names(engine: Any) -> list[str]:
-    return sorted(one.name for one in engine.state.tensors() if one.is_here)
+    return sorted(one.name for one in engine.state.tensors() if one.is_local)
 
 
 def materialized() -> dict[str, Any]:

@@ -32,10 +32,10 @@ def train(mesh: Sizes, *, v_shape: bool = False) -> dict[str, Any]:
         "state": engine.state.state_dict(),
         "first only": engine.state.state_dict(rank0_only=True),
         "stand-ins": sorted(one.name for one in live if one.tensor.is_meta),
-        "elsewhere": sorted(name for name, ranks in engine.request.placement.untouched.items() if here not in ranks),
-        "is_here": all(one.is_here != one.tensor.is_meta for one in live),
+        "elsewhere": sorted(name for name, ranks in engine.request.placement.reference.items() if here not in ranks),
+        "is_local": all(one.is_local != one.tensor.is_meta for one in live),
         "trained": sorted({id(p) for group in engine.optimizer.param_groups for p in group["params"]})
-        == sorted({id(one.tensor) for one in live if one.is_parameter and one.is_here}),
+        == sorted({id(one.tensor) for one in live if one.is_parameter and one.is_local}),
         "tied": engine.module.head.weight is engine.module.embed.weight,
         "ranks": engine.request.stage_ranks,
     }
@@ -49,7 +49,7 @@ def without_sums() -> tuple[torch.Tensor, str]:
     norm = engine.train_step(batch(0))
     with pytest.raises(slapo.RankMismatchError) as error:
         engine.state.check_replicas()
-    with pytest.warns(UserWarning, match=r"'embed\.weight' is not the same"):
+    with pytest.warns(UserWarning, match=r"replicas of 'embed\.weight' differ"):
         engine.state.check_replicas(repair=True)
     engine.state.check_replicas()
     return norm, str(error.value)
@@ -106,7 +106,7 @@ def check(result: dict[str, Any], rank: int) -> None:
         torch.testing.assert_close(result["state"][name], tensor, rtol=1e-11, atol=1e-13)
     assert list(result["first only"]) == (list(state) if rank == 0 else [])
     assert result["stand-ins"] == result["elsewhere"] != []
-    assert result["is_here"]
+    assert result["is_local"]
     assert result["trained"]
     assert result["tied"]
 
@@ -122,11 +122,11 @@ def test_stages_on_two_ranks_train_what_one_process_trains() -> None:
         assert result["v"]["ranks"] == (0, 1, 1, 0)
         norm, text = result["without sums"]
         assert abs(norm - true_norm) > 1e-3
-        assert text.startswith("'embed.weight' is not the same ")
+        assert text.startswith("replicas of 'embed.weight' differ ")
         assert "\n  rank 0: " in text
         assert "neither" not in text
         for told in result["stale"]:
-            assert "'blocks.0.up.weight' has no values" in told
+            assert "'blocks.0.up.weight' is on the meta device" in told
         assert "ranks disagree about the batch" in result["batches"]
 
 

@@ -98,7 +98,7 @@ def test_a_target_that_trains_as_the_model_is_reads_it_too(tmp_path: Path, messa
     train(engine, 0, 2)
     engine.save(tmp_path)
     plain = engine_on("torch", seed=5)
-    message(said(plain.load, tmp_path), "no such thing: clock")
+    message(said(plain.load, tmp_path), "unknown to this engine: clock")
     assert far(train(plain, 2, 4), train(engine, 2, 4)) == []
     plain.save(tmp_path)
     assert "runtime" not in json.loads((tmp_path / "checkpoint.json").read_text())
@@ -151,10 +151,10 @@ def test_what_was_written_behind_the_runtimes_back_is_named(tmp_path: Path) -> N
     with torch.no_grad():
         engine.module.blocks[1].up.weight.add_(1)
     text = said(engine.save, tmp_path)
-    assert text.startswith("RankMismatchError: 'blocks.1.up.weight' of the forward ")
+    assert text.startswith("RankMismatchError: 'blocks.1.up.weight' no longer matches ")
     assert "engine.load_state_dict(state)" in text
     assert not (tmp_path / "checkpoint.json").exists()
-    assert "trained again" in said(engine.check_replicas, repair=True)
+    assert "restored from the main copies" in said(engine.check_replicas, repair=True)
     assert said(engine.check_replicas) == "fine"
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
     with torch.no_grad():
@@ -186,11 +186,11 @@ def corrupt(engine: Any, name: str, key: str, rank: int) -> None:
 
 
 CORRUPTED = {
-    ("sliced", "blocks.0.norm.weight", ""): ("' of the forward ", ", on rank 3"),
-    ("sliced", "blocks.0.norm.weight", "exp_avg"): ("::exp_avg' is not the same",),
-    ("sliced", "blocks.0.norm.weight", "step"): ("::step' is not the same",),
-    ("sliced", "blocks.0.up.weight", "forward"): ("' of the forward ",),
-    ("forgetting", "blocks.0.norm.weight", ""): ("' is not the same",),
+    ("sliced", "blocks.0.norm.weight", ""): ("' no longer matches ", " on rank 3"),
+    ("sliced", "blocks.0.norm.weight", "exp_avg"): ("::exp_avg' differ",),
+    ("sliced", "blocks.0.norm.weight", "step"): ("::step' differ",),
+    ("sliced", "blocks.0.up.weight", "forward"): ("' no longer matches ",),
+    ("forgetting", "blocks.0.norm.weight", ""): ("' differ",),
 }
 """What is changed on the last rank, and how it is named. A slice of a piece of its own has no copy anywhere."""
 

@@ -129,7 +129,7 @@ def test_a_tensor_put_in_outside_of_the_schedule_takes_the_place_of_the_one_befo
     sch.tree.structure_changed()
     assert sch["first"].layout("weight") == layout
     own = model.first.weight
-    with sch.untouched():
+    with sch.reference():
         assert model.first.weight.shape == (6, 4)
     assert model.first.weight is own, "looking at the reference model does not take it away"
     model.second.weight = nn.Parameter(torch.zeros(4, 6))

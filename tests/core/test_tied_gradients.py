@@ -63,7 +63,7 @@ def on_four() -> dict[str, Any]:
         model.second.data[0, 0] = 7.0
     with pytest.raises(slapo.RankMismatchError) as error:
         state.check_replicas()
-    with pytest.warns(UserWarning, match="the values of the first"):
+    with pytest.warns(UserWarning, match="the first rank's values"):
         state.check_replicas(repair=True)
     loaded = {name: tensor + 1 for name, tensor in values.items()}
     state.load_state_dict(loaded)
@@ -114,7 +114,7 @@ def test_ties_of_some_stages_are_summed_counted_compared_and_kept_there(message:
         for number, tensor in enumerate(result["values"].values()):
             assert torch.equal(tensor, torch.full_like(tensor, float(number)))
         first, *ranks = result["differing"].splitlines()
-        assert first.startswith("'second' is not the same")
+        assert first.startswith("replicas of 'second' differ")
         assert [line.split(":")[0] for line in ranks if "  rank" in line] == ["  rank 0", "  rank 1", "  rank 3"]
         if rank in PLACES["second"]:
             assert result["repaired"] == 2.0

@@ -104,7 +104,7 @@ def assert_same(model: nn.Module, untouched: nn.Module, *args: Any, **kwargs: An
 @pytest.mark.parametrize("flatten", [False, True])
 def test_a_traced_block_is_bit_identical_at_other_sizes_modes_types_and_arguments(flatten: bool) -> None:
     sch = traced(flatten=flatten)
-    with sch.untouched() as model:
+    with sch.reference() as model:
         untouched = copy.deepcopy(model)
     assert "def forward(self" in str(sch["block"].graph)
     for args, kwargs in (

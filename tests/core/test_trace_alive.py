@@ -179,7 +179,7 @@ def test_undo_redo_and_replay_leave_nothing_behind() -> None:
     sch["first.down"].trace()
     sch["first"].checkpoint()
     assert_same(results(model, X), results(plain, X))
-    with sch.untouched() as untouched:
+    with sch.reference() as untouched:
         assert "forward" not in untouched.first.__dict__
         assert "forward" not in untouched.first.down.__dict__
     assert sch["first.down"].graph is not None

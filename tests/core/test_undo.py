@@ -176,7 +176,7 @@ def test_sealed_schedule_changes_no_more(message: Messages) -> None:
     for call, what in (
         (sch.undo, "undo"),
         (lambda: sch["layers.0"].checkpoint(), "apply checkpoint()"),
-        (lambda: sch.untouched().__enter__(), "go back"),
+        (lambda: sch.reference().__enter__(), "go back"),
     ):
         message(_error(call, SealedError), f"cannot {what}", "sealed by build()")
     sch.seal()  # again is fine
@@ -207,7 +207,7 @@ def test_untouched_model_is_bit_identical_inside_and_scheduled_again_after() -> 
     scheduled = ModelSnapshot(model)
     layouts = dict(sch.tree.layouts)
     for _ in range(2):
-        with sch.untouched() as inside:
+        with sch.reference() as inside:
             assert inside is model
             assert_bit_identical(before, model)
             assert sch.tree.layouts == {}
@@ -243,7 +243,7 @@ def test_untouched_comes_back_when_the_body_raises() -> None:
     model, _, sch = _scheduled_odd()
     scheduled = ModelSnapshot(model)
     for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), sch.untouched():
+        with pytest.raises(error), sch.reference():
             raise error
         assert_bit_identical(scheduled, model)
 
@@ -253,7 +253,7 @@ def test_nested_rewinding_comes_back_to_where_it_was() -> None:
     scheduled = ModelSnapshot(model)
     with sch.rewound(2):
         middle = ModelSnapshot(model)
-        with sch.untouched():
+        with sch.reference():
             assert_bit_identical(before, model)
             with sch.rewound(2):
                 assert_bit_identical(middle, model)
@@ -266,13 +266,13 @@ def test_nested_rewinding_comes_back_to_where_it_was() -> None:
 def test_schedule_stays_as_it_is_while_rewound(message: Messages) -> None:
     model, before, sch = _scheduled_odd()
     records = sch.records
-    with sch.untouched():
+    with sch.reference():
         for call, what in (
             (sch.undo, "undo"),
             (lambda: sch["hooked"].checkpoint(), "apply checkpoint()"),
             (sch.seal, "seal"),
         ):
-            message(_error(call, SealedError), f"cannot {what}", "step 0", "sch.untouched()")
+            message(_error(call, SealedError), f"cannot {what}", "step 0", "sch.reference()")
         assert_bit_identical(before, model)
     assert sch.records == records
     sch.undo(to=0)
@@ -313,12 +313,12 @@ def test_hooks_that_the_user_sets_between_steps_keep_their_order() -> None:
     own("e")
     step("F", prepend=True)
     assert ran() == "FaBcDe"
-    with sch.untouched():
+    with sch.reference():
         assert ran() == "ace"
     assert ran() == "FaBcDe"
     with sch.rewound(1):
         assert ran() == "aBce"
-    with sch.untouched():
+    with sch.reference():
         handle.remove()  # gone for good, and not put back with the steps
         own("g")
         own("h", prepend=True)
@@ -373,7 +373,7 @@ def test_lstm_runs_on_its_own_weights_after_undo() -> None:
     doubled = Call(lambda n, e: e.set_parameter(n, "weight_ih_l0", 2 * n.parameters["weight_ih_l0"].detach()))
     sch["lstm"].apply(doubled)
     assert not torch.equal(model.lstm(x)[0], expected)
-    with sch.untouched():
+    with sch.reference():
         assert torch.equal(model.lstm(x)[0], expected)
     assert not torch.equal(model.lstm(x)[0], expected)
     sch.undo()

@@ -308,7 +308,7 @@ def test_dropout_beside_split_layers_may_not_be_gone_or_grow_unless_it_draws_for
     gone = compare_draws([draw("a"), draw("b")], [draw("b")], **rules)
     assert gone.path == "a"
     message(gone.wrong, "drops nothing")
-    on_another_rank = compare_draws([draw("a"), draw("b")], [draw("b")], is_here=lambda path: path != "a", **rules)
+    on_another_rank = compare_draws([draw("a"), draw("b")], [draw("b")], is_local=lambda path: path != "a", **rules)
     assert on_another_rank.wrong is None
     whole = compare_draws([draw("a")], [draw("a"), draw("a")], **rules)
     message(whole.wrong, "2 times, not once")

@@ -164,7 +164,7 @@ def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Pat
             DeviceSpec.from_json({**whole, **change})
         message(caught, *words)
     file.write_text("{")
-    with pytest.raises(ArgumentError, match="is no device"):
+    with pytest.raises(ArgumentError, match="is not a device"):
         DeviceSpec.from_json(file)
     del whole["flops"]
     with pytest.raises(ArgumentError) as caught:

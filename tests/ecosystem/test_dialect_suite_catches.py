@@ -132,7 +132,7 @@ CAUGHT = [
     (
         "split_model_trains_as_one_process",
         case(engines.ClipsByItself, **TP),
-        "is not the same on the ranks",
+        "differ between ranks",
     ),
     (
         "diverged_replicas_are_found",

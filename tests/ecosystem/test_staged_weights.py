@@ -78,7 +78,7 @@ def on_two(path: str, directory: str) -> dict[str, Any]:
         "state": state,
         "loaded": again.state.state_dict(include_added=True),
         "next": trained(again),
-        "here": sorted(one.name for one in engine.state.tensors() if one.is_here),
+        "here": sorted(one.name for one in engine.state.tensors() if one.is_local),
     }
 
 

@@ -247,16 +247,16 @@ def test_the_optimizer_state_of_a_translated_weight_never_enters_another_schedul
 
 def test_pieces_are_of_the_untouched_tensors_that_a_plugin_translates(scheduled: Callable[..., slapo.Schedule]) -> None:
     engine = slapo.build(scheduled(model()))
-    found = engine._state.pieces()
+    found = engine._state.shards()
     source = InMemory(found.own)
     assert {name: tuple(one.shape) for (_, name), one in source.whole.items()} == {
         name: tuple(one.shape) for name, one in model().state_dict().items()
     }
     plain = slapo.build(slapo.create_schedule(model(seed=1)))
-    plain._state.load_pieces(found.description, source)
+    plain._state.load_shards(found.description, source)
     assert same(plain.state_dict(), model().state_dict())
-    other = slapo.build(slapo.create_schedule(model(seed=2)))._state.pieces()
-    engine._state.load_pieces(other.description, InMemory(other.own))
+    other = slapo.build(slapo.create_schedule(model(seed=2)))._state.shards()
+    engine._state.load_shards(other.description, InMemory(other.own))
     assert same(engine.state_dict(), model(seed=2).state_dict())
 
 

@@ -73,7 +73,7 @@ def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
         faults = rank["faults"].get()
         assert faults["nullcontext"] == ("fine", 0)
         text, differing = faults["masters_left_alone"]
-        assert text.startswith("RankMismatchError: 'embedding.weight' of the forward ")
+        assert text.startswith("RankMismatchError: 'embedding.weight' no longer matches ")
         assert differing > 20
         assert faults["moments_of_another"] == ("fine", 22), "only the next steps show it"
 
@@ -87,8 +87,8 @@ def test_changed_copies_are_named_and_mended(found: Found) -> None:
             assert repaired != "fine"
             assert "'blocks.0.norm.weight::exp_avg'" in text if "moment" in what else f"'{name}'" in text
         everywhere = rank["corrupted"]["ZeRO-1 dp2 on (0, 1)"][0]
-        assert "not what the runtime trains" in everywhere
-        assert "next step takes back" in everywhere
+        assert "no longer matches its main copy" in everywhere
+        assert "next optimizer step will overwrite it" in everywhere
 
 
 def test_an_engine_ends_and_its_state_stays(found: Found) -> None:

@@ -87,7 +87,7 @@ def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
     for rank in found:
         assert rank["faults"]["nullcontext"] == ("fine", 0)
         text, differing = rank["faults"]["masters_left_alone"]
-        assert "not what the runtime trains" in text
+        assert "no longer matches its main copy" in text
         assert differing > 20
         text, differing = rank["faults"]["moments_of_another"]
         assert text == "fine"
@@ -103,7 +103,7 @@ def test_changed_copies_are_named_and_mended(found: Found) -> None:
             assert text.startswith(("ReplicaError: ", "RankMismatchError: "))
             assert "'blocks.0.norm.weight::exp_avg'" in text if what == "a moment" else "'blocks.0.up.weight'" in text
         everywhere = rank["corrupted"]["megatron dp2, torch.bfloat16, on (0, 1)"][0]
-        assert "not what the runtime trains, on ranks 0, 1: " in everywhere
+        assert "no longer matches its main copy on ranks 0, 1: " in everywhere
 
 
 def test_an_engine_ends_and_its_state_stays(found: Found) -> None:

@@ -270,11 +270,11 @@ def test_a_copy_that_is_changed_on_one_rank_is_found_and_can_be_repaired(results
     for result in results:
         found, repaired, after = result["changed_on_one_rank"]
         for text in found.values():
-            assert text.startswith("ReplicaError: 'norm.weight' is not the same")
+            assert text.startswith("ReplicaError: replicas of 'norm.weight' differ")
             assert "\n  rank 0: (6,), torch.float64, norm " in text
             assert "engine.check_replicas(repair=True)" in text
-        assert repaired.startswith("'norm.weight' is not the same")
-        assert repaired.endswith("values of the first one now")
+        assert repaired.startswith("replicas of 'norm.weight' differ")
+        assert repaired.endswith("the first rank's values now")
         assert after == FINE
 
 
@@ -282,21 +282,21 @@ def test_a_copy_that_is_changed_on_one_rank_is_found_and_can_be_repaired(results
 def test_other_data_on_a_later_step_parts_the_copies_and_is_found(results: list[dict[str, Any]]) -> None:
     for result in results:
         for text in result["other_data_later"].values():
-            assert text.startswith("ReplicaError: 'norm.weight' is not the same")
+            assert text.startswith("ReplicaError: replicas of 'norm.weight' differ")
             assert "'norm.bias', 'down.bias', 'head.weight', 'head.bias'" in text
 
 
 @pytest.mark.ranks
 def test_an_optimizer_whose_state_or_settings_part_is_found(results: list[dict[str, Any]], message: Messages) -> None:
     (settings,) = {result["optimizer_parted"][2] for result in results}
-    message(settings, "ReplicaError: 'lr of SGD'", ":\n  rank 0: 0.1\n  rank 1: 1.1\n")
+    message(settings, "ReplicaError: replicas of 'lr of SGD'", ":\n  rank 0: 0.1\n  rank 1: 1.1\n")
     (beyond_repair,) = {result["optimizer_parted"][3] for result in results}
-    message(beyond_repair, "ReplicaError: 'lr of SGD'", "\n  rank 0: 0.1\n  rank 1: 1.1\n  hint: ")
+    message(beyond_repair, "ReplicaError: replicas of 'lr of SGD'", "\n  rank 0: 0.1\n  rank 1: 1.1\n  hint: ")
     for result in results:
         state, repaired, *_ = result["optimizer_parted"]
         assert state["state_dict"] == "fine"
         for text in (state["save"], state["check"]):
-            assert text.startswith("ReplicaError: 'norm.weight::momentum_buffer' is not the same")
+            assert text.startswith("ReplicaError: replicas of 'norm.weight::momentum_buffer' differ")
         assert repaired == "fine"
 
 
@@ -340,7 +340,7 @@ def test_ranks_of_a_replica_drop_the_same_elements_whatever_they_were_seeded_wit
         assert after[1] == FINE
         assert unseen == "fine"
         for text in later.values():
-            assert text.startswith("ReplicaError: 'norm.weight' is not the same")
+            assert text.startswith("ReplicaError: replicas of 'norm.weight' differ")
         assert repaired == FINE
 
 
@@ -373,7 +373,7 @@ def test_a_first_step_that_fails_on_one_rank_leaves_no_rank_waiting(results: lis
 @pytest.mark.ranks
 def test_what_a_step_added_must_have_the_same_values_on_every_rank(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["added_with_other_values"].startswith("RankMismatchError: 'drop.weight' is not the same")
+        assert result["added_with_other_values"].startswith("RankMismatchError: replicas of 'drop.weight' differ")
 
 
 # -- two replicas of two ranks --------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ def test_a_loop_by_hand_through_the_wrapper_trains_and_one_past_it_is_told(repli
         told, checked, _ = result["by hand, past the wrapper"]
         assert told.startswith("the optimizer steps, ")
         assert "went through engine.torch" in told
-        assert checked.startswith("ReplicaError: 'norm.weight' is not the same")
+        assert checked.startswith("ReplicaError: replicas of 'norm.weight' differ")
 
 
 @pytest.mark.ranks

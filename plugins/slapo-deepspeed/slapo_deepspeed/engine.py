@@ -42,7 +42,7 @@ class DeepSpeedEngine(StatefulEngine):
         self._request, self._state = request, request.state
         mesh, device = request.schedule.mesh, torch.device(engine.device)
         places = places_of(engine)
-        here = [live for live in request.state.tensors() if live.is_here]
+        here = [live for live in request.state.tensors() if live.is_local]
         self._storage: DeepSpeedOptimizer | None = None
         if places.inner is not None:
             if groups is None:

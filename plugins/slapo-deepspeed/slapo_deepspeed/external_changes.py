@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.step_invariants import BetweenSteps
+from slapo_core.spec.step_invariants import StepInvariants
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from slapo_deepspeed.state.tensors import DeepSpeedTensors
 
 
-class BetweenDeepSpeedSteps(BetweenSteps):
+class BetweenDeepSpeedSteps(StepInvariants):
     """The parameters, and DeepSpeed's counters.
 
     Args:

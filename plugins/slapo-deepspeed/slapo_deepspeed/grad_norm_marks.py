@@ -88,7 +88,7 @@ def count_once(request: BuildRequest, copies: Collection[torch.Tensor]) -> None:
     assert mesh is not None
     is_copy = {id(one) for one in copies}
     for live in request.state.tensors():
-        if not live.is_here or not live.is_parameter:
+        if not live.is_local or not live.is_parameter:
             continue
         if id(live.tensor) in is_copy:
             live.tensor.ds_pipe_replicated = True  # type: ignore[attr-defined]

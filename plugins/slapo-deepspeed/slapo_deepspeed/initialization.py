@@ -47,7 +47,7 @@ def initialize(
     if not has_optimizer(plan, request) and zero.get("stage", 0) in (1, 2):
         zero["stage"] = 0  # they partition what an optimizer needs; there is nothing of it
     with request.together("making the optimizer"), with_shapes(request.schedule.model):
-        optimizer = request.make_optimizer(in_pieces=zero.get("stage", 0) > 0)
+        optimizer = request.make_optimizer(partitioned=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
     idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()

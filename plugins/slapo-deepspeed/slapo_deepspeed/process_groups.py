@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slapo_core import BuildError
-from slapo_core.spec.mesh import start_alone
+from slapo_core.spec.mesh import start_single_process_group
 from slapo_deepspeed.installation import require_deepspeed
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def start(mesh: Mesh | None) -> None:
     os.environ.setdefault("LOCAL_RANK", str(local_rank(device_type)))
     if not dist.is_initialized():
         backend = get_accelerator().communication_backend_name()
-        start_alone(device_type, None if device_type == "cpu" else backend)
+        start_single_process_group(device_type, None if device_type == "cpu" else backend)
     if deepspeed.comm.comm.cdb is None:
         # Without this, the first start on CPUs compiles an operator for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

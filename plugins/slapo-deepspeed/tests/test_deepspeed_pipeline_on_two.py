@@ -101,7 +101,7 @@ def sending_as_it_is() -> None:
     torch.set_num_threads(1)
     from slapo_core.spec import stage_runner as work
 
-    class Naive(work.Parcel):
+    class Naive(work.P2PMessage):
         def __init__(self, values: list[Value], *, backward: bool, **_: Any) -> None:
             super().__init__(values, backward=backward)
             self.values = values
@@ -115,7 +115,7 @@ def sending_as_it_is() -> None:
         def unpack(self, message: Any) -> Any:
             return {value.name: one for value, one in zip(self.values, message, strict=True)}, None
 
-    work.Parcel = Naive  # type: ignore[misc]
+    work.P2PMessage = Naive  # type: ignore[misc]
     Run(TWO, cuts=("c",)).build().train_step(batch(2, 0))
 
 

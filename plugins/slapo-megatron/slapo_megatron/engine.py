@@ -114,7 +114,7 @@ class MegatronEngine(StatefulEngine):
         self.plan, self.megatron = plan, megatron
         self._request, self._state = request, request.state
         mesh = request.schedule.mesh
-        here = [live for live in request.state.tensors() if live.is_here]
+        here = [live for live in request.state.tensors() if live.is_local]
         self._device = next((live.tensor.device for live in here), torch.device("cpu"))
         self._names = {id(live.tensor): live.reference_name for live in here}
         self._places = places_of(megatron.optimizer, mesh)
@@ -216,7 +216,7 @@ class MegatronEngine(StatefulEngine):
         from slapo_megatron.state.sharded import ShardedDirectory
 
         self._settle()
-        pieces = self._state.pieces(optimizer=self._kept_optimizer(), runtime=self._beside())
+        pieces = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
         ShardedDirectory(Path(directory), self._request).write(pieces)
 
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
@@ -238,7 +238,7 @@ class MegatronEngine(StatefulEngine):
         with self._request.together(f"reading {source.label}"):
             description = source.describe()
         optimizer, uses = self._kept_optimizer(), self._uses()
-        self._resumed(self._state.load_pieces(description, source, optimizer=optimizer, uses=uses), optimizer)
+        self._resumed(self._state.load_shards(description, source, optimizer=optimizer, uses=uses), optimizer)
 
     def _settle(self) -> None:
         """Wait for what Megatron would send in the next forward: parameters that the last step changed."""

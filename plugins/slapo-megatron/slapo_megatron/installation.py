@@ -150,7 +150,7 @@ def require_device(request: BuildRequest) -> None:
         ) from error
     taken = torch.device("cuda", found) if isinstance(found, int) else found
     for live in request.state.tensors():
-        if live.is_here and live.tensor.device != taken:
+        if live.is_local and live.tensor.device != taken:
             raise BuildError(
                 f"'{live.name}' is on '{live.tensor.device}', but Megatron takes '{taken}', the device that torch uses",
                 hint=f'build(device="{taken}")',

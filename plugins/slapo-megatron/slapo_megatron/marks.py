@@ -71,7 +71,7 @@ def mark(request: BuildRequest) -> Marks:
         BuildError: a parameter is split over other ranks than those along ``tp``, or is an expert of Megatron's;
             nothing is marked.
     """
-    here = [live for live in request.state.tensors() if live.is_parameter and live.is_here]
+    here = [live for live in request.state.tensors() if live.is_parameter and live.is_local]
     for live in here:
         _refuse_split(request, live)
     return Marks([(live.tensor, {**_as_shard(request, live), **_as_copy(request, live)}) for live in here])

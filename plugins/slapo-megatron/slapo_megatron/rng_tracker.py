@@ -70,12 +70,12 @@ class FollowingTracker(CudaRNGStatesTracker):  # type: ignore[misc]
         try:
             yield
         finally:
-            has_drawn = any(
+            was_used = any(
                 not torch.equal(one, generator.get_state()) for one, generator in zip(begun, generators, strict=True)
             )
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
-            if has_drawn:
+            if was_used:
                 torch.randint(2**62, (), device="cpu")
 
 

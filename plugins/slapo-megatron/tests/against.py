@@ -61,7 +61,7 @@ def gradients_of(sch: slapo.Schedule, engine: Any) -> dict[str, torch.Tensor]:
     return {
         live.reference_name: live.layout.full(live.tensor.main_grad, sch.mesh).clone()
         for live in engine._request.state.tensors()
-        if live.is_parameter and live.is_here and live.tensor.requires_grad
+        if live.is_parameter and live.is_local and live.tensor.requires_grad
     }
 
 

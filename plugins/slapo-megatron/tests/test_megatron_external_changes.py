@@ -121,7 +121,7 @@ SAYS = {
     "other memory": ("'up.weight'",),
     "other memory, same values": ("'up.weight'", "other memory"),
     "frozen": ("'down.weight'", "frozen"),
-    "another one": ("'up.weight'", "another parameter"),
+    "another one": ("'up.weight'", "replaced after build()"),
     "unfrozen": ("'frozen.weight'", "unfrozen"),
 }
 

@@ -181,7 +181,7 @@ def sending_views() -> None:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
 
     install()
-    pack, stage_runner.Parcel.pack = stage_runner.Parcel.pack, viewed  # type: ignore[method-assign]
+    pack, stage_runner.P2PMessage.pack = stage_runner.P2PMessage.pack, viewed  # type: ignore[method-assign]
     freed = {"model_parallel_config": {"deallocate_pipeline_outputs": True}}
     differences(Run(TWO, ("b",), tied=True, target="megatron", options=freed, forms=((1, 5),)))
 
@@ -243,7 +243,7 @@ def test_every_kind_of_stage_trains_as_the_torch_target_and_as_by_hand() -> None
 def test_the_guards_are_needed_and_megatrons_own_communication_is_right_with_them() -> None:
     for guards, sent in run_ranks(on_rank, guards=True, world_size=2):
         assert guards["not marked as shared"][0].startswith("the norm of step 0: 136.")
-        assert "'a.weight' is not the same" in guards["ties not summed"]
+        assert "replicas of 'a.weight' differ" in guards["ties not summed"]
         assert sent["one stage a rank"] == sent["two stages a rank"] == []
         assert sent["megatron's, not batched"] == pytest.approx(sent["guarded"], rel=1e-6)
         assert sent["batched"] != pytest.approx(sent["guarded"], rel=1e-4)

@@ -118,9 +118,9 @@ def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts:
                 f'balance="{balance}" runs the model once without values, and this schedule has no example inputs',
                 hint="create_schedule(model, example_inputs={'input_ids': ids}), or balance=\"parameters\"",
             ) from None
-        with root.untouched() as model:
+        with root.reference() as model:
             return parameters_as_registered(model, blocks)
-    with root.untouched() as model:
+    with root.reference() as model:
         _check_same(node, model, blocks)
         if balance == "parameters":
             return parameters_in_use(model, call, blocks, cuts)

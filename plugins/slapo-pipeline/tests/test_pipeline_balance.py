@@ -100,7 +100,7 @@ def test_flops_count_what_the_blocks_compute():
     costs = [2 * tokens * 2 * 8 * each for each in inner]
     best = min(range(1, 6), key=lambda cut: max(sum(costs[:cut]), sum(costs[cut:]) + head))
     assert cuts_of(sch) == (f"layer.{best - 1}",)
-    with sch.untouched() as model:
+    with sch.reference() as model:
         sections = run_in_sections(model, ((IDS,), {}), [f"body.layer.{index}" for index in range(6)])
     assert [each.flops for each in sections[1:-1]] == costs
     assert (sections[0].flops, sections[-1].flops) == (0, head)

@@ -58,7 +58,7 @@ class RankGroup:
     @classmethod
     def along(cls, mesh: Mesh, mesh_dim: str) -> RankGroup:
         """The group along ``mesh_dim``."""
-        group = None if mesh.is_dry else mesh.group(mesh_dim)
+        group = None if mesh.is_abstract else mesh.group(mesh_dim)
         name = None if group is None else group.group_name
         return cls(name, mesh.size(mesh_dim), mesh.rank(mesh_dim), mesh.launch_command())
 

@@ -14,8 +14,8 @@ from slapo_core.native.pipeline.runner import Runner
 from slapo_core.native.pipeline.schedules import schedule_of
 from slapo_core.spec.engine import StatefulEngine
 from slapo_core.spec.flat_shards import buckets
-from slapo_core.spec.rng_streams import move_on, own_random_state
-from slapo_core.spec.stage_runner import Forms
+from slapo_core.spec.rng_streams import advance, step_seed
+from slapo_core.spec.stage_runner import StageCache
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -60,7 +60,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_
 class PipelineRuntime:
     """The runtime of a pipeline of target ``"torch"``.
 
-    A step by hand, with the gradients of several batches::
+    A manual step, with the gradients of several batches::
 
         for batch in batches:
             loss = engine.torch.forward_backward(batch)
@@ -113,7 +113,7 @@ def gather_output(
         count: of micro-batches.
 
     Returns:
-        the output, and on every rank alike why it cannot be put together; "" where it can.
+        the output, and on every rank alike why it cannot be assembled; "" where it can.
     """
     pieces, problem = {}, ""
     for name in partition.output.pieces:
@@ -128,8 +128,8 @@ def gather_output(
             fits = bool(alike)
         if not fits:
             problem = problem or (
-                f"the piece '{name}' of the output is {value.shape} for a micro-batch and {shape} for the whole batch, "
-                "so it cannot be put together of the micro-batches'"
+                f"output '{name}' has shape {value.shape} for a micro-batch and {shape} for the whole batch: the "
+                "outputs of the micro-batches cannot be combined"
             )
             continue
         joined = _together(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
@@ -155,7 +155,7 @@ def _axis(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | N
 
 
 def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
-    """Of any type: as bytes."""
+    """Broadcast a tensor of any type, as bytes."""
     if tensor.numel():
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)
 
@@ -187,12 +187,12 @@ class PipelineEngine(StatefulEngine):
         self.optimizer = request.make_optimizer()
         self._ranks, self._rank = request.stage_ranks, mesh.rank("pp")
         self._count: int = plan.config["microbatches"]
-        here = [live for live in self._state.tensors() if live.is_here]
+        here = [live for live in self._state.tensors() if live.is_local]
         self._parameters = [live.tensor for live in here if live.is_parameter]
         self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
-        self._forms = Forms(request, self._count, self._axes, "", self._runner)
+        self._forms = StageCache(request, self._count, self._axes, "", self._runner)
         self._sent: dict[int, list[int]] = {}  # bytes, by stage
         self._part: nn.Module | None = None
         self._at = "nothing"  # of a step, for the message of an error
@@ -207,7 +207,7 @@ class PipelineEngine(StatefulEngine):
 
     @property
     def torch(self) -> PipelineRuntime:
-        """The pieces of a training step, for loops written by hand.
+        """The parts of a training step, for manual loops.
 
         Raises:
             BuildError: the engine is closed.
@@ -271,7 +271,7 @@ class PipelineEngine(StatefulEngine):
                 earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
                 for parameter, _ in earlier:
                     parameter.grad = None  # which is exchanged already
-                with own_random_state(self._device) as seed:
+                with step_seed(self._device) as seed:
                     work = runner.run(cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand)
                 loss = self._loss(work)
                 self._at = "summing gradients"
@@ -304,8 +304,8 @@ class PipelineEngine(StatefulEngine):
         whole = self._request.staged(batch, 1, training=False, axes=self._axes).staged.partition
         if whole.output.pieces != partition.output.pieces:
             raise BuildError(
-                "the output for the whole batch has other pieces than that for a micro-batch, so it cannot be put "
-                "together of those",
+                "the output of the whole batch has other tensors than that of a micro-batch: the outputs of the "
+                "micro-batches cannot be combined",
                 hint="eval_step(batch) without gather_outputs",
             )
         return whole
@@ -314,7 +314,7 @@ class PipelineEngine(StatefulEngine):
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _loss(self, work: Work) -> Tensor:
-        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+        """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
         self._at = "exchanging the loss"
         message = torch.zeros(3, dtype=torch.float64, device=self._device)
         message[2] = work.drew
@@ -324,7 +324,7 @@ class PipelineEngine(StatefulEngine):
         dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, kind, drew = message.unbind()
         if drew:
-            move_on()
+            advance()
         return loss.to(_DTYPES[int(kind)])
 
     # -- the end ----------------------------------------------------------------------------------------------

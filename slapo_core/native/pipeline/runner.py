@@ -1,4 +1,4 @@
-"""This rank's stages under a schedule, for one form of a micro-batch."""
+"""Run this rank's stages under a schedule, for one input signature."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Runner:
     """Runs a step's forwards and backwards; every rank along ``pp`` has one, with the same arguments but ``rank``.
 
     Args:
-        partition: for one form of a micro-batch and one mode.
+        partition: for one input signature and one mode.
         liveness: what each stage sends to the next.
         schedule: by which they run.
         ranks: which rank along ``pp`` runs each stage.
@@ -84,7 +84,7 @@ class Runner:
             loss: of a micro-batch, by its number and the pieces of the output.
             backward: whether gradients are computed: of the mean of the losses.
             at: is told what runs.
-            seed: of the random numbers that stages draw; None leaves torch's streams as they are.
+            seed: of the stages' RNG streams; None leaves torch's RNG as it is.
             keep_outputs: whether the pieces of the output that this rank's stages make are kept.
         """
         work = Work(inputs, loss, at, seed, keep_outputs)

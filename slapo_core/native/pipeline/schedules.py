@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: which stages they take, how many micro-batches, and which rank runs which stage."""
+"""Pipeline schedules by name, with their constraints on stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Schedule:
         return count
 
     def stage_ranks(self, stages: int, pp: int) -> tuple[int, ...]:
-        """Which rank along ``pp`` runs which stage.
+        """Return the pipeline rank of each stage.
 
         Raises:
             BuildError: the schedule cannot run so many stages.
@@ -132,7 +132,7 @@ def schedule_named(name: object, known: Sequence[Schedule] = SCHEDULES) -> Sched
         if schedule.name == name:
             return schedule
     raise BuildError(
-        f"there is no pipeline_schedule {name!r}; there are {', '.join(schedule.name for schedule in known)}",
+        f"unknown pipeline_schedule {name!r}; known: {', '.join(schedule.name for schedule in known)}",
         hint='build(sch, pipeline_schedule="1f1b", microbatches=8)',
     )
 

@@ -1,4 +1,4 @@
-"""Whether a stage's backward pass may come in two parts: what its first forward does decides it."""
+"""Split the backward pass of a stage: gradients of inputs first, of weights later."""
 
 from __future__ import annotations
 
@@ -141,14 +141,14 @@ def _is_custom(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-_CHECKPOINTED = "a checkpointed function would be computed again for each part"
-_COMPILED = "the backward of what is compiled runs once"
+_CHECKPOINTED = "a checkpointed function would be recomputed for each part"
+_COMPILED = "a compiled backward runs once"
 _COMPILED_NODE = "CompiledFunctionBackward"
-_HOOKED = "a hook of a tensor would run in both parts"
+_HOOKED = "a tensor's hook would run in both parts"
 
 
 class Watch:
-    """Looks at the first forward of a stage with gradients, and warns where its backward must not be parted.
+    """Watch a stage's first forward with gradients, and warn if its backward cannot be split.
 
     Args:
         module: of the stage.
@@ -166,7 +166,7 @@ class Watch:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """Around a forward; only the first one is looked at. No module is hooked: its graph would be another one."""
+        """Watch the first forward, without module hooks, which would change its graph."""
         if self._is_over or not torch.is_grad_enabled():
             yield
             return
@@ -179,7 +179,7 @@ class Watch:
         self._tell()
 
     def look_back(self, roots: Iterable[torch.Tensor]) -> None:
-        """Before a backward pass: what the compiler made of a part of a stage shows in the history only."""
+        """Find compiled parts of a stage in the autograd graph, before a backward pass."""
         if self.reason or "torch._dynamo" not in sys.modules:
             return
         seen = {one.grad_fn for one in roots if one.grad_fn is not None}
@@ -198,8 +198,8 @@ class Watch:
     def _tell(self) -> None:
         if self.reason:
             warnings.warn(
-                f"{self._name} computes the gradients of its inputs and of its weights together, where the schedule "
-                f"has them apart, because {self.reason}: they are the same, and the bubbles stay",
+                f"{self._name} does not split its backward pass, because {self.reason}: gradients are right, but the "
+                "schedule's bubbles remain",
                 stacklevel=3,
             )
 

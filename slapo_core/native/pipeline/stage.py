@@ -1,4 +1,4 @@
-"""One stage as the schedules of torch run it: what comes, what goes, and both passes of each micro-batch."""
+"""A stage under torch's pipeline schedules: messages, and the passes of each micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core.native.pipeline.split_backward import Watch, backward_of_inputs
 from slapo_core.native.pipeline.torch_pipelining import StageBase
 from slapo_core.spec.p2p_packing import check_sent
-from slapo_core.spec.rng_streams import has_drawn, start_stream
+from slapo_core.spec.rng_streams import start_stream, was_used
 
 if TYPE_CHECKING:
     from slapo_core.spec.pipeline import Liveness, Partition, Value
@@ -28,7 +28,7 @@ class Received:
     it from behind where it is relayed.
 
     Args:
-        buffer: what came; nobody else uses it.
+        buffer: what came; not used by others.
         carries_gradient: whether one is wanted.
     """
 
@@ -42,7 +42,7 @@ class Received:
         self._tensor: torch.Tensor | None = buffer
 
     def take(self) -> torch.Tensor:
-        """What the stage reads; once: its history leads here, and would keep itself alive."""
+        """Return the tensor that the stage reads, once."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
         return tensor
@@ -73,13 +73,13 @@ class _Arrival(torch.autograd.Function):
 
 @dataclass
 class Work:
-    """What one step gives to the stages of a rank, and takes from them.
+    """Inputs and results of one step of a rank's stages.
 
     Args:
         inputs: for each micro-batch: the model's arguments by parameter.
         loss: the loss of a micro-batch, by its number and the pieces of the output by name; the last stage calls it.
         at: is told what runs, for the message of an error.
-        seed: of random numbers; None leaves torch's streams as they are.
+        seed: of random numbers; None leaves torch's RNG as it is.
         keep_outputs: whether the pieces of the output that stages make are kept.
         drew: whether a stage drew random numbers.
         losses: by micro-batch, where the last stage is.
@@ -157,7 +157,7 @@ class RunningStage(StageBase):
 
     @property
     def whole(self) -> str:
-        """Why the backward pass is not done in two parts where the schedule asks for it; "" where it is."""
+        """Why the backward pass is not split although the schedule asks for it; "" if it is."""
         return "" if self._watch is None else self._watch.reason
 
     # -- what comes and goes; each in the order of liveness -----------------------------------------------------------
@@ -206,7 +206,7 @@ class RunningStage(StageBase):
         return torch.empty(value.shape, dtype=value.dtype, device=self.device)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What can be sent while the stage goes on: contiguous, and nothing that the stage writes to."""
+        """Return a contiguous tensor to send that the stage does not write to."""
         one = tensor.detach()
         if one.untyped_storage()._cdata in self._kept:
             return one.clone(memory_format=torch.contiguous_format)
@@ -261,7 +261,7 @@ class RunningStage(StageBase):
         self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
 
     def _made(self, number: int, there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """What the stage makes, with a stream of random numbers of its own."""
+        """Run the stage with its own RNG stream."""
         inputs = self.work.inputs[number]
         own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
         values = {name: there[name] for name in self._stage.uses}
@@ -270,7 +270,7 @@ class RunningStage(StageBase):
         with contextlib.nullcontext() if self._watch is None else self._watch.looking():
             made: Mapping[str, torch.Tensor] = self.submod(own, values)
         if stream is not None and not self.work.drew:
-            self.work.drew = has_drawn(stream, self.device)
+            self.work.drew = was_used(stream, self.device)
         return made
 
     def backward_one_chunk(
@@ -298,7 +298,7 @@ class RunningStage(StageBase):
             ]
 
     def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the backward pass begins with, and the gradients there."""
+        """Return the roots of the backward pass, and their gradients."""
         if flight.loss is not None:
             if not flight.loss.requires_grad:
                 return [], []
@@ -323,6 +323,6 @@ class RunningStage(StageBase):
 
 
 def _storages(module: nn.Module) -> frozenset[int]:
-    """Where the tensors of a module are, which a sent value may be a view of."""
+    """Return the storages of a module's tensors: a sent value may be a view of one."""
     tensors = [*module.parameters(), *module.buffers()]
     return frozenset(one.untyped_storage()._cdata for one in tensors if one.numel() and not one.is_meta)

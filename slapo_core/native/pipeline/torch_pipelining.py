@@ -1,4 +1,4 @@
-"""What the schedules of ``torch.distributed.pipelining`` ask of a stage, and how a step of them runs.
+"""Adapt stages to the schedules of ``torch.distributed.pipelining``, and run a step.
 
 A test holds what is said here against the installed torch: the schedules are there, and call these methods of a stage
 with these arguments.
@@ -16,7 +16,7 @@ __all__ = ["CALLED", "StageBase", "make_schedule", "recomputes", "step"]
 
 
 class StageBase:
-    """What torch's schedules call and read of a stage; what a subclass does not define does nothing.
+    """The interface of a stage for torch's schedules, with empty defaults.
 
     Not a subclass of torch's own stage, whose constructor and internals change with every release: schedules take any
     object with these members. One of their calls that is unknown here is an AttributeError at the first step.
@@ -68,7 +68,7 @@ CALLED = (
 
 
 def make_schedule(name: str, stages: Any, count: int, **options: Any) -> Any:
-    """Make a schedule that runs at once: shapes are known, so its stages infer and exchange nothing before a step.
+    """Make a schedule without shape inference before its first step.
 
     Args:
         name: of a class in ``torch.distributed.pipelining``, e.g. ``"Schedule1F1B"``.
@@ -100,5 +100,5 @@ def step(schedule: Any, count: int, *, backward: bool) -> None:
 
 
 def recomputes() -> Any:
-    """What packs tensors that are saved for backward just now: another one inside of a checkpointed function."""
+    """Return the active saved-tensor hooks, which differ inside a checkpointed function."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

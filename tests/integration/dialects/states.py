@@ -14,7 +14,7 @@ from tests.integration.dialects.small import build, train
 
 __all__ = ["before_the_first_step", "different", "low_precision", "said"]
 
-_OURS = ("checkpoint", "copies of it", "what the runtime trains", "scheduler")
+_OURS = ("checkpoint", "replicas of", "main copy", "scheduler")
 
 
 def different(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:

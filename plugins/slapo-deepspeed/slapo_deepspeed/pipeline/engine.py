@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.rng_streams import move_on, own_random_state
-from slapo_core.spec.stage_runner import Form, Forms, Leg, Work
+from slapo_core.spec.rng_streams import advance, step_seed
+from slapo_core.spec.stage_runner import ModelChunk, RankStages, StageCache, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.grad_norm_marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
 from slapo_deepspeed.initialization import has_optimizer, initialize
@@ -67,7 +67,7 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(plan, request, engine, groups)
         self._unused = unused_parameters(request, engine)
         make = forms_with_buffers(request, engine.device, bare)
-        self._forms = Forms(request, self._count, self._axes, "gradient_accumulation_steps", make)
+        self._forms = StageCache(request, self._count, self._axes, "gradient_accumulation_steps", make)
 
     def _make(self, request: BuildRequest) -> None:
         """DeepSpeed's module, and the process groups of ties."""
@@ -76,7 +76,7 @@ class PipelineEngine(DeepSpeedEngine):
         mesh = request.schedule.mesh
         assert mesh is not None
         held = {id(one) for one in self._part.parameters()}
-        here = [live for live in request.state.tensors() if live.is_here]
+        here = [live for live in request.state.tensors() if live.is_local]
         unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
         unused = {name: one for name, one in unused.items() if id(one) not in held}
         self._ties = Ties(request, topology_of(mesh))
@@ -99,7 +99,7 @@ class PipelineEngine(DeepSpeedEngine):
             forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
             with self._closing(lambda: self._at):
-                with own_random_state(self.deepspeed.device) as work.seed:
+                with step_seed(self.deepspeed.device) as work.seed:
                     self.deepspeed.train_batch(self._numbers())
                 loss = self._loss(work)
         self._between.note()
@@ -124,7 +124,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
-        work = Work(form, form.leg, cut, self._stand, stand_in=self._placeholder)
+        work = Work(form, form.chunk, cut, self._stand, stand_in=self._placeholder)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work
@@ -146,12 +146,12 @@ class PipelineEngine(DeepSpeedEngine):
         self._at = "exchanging the loss"
         message = torch.zeros(2, dtype=torch.float64, device=self.deepspeed.device)
         message[1] = work.drew
-        if work.leg.is_last:
+        if work.chunk.is_last:
             message[0] = torch.stack(losses_of(self.deepspeed)).mean()
         dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, drew = message.unbind()
         if drew:
-            move_on()
+            advance()
         return loss.to(work.form.loss_dtype)
 
     # -- the end ----------------------------------------------------------------------------------------------
@@ -197,27 +197,27 @@ def share_types(request: BuildRequest, device: torch.device) -> None:
     assert mesh is not None
     tensors = request.state.tensors()
     own = [
-        _TYPES.index(live.tensor.dtype) + 1 if live.is_here and live.tensor.dtype in _TYPES else 0 for live in tensors
+        _TYPES.index(live.tensor.dtype) + 1 if live.is_local and live.tensor.dtype in _TYPES else 0 for live in tensors
     ]
     types = torch.tensor(own, dtype=torch.uint8, device=device)
     dist.all_reduce(types, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
     for live, number in zip(tensors, types.tolist(), strict=True):
-        if not live.is_here and number and live.tensor.dtype != _TYPES[number - 1]:
+        if not live.is_local and number and live.tensor.dtype != _TYPES[number - 1]:
             live.tensor.data = live.tensor.data.to(_TYPES[number - 1])
 
 
-class BufferedForm(Form):
+class BufferedForm(RankStages):
     """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbors."""
 
     @property
-    def leg(self) -> Leg:
+    def chunk(self) -> ModelChunk:
         """The stages of this rank."""
-        (leg,) = self.legs
-        return leg
+        (chunk,) = self.chunks
+        return chunk
 
     def allocate(self) -> None:
         """Once, for all steps of this form."""
-        coming, going = self.leg.coming, self.leg.going
+        coming, going = self.chunk.coming, self.chunk.going
         self.received = coming.empty(self.device) if coming is not None else ()
         sent = going.empty(self.device) if going is not None else ()
         self.gradients = [one for one in sent if one.is_floating_point()]

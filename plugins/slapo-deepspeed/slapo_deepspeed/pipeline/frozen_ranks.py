@@ -29,6 +29,6 @@ def bare_ranks(request: BuildRequest) -> frozenset[int]:
 
 def placeholder(request: BuildRequest) -> nn.Parameter:
     """What such a rank trains; like its other parameters."""
-    here = (live.tensor for live in request.state.tensors() if live.is_here and live.tensor.is_floating_point())
+    here = (live.tensor for live in request.state.tensors() if live.is_local and live.tensor.is_floating_point())
     like = next(here, torch.empty(0))
     return nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))

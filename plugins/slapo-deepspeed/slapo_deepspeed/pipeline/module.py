@@ -91,7 +91,7 @@ class StagesModule(PipelineModule):
 
     def forward(self, forward_input: Any) -> Any:
         work: Work = self.__dict__["_work"]
-        received = forward_input if work.leg.coming is not None else ()
+        received = forward_input if work.chunk.coming is not None else ()
         number = self.__dict__["_count"]  # they come in order on every rank
         self.__dict__["_count"] += 1
         # The number tells DeepSpeed's activation checkpointing which layer to recompute.

@@ -47,7 +47,7 @@ class Ties:
         self.copies: list[nn.Parameter] = []
         for live in request.state.tensors():
             places = holders.get(live.name, ())
-            if live.is_here and len(places) > 1:
+            if live.is_local and len(places) > 1:
                 assert isinstance(live.tensor, nn.Parameter)
                 self._ties.append((live.tensor, groups[places]))
                 if mesh.rank("pp") != places[0]:

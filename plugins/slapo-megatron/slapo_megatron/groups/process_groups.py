@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_core import BuildError
-from slapo_core.spec.mesh import Mesh, start_alone
+from slapo_core.spec.mesh import Mesh, start_single_process_group
 from slapo_megatron.groups.order import order_of
 from slapo_megatron.installation import require_megatron
 
@@ -82,7 +82,7 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
     from slapo_megatron.groups.private import groups_of_megatron, is_alive
 
     if not dist.is_initialized():
-        start_alone(device_type or "cpu")
+        start_single_process_group(device_type or "cpu")
     mesh = Mesh({}) if mesh is None else mesh
     _check_world(mesh)
     made = _still_there()

@@ -76,7 +76,7 @@ def refuse_shared_memory(request: BuildRequest) -> None:
     here = {
         id(live.tensor): (live.name, live.tensor)
         for live in request.state.tensors()
-        if live.is_parameter and live.is_here and live.tensor.numel() and not live.tensor.is_meta
+        if live.is_parameter and live.is_local and live.tensor.numel() and not live.tensor.is_meta
     }
     last: tuple[str, torch.Tensor] | None = None
     for name, tensor in sorted(here.values(), key=lambda one: one[1].data_ptr()):

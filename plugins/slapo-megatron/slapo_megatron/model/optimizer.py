@@ -38,7 +38,7 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
     if request.optimizer is None:
         _refuse_without_embeddings(request, config)
         return get_megatron_optimizer(config, list(chunks))
-    inner = request.make_optimizer(in_pieces=config.use_distributed_optimizer)
+    inner = request.make_optimizer(partitioned=config.use_distributed_optimizer)
     return ChainedOptimizer([_wrapped(inner, config, chunks)])
 
 
@@ -109,7 +109,7 @@ def _no_state(*_: Any) -> None:
 def _refuse_strided(request: BuildRequest) -> None:
     """The optimizer's state has its parameter's layout, and is read and written as flat elements."""
     for live in request.state.tensors():
-        if live.is_parameter and live.is_here and live.tensor.requires_grad and not live.tensor.is_contiguous():
+        if live.is_parameter and live.is_local and live.tensor.requires_grad and not live.tensor.is_contiguous():
             raise BuildError(
                 f"'{live.name}' is not contiguous (strides {live.tensor.stride()} of shape "
                 f"{tuple(live.tensor.shape)}), and could not be saved apart from Megatron's optimizer",

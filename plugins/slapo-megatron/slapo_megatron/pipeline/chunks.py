@@ -64,7 +64,7 @@ class StageChunk(Chunk):
         received, self._received = self._received, None
         with self.around():
             outputs = self.work.forward(() if received is None else (received,), number)
-        return raised(outputs, working_dtype(self.config)) if self.work.leg.is_last else outputs[0]
+        return raised(outputs, working_dtype(self.config)) if self.work.chunk.is_last else outputs[0]
 
 
 def chunks_of(
@@ -148,12 +148,12 @@ def ties_of(request: BuildRequest) -> list[nn.Parameter]:
     return [
         live.tensor
         for live in request.state.tensors()
-        if live.is_here and isinstance(live.tensor, nn.Parameter) and len(placement.holders(live)) > 1
+        if live.is_local and isinstance(live.tensor, nn.Parameter) and len(placement.holders(live)) > 1
     ]
 
 
 def _unused(request: BuildRequest, stages: Any) -> dict[str, nn.Parameter]:
     """Parameters that live on this rank and that no stage uses, by name."""
     held = {id(parameter) for stage in stages for parameter in stage.parameters()}
-    here = {live.name: live.tensor for live in request.state.tensors() if live.is_here}
+    here = {live.name: live.tensor for live in request.state.tensors() if live.is_local}
     return {name: one for name, one in here.items() if isinstance(one, nn.Parameter) and id(one) not in held}

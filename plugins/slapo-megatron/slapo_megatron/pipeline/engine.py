@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.rng_streams import move_on, own_random_state
-from slapo_core.spec.stage_runner import Form, Forms, Work
+from slapo_core.spec.rng_streams import advance, step_seed
+from slapo_core.spec.stage_runner import RankStages, StageCache, Work
 from slapo_megatron.engine import MegatronEngine, Updates
 from slapo_megatron.groups.process_groups import start
 from slapo_megatron.marks import mark
@@ -61,11 +61,13 @@ class PipelineEngine(MegatronEngine):
         self._ties = ties_of(request)
         self._loss_dtype = None if dtype is None else torch.float32
         self._schedule = Schedule(megatron, mesh.group("pp") if self._device.type == "cpu" else None)
-        self._forms = Forms(request, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype))
+        self._forms = StageCache(
+            request, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype)
+        )
 
-    def _form(self, staged: StagedModel, training: bool) -> Form:
+    def _form(self, staged: StagedModel, training: bool) -> RankStages:
         ranks, rank = self._request.stage_ranks, self._mesh.rank("pp")
-        return Form(staged, ranks, rank, self._device, training=training, joined=True)
+        return RankStages(staged, ranks, rank, self._device, training=training, joined=True)
 
     @property
     def module(self) -> nn.Module:
@@ -82,7 +84,7 @@ class PipelineEngine(MegatronEngine):
             form, works = self._works(batch, training=True)
             self._updates.begin(self._part)
             with self._closing(lambda: self._at):
-                with own_random_state(self._device) as seed:
+                with step_seed(self._device) as seed:
                     for work in works:
                         work.seed = seed
                     losses = self._schedule.run(form, works, self._count, backward=True)
@@ -101,11 +103,11 @@ class PipelineEngine(MegatronEngine):
                 losses = self._schedule.run(form, works, self._count, backward=False)
                 return StepResult(self._loss(form, works, losses))
 
-    def _works(self, batch: Any, *, training: bool) -> tuple[Form, list[Work]]:
+    def _works(self, batch: Any, *, training: bool) -> tuple[RankStages, list[Work]]:
         cut, form = self._forms.of(batch, training=training)
-        return form, [Work(form, leg, cut, self._stand) for leg in form.legs]
+        return form, [Work(form, chunk, cut, self._stand) for chunk in form.chunks]
 
-    def _loss(self, form: Form, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _loss(self, form: RankStages, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
         self._at = "exchanging the loss"
         message = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -115,7 +117,7 @@ class PipelineEngine(MegatronEngine):
         dist.all_reduce(message, group=self._mesh.group("pp"))
         loss, drew = message.unbind()
         if drew:
-            move_on()
+            advance()
         return loss.to(self._loss_dtype or form.loss_dtype)
 
     def _passes_are_over(self) -> None:

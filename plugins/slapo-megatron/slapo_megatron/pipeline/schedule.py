@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 if TYPE_CHECKING:
-    from slapo_core.spec.stage_runner import Form, Work
+    from slapo_core.spec.stage_runner import RankStages, Work
     from slapo_megatron.runtime import Megatron
 
 
@@ -54,7 +54,7 @@ def order_of(chunks: int, count: int, group: int) -> list[int]:
     return found
 
 
-def messages_of(form: Form, rank: int, size: int, order: Sequence[int]) -> Messages:
+def messages_of(form: RankStages, rank: int, size: int, order: Sequence[int]) -> Messages:
     """What comes to a rank in a step.
 
     Args:
@@ -63,12 +63,12 @@ def messages_of(form: Form, rank: int, size: int, order: Sequence[int]) -> Messa
         size: of that mesh dimension.
         order: as :func:`order_of` gives it; gradients come with the last stage first.
     """
-    lengths = {stage: parcel.length for stage, parcel in form.parcels.items()}
+    lengths = {stage: parcel.length for stage, parcel in form.messages.items()}
     previous, following = (rank - 1) % size, (rank + 1) % size
     last = max(order)
     sent = (chunk * size + previous for chunk in order)
     returned = ((last - chunk) * size + following - 1 for chunk in order)
-    dtype = next(iter(form.parcels.values())).dtype
+    dtype = next(iter(form.messages.values())).dtype
     return Messages(
         [lengths[stage] for stage in sent if stage in lengths],
         [lengths[stage] for stage in returned if stage in lengths],
@@ -171,7 +171,7 @@ class Schedule:
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._communicator = Communicator(self._group, self._config, own)
 
-    def run(self, form: Form, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
+    def run(self, form: RankStages, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
         """All passes of a step, and what comes after them.
 
         Args:

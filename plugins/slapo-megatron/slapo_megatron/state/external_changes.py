@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slapo_core import BuildError
-from slapo_core.spec.step_invariants import AFRESH, BetweenSteps
+from slapo_core.spec.step_invariants import REBUILD, StepInvariants
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slapo_megatron.state.tensors import MegatronTensors
 
 
-class BetweenMegatronSteps(BetweenSteps):
+class BetweenMegatronSteps(StepInvariants):
     """The parameters, and where they lie in Megatron's buffers.
 
     Args:
@@ -40,7 +40,7 @@ class BetweenMegatronSteps(BetweenSteps):
                 raise BuildError(
                     f"'{live.name}' got other memory after the build (parameter.data = ...), and Megatron would go on "
                     "to gather the values of its buffer, which the model computes with no more",
-                    hint="write into it: parameter.data.copy_(values); " + AFRESH,
+                    hint="write into it: parameter.data.copy_(values); " + REBUILD,
                 )
 
     def stamp(self, live: LiveTensor) -> object:

@@ -22,7 +22,7 @@ from slapo_core import BuildError, WeightsError
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import Piece, Pieces
+    from slapo_core.spec.state import ShardedState, TensorShard
 
 
 _OURS = "slapo"  # in Megatron's file of other values than tensors
@@ -45,7 +45,7 @@ class ShardedDirectory:
     def label(self) -> str:
         return f"the sharded checkpoint '{self._path}'"
 
-    def write(self, pieces: Pieces) -> None:
+    def write(self, pieces: ShardedState) -> None:
         """Write to a temporary directory, and rename it when complete: a collective.
 
         Raises:
@@ -89,17 +89,17 @@ class ShardedDirectory:
         found: dict[str, Any] = json.loads(description)
         return found
 
-    # -- as slapo_core.spec.state.PieceSource ------------------------------------------------------------------
+    # -- as slapo_core.spec.state.ShardSource ------------------------------------------------------------------
 
     def like(self, kind: str, name: str) -> torch.Tensor:
         found = self._tensors[_key(kind, name)]
         return torch.empty(found.size, dtype=found.properties.dtype, device="meta")
 
-    def read(self, wanted: Sequence[Piece]) -> None:
+    def read(self, wanted: Sequence[TensorShard]) -> None:
         dist_checkpointing.load(_sharded(wanted), str(self._path), validate_access_integrity=False)
 
 
-def _sharded(shards: Sequence[Piece]) -> dict[str, Any]:
+def _sharded(shards: Sequence[TensorShard]) -> dict[str, Any]:
     """Convert to Megatron's format; blocks of any size, without a regular grid."""
     return {
         f"shard {number}": ShardedTensor(
