@@ -63,9 +63,9 @@ class TensorTable:
         if self._reference is None:
             sites = self._tree.sites.of(tensor)
             return Layout(full_name(*sites[0]) if sites else name, self._shape(tensor))
-        untouched = self._reference.get(id(tensor))
-        if untouched is not None:
-            return Layout(untouched[1], self._shape(tensor))
+        reference = self._reference.get(id(tensor))
+        if reference is not None:
+            return Layout(reference[1], self._shape(tensor))
         return self._adopted(tensor, name)
 
     def is_known(self, tensor: torch.Tensor) -> bool:

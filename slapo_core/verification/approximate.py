@@ -57,19 +57,19 @@ def without_approximate_steps(trials: Trials, reference: ReferenceRun, records: 
     whole, theirs = (trials.tolerance(reference, part) for part in (records, strict))
     if not loose or not strict or (whole.rtol <= theirs.rtol and whole.atol <= theirs.atol):
         return None
-    untouched = trials.again(reference, EARLY)
+    reference_model = trials.again(reference, EARLY)
     for level, rest in enumerate(_parts(strict, loose)):
         others = _others(records, rest)
-        tried = trials.try_steps(untouched, EARLY, rest)
+        tried = trials.try_steps(reference_model, EARLY, rest)
         if tried.agrees:
-            return Hidden(rest, others, None, untouched, _note(strict, rest, loose))
+            return Hidden(rest, others, None, reference_model, _note(strict, rest, loose))
         if level == 0 or tried.first is None:
             continue  # a step at a replaced module may be meant for the replacement
-        if not trials.try_steps(untouched, EARLY, rest, promises=records).agrees:
+        if not trials.try_steps(reference_model, EARLY, rest, promises=records).agrees:
             continue  # with the approximate steps it agrees, so it needs them
-        if trials.try_steps(untouched, EARLY, others).agrees:
-            return Hidden(rest, others, tried, untouched)
-    return Hidden((), tuple(records), None, untouched, _note(strict, (), loose))
+        if trials.try_steps(reference_model, EARLY, others).agrees:
+            return Hidden(rest, others, tried, reference_model)
+    return Hidden((), tuple(records), None, reference_model, _note(strict, (), loose))
 
 
 def _is_loose(record: Record) -> bool:

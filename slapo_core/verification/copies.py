@@ -288,7 +288,7 @@ class Subjects:
         seed: of these values.
 
     Attributes:
-        untouched: the copy of the reference model that all others are made from; to read only.
+        reference_model: the copy of the reference model that all others are made from; to read only.
 
     Raises:
         SealedError: the originals were dropped.
@@ -304,7 +304,7 @@ class Subjects:
         self.correspondence, self._originals = Correspondence.of(schedule)
         self.counterparts = Counterparts.of(self.correspondence, schedule.model)
         self._template = copy_model(schedule.model, shares_memory=True)
-        self.untouched, self._steps = reference_with_steps(schedule, shares_memory=True)
+        self.reference_model, self._steps = reference_with_steps(schedule, shares_memory=True)
         with schedule.reference() as model:
             self._values = self._initial_values(model)
         self.frozen = self._train_alike(schedule.tree.tensors.trained)
@@ -312,13 +312,13 @@ class Subjects:
     def tied_modules(self) -> list[frozenset[str]]:
         """List the paths of modules that share a parameter of the reference model."""
         holders: dict[int, set[str]] = {}
-        for name, parameter in self.untouched.named_parameters(remove_duplicate=False):
+        for name, parameter in self.reference_model.named_parameters(remove_duplicate=False):
             holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
         return [frozenset(paths) for paths in holders.values() if len(paths) > 1]
 
     def reference(self, dtype: torch.dtype | None) -> nn.Module:
         """Make a fresh copy of the reference model."""
-        model = copy_model(self.untouched, dtype=dtype)
+        model = copy_model(self.reference_model, dtype=dtype)
         origins = self.correspondence.survey.origins
         _fill(model, lambda name, tensor: self._values[origins[name]].to(self.device, tensor.dtype, copy=True))
         for name, parameter in model.named_parameters():
@@ -338,7 +338,7 @@ class Subjects:
         Zero biases, norms of ones and small gates (LayerScale, adaLN-zero) multiply the error of a step away. Each
         element is drawn from +-[0.5, 1.5].
         """
-        parameters = dict(self.untouched.named_parameters())
+        parameters = dict(self.reference_model.named_parameters())
         for name, original in self._originals.items():
             value = self._values.get(name, original).detach()
             if name in parameters and value.is_floating_point() and value.numel() and _has_no_spread(value):
@@ -351,7 +351,7 @@ class Subjects:
     def frozen_parameters(self) -> list[str]:
         """Parameters of the reference model that are not trained, though no step decided it."""
         decided = self.schedule.tree.tensors.trained
-        parameters = self.untouched.named_parameters()
+        parameters = self.reference_model.named_parameters()
         return [name for name, parameter in parameters if not parameter.requires_grad and name not in decided]
 
     def frozen_by(self, records: Sequence[Record]) -> list[str]:
@@ -393,7 +393,7 @@ class Subjects:
             SlapoError: a step is refused without the others, or cannot be repeated on a copy.
         """
         given = self.schedule
-        model, steps = copy_with_steps(self.untouched, [self._step(record) for record in records])
+        model, steps = copy_with_steps(self.reference_model, [self._step(record) for record in records])
         if prepare is not None:
             prepare(model)
         schedule = Schedule(
@@ -403,7 +403,7 @@ class Subjects:
             registry=given.registry,
             example_inputs=given.example_inputs,
         )
-        theirs = {id(item) for item in (*_parts(given.model), *_parts(self.untouched))}
+        theirs = {id(item) for item in (*_parts(given.model), *_parts(self.reference_model))}
         for record in steps:
             if isinstance(record, SerializationError):
                 raise record
@@ -425,7 +425,7 @@ class Subjects:
 
     def _train_alike(self, decided: Mapping[str, bool]) -> tuple[str, ...]:
         """Freeze in the reference copy the parameters that steps froze on purpose."""
-        parameters = dict(self.untouched.named_parameters(remove_duplicate=False))
+        parameters = dict(self.reference_model.named_parameters(remove_duplicate=False))
         changed = []
         for name, flag in decided.items():
             parameter = parameters.get(name)

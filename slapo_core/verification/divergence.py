@@ -68,13 +68,13 @@ def tell(
 
 
 def diverged(
-    told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record], dtype: torch.dtype
+    told: Sequence[Told], reference_model: Sequence[Draw], records: Sequence[Record], dtype: torch.dtype
 ) -> list[Difference]:
     """Find the first full tensor that differs between ranks; the same answer on every rank.
 
     Args:
         told: by all ranks.
-        untouched: dropout of the reference model.
+        reference_model: dropout of the reference model.
         records: the steps: the one that lets ranks draw differently is named, if it can be said.
         dtype: the coarsest type in which the model computes.
     """
@@ -90,7 +90,7 @@ def diverged(
     rule = (
         "with dropout on, ranks with the same samples have the same outputs and the same gradients of full parameters"
     )
-    shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
+    shapes = {place: draw.shape for place, draw in _placed(reference_model).items()}
     drawn = [path for path in _whole(told, shapes) if not _drawn_alike(told, (path, 0))]
     forking = {path: step for path in drawn if (step := _forking(records, path)) is not None}
     if not forking:
@@ -103,14 +103,14 @@ def diverged(
     return [Difference("diverged dropout", path, problem, math.inf, allowed, hint, rule, by)]
 
 
-def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
+def advice(told: Sequence[Told], reference_model: Sequence[Draw]) -> str | None:
     """Note where ranks drop the same elements of different shards; the same on every rank.
 
     Args:
         told: by all ranks.
-        untouched: dropout of the reference model.
+        reference_model: dropout of the reference model.
     """
-    shapes = {place: draw.shape for place, draw in _placed(untouched).items()}
+    shapes = {place: draw.shape for place, draw in _placed(reference_model).items()}
     pieces = [place for group in _groups(told) for place in _shared(group) if _is_shard(place, group[0], shapes)]
     alike = [path for path, number in dict.fromkeys(pieces) if _drawn_alike(told, (path, number))]
     paths = list(dict.fromkeys(alike))
@@ -129,7 +129,7 @@ def advice(told: Sequence[Told], untouched: Sequence[Draw]) -> str | None:
     )
 
 
-def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Sequence[Record]) -> str | None:
+def without_effect(told: Sequence[Told], reference_model: Sequence[Draw], records: Sequence[Record]) -> str | None:
     """Note steps that promise other random numbers where nothing is dropped; the same on every rank."""
     paths = {path for rank in told for path, _ in rank.draws}
     graphs = {each.path for each in records if getattr(each.primitive, "flatten", False)} & paths
@@ -140,7 +140,7 @@ def without_effect(told: Sequence[Told], untouched: Sequence[Draw], records: Seq
         and not any(is_below(path, each.path) for path in paths)
         and not any(is_below(each.path, graph) for graph in graphs)  # what a flat graph drops counts to its module
     ]
-    if not told or not untouched or not idle:
+    if not told or not reference_model or not idle:
         return None
     more = f" (and {len(idle) - 1} more)" if len(idle) > 1 else ""
     return f"no dropout was seen at or below {idle[0]}{more}: another module drops"

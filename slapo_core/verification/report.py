@@ -88,7 +88,7 @@ class Siblings:
     schedules: Sequence[Schedule]
     _first: dict[str, str] = field(default_factory=dict)
 
-    def require_same_model(self, schedule: Schedule, untouched: nn.Module) -> None:
+    def require_same_model(self, schedule: Schedule, reference_model: nn.Module) -> None:
         """Compare the reference model with that of the first schedule.
 
         Raises:
@@ -96,7 +96,7 @@ class Siblings:
         """
         if len(self.schedules) == 1:
             return
-        facts = dict(_facts(untouched))
+        facts = dict(_facts(reference_model))
         first, self._first = self._first, self._first or facts
         for what in dict.fromkeys((*first, *facts)) if first else ():
             one, other = first.get(what, "(nothing)"), facts.get(what, "(nothing)")

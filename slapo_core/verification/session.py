@@ -63,9 +63,9 @@ def check_each(
 def _check(schedule: Schedule, example_inputs: Any, options: Options, siblings: Siblings) -> VerifyReport:
     def prepare() -> tuple[Inputs, Sequence[RankFact]]:
         inputs = Inputs.of(example_inputs)
-        with schedule.reference() as untouched:
-            siblings.require_same_model(schedule, untouched)
-            return inputs, tuple(_facts(inputs, untouched, options)) if schedule.mesh is not None else ()
+        with schedule.reference() as reference_model:
+            siblings.require_same_model(schedule, reference_model)
+            return inputs, tuple(_facts(inputs, reference_model, options)) if schedule.mesh is not None else ()
 
     with World(schedule.mesh) as world:
         prepared = world.attempt(prepare)
@@ -101,14 +101,14 @@ def _refuse_changed(by_rank: Mapping[int, str | None]) -> None:
             )
 
 
-def _facts(inputs: Inputs, untouched: nn.Module, options: Options) -> Iterator[RankFact]:
+def _facts(inputs: Inputs, reference_model: nn.Module, options: Options) -> Iterator[RankFact]:
     """Yield everything besides the schedule that must be the same on every rank."""
     for name in ("rtol", "atol", "optimizer_steps", "seed"):
         yield RankFact(f"{name} given to verify", describe(getattr(options, name)))
     yield from inputs.facts()
     for number, batch in enumerate(options.more_batches, start=2):
         yield from batch.facts(f"batch {number}, input")
-    for name, tensor in named_tensors(untouched):
+    for name, tensor in named_tensors(reference_model):
         yield RankFact(f"'{name}' of the reference model", describe_tensor(tensor))
 
 
@@ -179,7 +179,7 @@ class BothModels:
         if started is None or any(self.world.gather(bool(self.comparison.differences))):
             return  # whatever differs later is a consequence
         runner, other_stream = started
-        is_own = self.dtype is None or self.trials.own_dtype(self.trials.subjects.untouched) is self.dtype
+        is_own = self.dtype is None or self.trials.own_dtype(self.trials.subjects.reference_model) is self.dtype
         if not is_own and self._add("the model's own types were not compared", OWN_TYPES):
             self._compare_phase(OWN_TYPES)  # right after the first phases, whose numbers tell how much rounding does
         self._release(but="updates")
@@ -242,7 +242,7 @@ class BothModels:
         All run on one copy, because state that a call keeps shows in the next one.
         """
         given = tuple((f"batch {number}", each) for number, each in enumerate(self.trials.options.more_batches, 2))
-        variants, notes = self.trials.inputs.variants(self.trials.subjects.untouched)
+        variants, notes = self.trials.inputs.variants(self.trials.subjects.reference_model)
         self.notes += notes
         one = self.trials.inputs.of_one()
         ones = (one,) if one is not None else ()
@@ -336,7 +336,7 @@ class Session:
         """
         refuse_unexplained(self.world, self.subjects)
         self.notes += refuse_unsaid_freezing(self.world, self.subjects)
-        own = self.trials.own_dtype(self.subjects.untouched)
+        own = self.trials.own_dtype(self.subjects.reference_model)
         dtypes: list[torch.dtype | None] = [torch.float64, torch.float32, None]
         if own in (torch.float32, torch.float64):
             dtypes.remove(torch.float32)

@@ -261,9 +261,9 @@ class Trials:
 
     def advice(self, reference: ReferenceRun, seen: Observation) -> list[str]:
         """Return notes on the ranks' dropout, where it is right."""
-        told, untouched = seen.of("diverged dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
+        told, reference_model = seen.of("diverged dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
         records = self.subjects.schedule.records
-        return [*filter(None, (advice(told, untouched), without_effect(told, untouched, records)))]
+        return [*filter(None, (advice(told, reference_model), without_effect(told, reference_model, records)))]
 
     def other_stream(self, candidate: Candidate, reference: ReferenceRun, seen: Observation) -> str | None:
         """Return why some rank's dropout rightly uses another RNG stream than the reference model."""
@@ -312,8 +312,8 @@ class Trials:
             }
             compared = compare(reference.seen, seen, names, self.tolerance(reference, records), finer)
             told = seen.of("diverged dropout").get("ranks", [])
-            untouched = reference.seen.of("dropout").get("forward", [])
-            compared.add(Comparison(diverged(told, untouched, records, reference.coarsest)))
+            reference_model = reference.seen.of("dropout").get("forward", [])
+            compared.add(Comparison(diverged(told, reference_model, records, reference.coarsest)))
             return compared
 
         compared = self.world.attempt(run)
@@ -364,7 +364,7 @@ class Trials:
             tied=self.subjects.tied_modules(),
             failed=tried.outcome if isinstance(tried.outcome, Failed) else None,
             suggest=lambda: suggestions(self.subjects.schedule, tried.gradients),
-            paths=[path for path, _ in self.subjects.untouched.named_modules()],
+            paths=[path for path, _ in self.subjects.reference_model.named_modules()],
             stop=is_over,
         )
 
