@@ -26,7 +26,7 @@ def first_graph(place: Node) -> fx.Graph:
 
 
 def changes_swallowed(place: Node, match: Match) -> Iterator[Violation]:
-    """What steps put around calls of modules that would be called no more; the same on a mesh of any size."""
+    """Refuse matches whose replacement would lose wrappers or hooks of steps, on any mesh size."""
     inside = set(match.nodes)
     called = [str(each.target) for each in first_graph(place).nodes if each.op == "call_module" and each.name in inside]
     for path in dict.fromkeys(called):
@@ -58,7 +58,7 @@ class Arguments:
 
 
 def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> Arguments | Violation:
-    """What ``function`` gets of ``match``: by the names of the captures, else in the order of the inputs.
+    """Map captures of ``match`` to parameters of ``function`` by name, else inputs by order.
 
     A parameter with a default gets the capture of its name, and else keeps its default.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorPlan:
-    """What becomes of every tensor of the node's module."""
+    """Plan every tensor of the node's module: kept, renamed or dropped."""
 
     def __init__(self, node: Node, new: nn.Module, renamed: dict[str, str], drop: tuple[str, ...]) -> None:
         self._node = node
