@@ -1,4 +1,4 @@
-"""``slapo device``: what this machine can do, measured or written down, for estimates of time."""
+"""``slapo device``: measure or show the speed of a machine, for estimates of time."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ TESTED_TORCH = ("2.11.0", "2.15.0")
 
 @dataclass(frozen=True)
 class Report:
-    """What ``slapo doctor`` found."""
+    """The facts and problems of an environment."""
 
     facts: tuple[Fact, ...]
     problems: tuple[Problem, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """What ``slapo doctor --json`` prints."""
+        """Return the output of ``slapo doctor --json``."""
         return asdict(self)
 
 

@@ -72,7 +72,7 @@ def show(
 
 
 def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
-    """What ``slapo plugins list --json`` prints."""
+    """Return the output of ``slapo plugins list --json``."""
     from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION
 
     error = registry.settings_error

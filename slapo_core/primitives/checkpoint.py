@@ -16,7 +16,7 @@ from slapo_core.spec.primitive import Equivalence, Primitive, Violation
 
 @dataclass(frozen=True)
 class Checkpoint(Primitive):
-    """Keep only the inputs of the module, or of each match, and compute the rest again when a gradient is needed.
+    """Keep only the inputs of the module, or of each match, and recompute the rest for gradients.
 
     Non-reentrant ``torch.utils.checkpoint``: keyword arguments and nested outputs pass through unchanged, and it works
     with ``torch.autograd.grad``, hooks and ``torch.compile``. Without gradients (evaluation) the forward runs directly.

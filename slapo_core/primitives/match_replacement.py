@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.primitives.replacement import set_mode, type_of
+from slapo_core.primitives.replacement import named_tensors, set_mode, set_tensor, type_of
 from slapo_core.spec.edit import Edit
 from slapo_core.spec.graph import Match, by_place
 from slapo_core.spec.node import Node
@@ -26,7 +26,7 @@ def first_graph(place: Node) -> fx.Graph:
 
 
 def changes_swallowed(place: Node, match: Match) -> Iterator[Violation]:
-    """What steps put around calls of modules that would be called no more; the same on a mesh of any size."""
+    """Refuse matches whose replacement would lose wrappers or hooks of steps, on any mesh size."""
     inside = set(match.nodes)
     called = [str(each.target) for each in first_graph(place).nodes if each.op == "call_module" and each.name in inside]
     for path in dict.fromkeys(called):
@@ -58,7 +58,7 @@ class Arguments:
 
 
 def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> Arguments | Violation:
-    """What ``function`` gets of ``match``: by the names of the captures, else in the order of the inputs.
+    """Map captures of ``match`` to parameters of ``function`` by name, else inputs by order.
 
     A parameter with a default gets the capture of its name, and else keeps its default.
 
@@ -212,8 +212,9 @@ class MatchReplacement:
                 name = self.name or _unused(place, name)
                 child = edit.add_module(place, name, new)
                 set_mode(child, edit, place.module.training)
+                tensors = named_tensors(place.module)
                 for old, own in self.params.items():
-                    self._tie(place, child, old, own, edit)
+                    set_tensor(child, own, tensors[old], edit)
                 target = name
             for arguments, members in self._groups(place, matches):
                 graph = graph.replaced(
@@ -280,7 +281,7 @@ class MatchReplacement:
         root = self.places[0][0]
         while root.parent is not None:
             root = root.parent
-        tensors = [*new.named_parameters(remove_duplicate=False), *new.named_buffers(remove_duplicate=False)]
+        tensors = named_tensors(new)
         if tensors and any(module is new for module in root.module.modules()):
             yield Violation("the new module is in the model already", "make one of its own for each traced module")
         if tensors and len(self.places) > 1:
@@ -292,11 +293,10 @@ class MatchReplacement:
         for place, _ in self.places:
             if self.name is not None and hasattr(place.module, self.name):
                 yield Violation(f"'{place.path}' has an attribute '{self.name}' already", "take another name=")
-            yield from self._declaration_violations(place, dict(tensors), of_model)
+            yield from self._declaration_violations(place, tensors, of_model)
 
     def _declaration_violations(self, place: Node, own: dict[str, Any], of_model: set[int]) -> Iterator[Violation]:
-        module = place.module
-        old = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        old = named_tensors(place.module)
         for before, after in self.params.items():
             if before not in old:
                 yield Violation(f"'{place.path}' has no tensor '{before}'", f"it has {', '.join(old) or 'none'}")
@@ -320,18 +320,6 @@ class MatchReplacement:
                     f"'{name}' of the new module has no corresponding parameter of the model",
                     f'params={{"old.name": "{name}"}}, or give it the model\'s own parameter',
                 )
-
-    def _tie(self, place: Node, child: Node, old: str, own: str, edit: Edit) -> None:
-        def holder(node: Node, name: str) -> tuple[Node, str]:
-            path, _, last = name.rpartition(".")
-            return (node[path] if path else node), last
-
-        old_node, old_name = holder(place, old)
-        new_node, new_name = holder(child, own)
-        if old_name in old_node.parameters:
-            edit.set_parameter(new_node, new_name, old_node.parameters[old_name])
-        else:
-            edit.set_buffer(new_node, new_name, old_node.buffers[old_name])
 
 
 def _is_module(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
 from slapo_core.primitives.match_replacement import MatchReplacement
-from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, signature_mismatches
+from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, set_tensor, signature_mismatches
 from slapo_core.spec.edit import Carried, Edit
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Equivalence, Primitive, Violation
@@ -141,19 +141,16 @@ class Replace(Primitive):
         carried = Carried.of(node, new)
         edit.replace_module(node, new, moved=plan.moved, dropped=plan.dropped)
         for new_name, tensor in plan.taken.items():
-            holder, _, own_name = new_name.rpartition(".")
-            target = node[holder] if holder else node
-            if own_name in target.parameters:
-                edit.set_parameter(target, own_name, tensor)
-            else:
-                edit.set_buffer(target, own_name, tensor)
+            set_tensor(node, new_name, tensor, edit)
         if old.training != new.training:
             set_mode(node, edit, old.training)
         carried.over(node, edit)
         edit.note(plan.describe())
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if self.match is None and isinstance(self.new_module, _module_class()) and node.module is not self.new_module:
+        from torch import nn
+
+        if self.match is None and isinstance(self.new_module, nn.Module) and node.module is not self.new_module:
             yield Violation("another module stands there")
 
     def _mismatches(self, node: Node, new: nn.Module) -> Iterator[Violation]:
@@ -184,12 +181,6 @@ class Replace(Primitive):
 
     def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
         return TensorPlan(node, new, dict(self.params), tuple(self.drop))
-
-
-def _module_class() -> type[nn.Module]:
-    from torch import nn
-
-    return nn.Module
 
 
 def _where(node: Node) -> str:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class TensorPlan:
-    """What becomes of every tensor of the node's module."""
+    """Plan every tensor of the node's module: kept, renamed or dropped."""
 
     def __init__(self, node: Node, new: nn.Module, renamed: dict[str, str], drop: tuple[str, ...]) -> None:
         self._node = node
-        self.old = _named_tensors(node.module)
-        self.new = _named_tensors(new)
+        self.old = named_tensors(node.module)
+        self.new = named_tensors(new)
         self.renamed, self.drop = renamed, drop
         self.moved: dict[str, str] = {}  # old name -> new name, where they differ
         self.kept: list[str] = []  # the same object
@@ -151,7 +151,8 @@ def type_of(tensor: Any) -> str:
     return "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Any]:
+def named_tensors(module: nn.Module) -> dict[str, Any]:
+    """Return parameters and buffers by every name."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -196,6 +197,16 @@ def signature_mismatches(old: nn.Module, new: nn.Module) -> Iterator[Violation]:
             + "; ".join(lines),
             f"give it the signature forward{before}",
         )
+
+
+def set_tensor(node: Node, name: str, tensor: Any, edit: Edit) -> None:
+    """Set the parameter or buffer ``name``, at or below a node, to ``tensor``."""
+    path, _, own = name.rpartition(".")
+    holder = node[path] if path else node
+    if own in holder.parameters:
+        edit.set_parameter(holder, own, tensor)
+    else:
+        edit.set_buffer(holder, own, tensor)
 
 
 def set_mode(node: Node, edit: Edit, training: bool) -> None:

@@ -1,4 +1,4 @@
-"""Tools to test plugins with: the kit of checks, bit-exact snapshots, fake distributions, real ranks.
+"""Test plugins: the kit of checks, bit-exact snapshots, fake distributions, real ranks.
 
 A plugin's test file needs one decorator::
 

@@ -89,7 +89,7 @@ class Case:
         return tuple((path, made(item)) for path, item in pairs)
 
     def mesh_sizes(self, size: int) -> dict[str, int] | None:
-        """The mesh with ``size`` ranks in the last dimension and 1 in the others; None for a case without a mesh."""
+        """Return the mesh with ``size`` ranks in the last dimension; None for a case without a mesh."""
         if self.mesh is None:
             return None
         return {**dict.fromkeys(self.mesh, 1), self.mesh[-1]: size}

@@ -69,7 +69,7 @@ def parametrize_checks(cases: Iterable[Case], *, checks: Iterable[str] | None = 
 def parametrize_dialect_checks(
     cases: Iterable[DialectCase], *, checks: Iterable[str] | None = None
 ) -> Callable[[Any], Any]:
-    """As :func:`parametrize_checks`, for dialects.
+    """Parametrize a test by dialect checks, as :func:`parametrize_checks`.
 
     Example::
 

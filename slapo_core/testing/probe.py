@@ -1,4 +1,4 @@
-"""Import modules in a fresh process and report what that brought along, did and changed."""
+"""Import modules in a fresh process, and report the effects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class ImportProbe:
-    """What importing modules in a fresh process did.
+    """The effects of importing modules in a fresh process.
 
     Args:
         modules: the number of modules imported beyond torch and slapo; None if the process ended early.
@@ -202,7 +202,7 @@ def _is_bytecode(path: Any) -> bool:
 
 
 def _global_state() -> defaultdict[str, str]:
-    """What an import must leave alone, as text."""
+    """Return the state that an import must not change, as text."""
     import torch
 
     state = {

@@ -1,4 +1,4 @@
-"""What every sampler promises, tried on small spaces."""
+"""Check the promises of samplers on small spaces."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _searched(cls: type[Sampler], space: ListedSpace, seed: int) -> Iterator[tup
 
 
 def _trial(space: ListedSpace, number: int, point: Point) -> Trial:
-    """What becomes of a point: most are fine, some do not fit, some fail."""
+    """Return the trial of a point: most succeed, some do not fit, some fail."""
     needs = space.predicted_memory(point)
     predicted = {} if needs is None else {"memory": needs}
     if needs is not None and space.memory is not None and needs > space.memory:

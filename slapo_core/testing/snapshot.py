@@ -1,4 +1,4 @@
-"""`ModelSnapshot`: everything that is observable about a model, to prove that it is bit-identical to before."""
+"""Record everything observable about a model, to prove it bit-identical later: `ModelSnapshot`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelSnapshot:
                     self._facts[f"class {cls.__qualname__}.{name}"] = _Object(value)
 
     def differences(self, later: ModelSnapshot | nn.Module) -> list[str]:
-        """What differs in ``later``, one line each, e.g. ``"fc.weight: 3 of 16 elements differ, first [0, 1]: ..."``.
+        """List the differences of ``later``, one line each, e.g. ``"fc.weight: 3 of 16 elements differ, ..."``.
 
         Args:
             later: the same model now, or a later snapshot of it.

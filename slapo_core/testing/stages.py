@@ -1,4 +1,4 @@
-"""What `slapo_partition` and `slapo_liveness` of any plugin must keep, asked about small stages made here."""
+"""Check `slapo_partition` and `slapo_liveness` of a plugin on small stages."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_what_checkpoint_promises_follows_from_whether_it_keeps_the_random_state
     sch["layers.1"].checkpoint(preserve_rng_state=False)
     promise = sch.records[1].primitive.equivalence
     assert promise != slapo.Equivalence.EXACT
-    assert str(promise) == ("EXACT provided what is checkpointed without its random state draws no random numbers")
+    assert str(promise) == "EXACT provided a module checkpointed without its RNG state does not use the RNG"
     report = slapo.verify(sch, torch.randn(3, 8))  # it draws none: held to the very bits, and the condition is told
     assert report.tolerance.endswith(f"(float64, {promise})")
     assert all(entry.difference == 0 for entry in report.largest if entry.compared)

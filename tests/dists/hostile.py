@@ -88,7 +88,7 @@ def _for_another_core() -> list[Hostile]:
         Hostile(
             _plain("other-major", points, group="slapo.v7.primitives"),
             "unusable",
-            "there is no entry-point group 'slapo.v7.primitives'; did you mean 'slapo.v1.primitives'?",
+            "unknown entry-point group 'slapo.v7.primitives'; did you mean 'slapo.v1.primitives'?",
         ),
         Hostile(
             _plain("other-range", points, requires=("slapo-core>=99",)),

@@ -123,7 +123,7 @@ def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "word"),
     [
-        (("estimate", "nowhere:make_model", *BATCH), "no module 'nowhere'"),
+        (("estimate", "nowhere:make_model", *BATCH), "module 'nowhere' not found"),
         (("estimate", "tiny_estimated:nothing", *BATCH), "'tiny_estimated' has no function 'nothing'"),
         (("estimate", "tiny_estimated", *BATCH), "MODULE:FUNCTION"),
         ((*ESTIMATE, "--mesh", "dp8", *BATCH), "'dp8' is not of the form"),

@@ -126,7 +126,7 @@ def test_a_fact_of_a_plugin_is_no_problem(fake_distributions: FakeEnvironment) -
     assert report["problems"] == [{"message": "sick-slapo: the network is slow", "hint": "pip install fast-network"}]
 
 
-ADVICE = 'yield slapo_core.Problem("what is wrong", hint="the command that mends it")'
+ADVICE = 'yield slapo_core.Problem("the problem", hint="the command that fixes it")'
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def test_help_shows_the_documentation_with_the_arguments(schedule: slapo.Schedul
     page = pydoc.plain(pydoc.render_doc(schedule["0"].checkpoint))
     assert "core.checkpoint = <primitive core.checkpoint at '0'>" in page
     assert "checkpoint(match: Any = None, preserve_rng_state: bool = True)" in page
-    assert "preserve_rng_state: whether the second run draws the same random numbers" in page
-    assert "compute the rest again when a gradient is needed" in page
+    assert "preserve_rng_state: whether the recompute uses the RNG state of the first run" in page
+    assert "recompute the rest for gradients" in page
 
 
 def test_an_unknown_name_is_no_attribute(schedule: slapo.Schedule) -> None:

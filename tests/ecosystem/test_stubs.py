@@ -205,7 +205,7 @@ def test_check_says_whether_the_stubs_are_up_to_date(world: World, tmp_path: Pat
     assert installed[:2] == (0, f"the stubs at {place} are up to date\n")
     assert missing[0] == 1
     assert missing[2].splitlines()[-2:] == [
-        f"error: there are no stubs at {typings}/slapo_core-stubs",
+        f"error: no stubs found at {typings}/slapo_core-stubs",
         f"  hint: slapo stubs --output {typings}",
     ]
     assert written[:2] == (0, f"wrote {typings}/slapo_core-stubs\n")

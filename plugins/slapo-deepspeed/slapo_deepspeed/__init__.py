@@ -28,7 +28,7 @@ def plan(
     device: torch.device | str | None = None,
     accumulate: int = 1,
 ) -> Plan:
-    """What ``build(sch, target="deepspeed", ...)`` would do; nothing is built, and no other rank has to run.
+    """Plan ``build(sch, target="deepspeed", ...)`` on this rank alone, building nothing.
 
     Args:
         sch: a schedule, with a mesh that may be only declared; it is not changed.

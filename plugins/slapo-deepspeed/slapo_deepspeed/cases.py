@@ -1,4 +1,4 @@
-"""What ``slapo plugins check`` tries the dialect on: with parts of the optimizer's state, and of the weights too."""
+"""Define the cases of ``slapo plugins check``: with sharded optimizer state, and sharded weights."""
 
 from __future__ import annotations
 

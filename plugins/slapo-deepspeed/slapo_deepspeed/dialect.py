@@ -43,7 +43,7 @@ class DeepSpeedDialect(Dialect):
         return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
-        """What DeepSpeed will be given and do; DeepSpeed itself reads the configuration.
+        """Plan the configuration and steps; DeepSpeed itself validates the configuration.
 
         Raises:
             BuildError: an option that there is none, a bad value, or one that contradicts the schedule; or DeepSpeed

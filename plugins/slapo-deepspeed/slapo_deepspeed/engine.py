@@ -1,4 +1,4 @@
-"""What both engines of target ``"deepspeed"`` are: state, refusals, and DeepSpeed's engine itself."""
+"""Share state, refusals and DeepSpeed's engine between both engines of target ``"deepspeed"``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must stay as it was from one training step to the next: DeepSpeed does not look at it again."""
+"""Refuse changes between training steps that DeepSpeed would ignore."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SHARDED = ("model_parallel", "tensor_model_parallel")
 
 @contextlib.contextmanager
 def marks_taken_back(request: BuildRequest) -> Iterator[None]:
-    """Where the block fails, parameters have the attributes and hooks again that they had before it.
+    """Restore attributes and hooks of parameters if the block fails.
 
     Args:
         request: of the build.
@@ -147,7 +147,7 @@ def norm_of_last_step(engine: Any) -> torch.Tensor | None:
 
 
 def _with_axes(parameter: torch.Tensor) -> Any:
-    """What DeepSpeed reads of a parameter; of a number, it cannot scale the gradient as it is."""
+    """Add an axis to scalar parameters, whose gradients DeepSpeed cannot scale."""
     if parameter.dim() or parameter.grad is None:
         return parameter
     marks = {name: value for name, value in vars(parameter).items() if name in SHARDED}

@@ -227,7 +227,7 @@ class MeshUnit:
         return self._mesh.rank(mesh_dim) if self._mesh is not None else 0
 
     def _group(self, mesh_dim: str) -> Any:
-        """Of the mesh; where it has one rank there, the group of this process alone, which DeepSpeed needs."""
+        """Return the group of a mesh dimension; of one rank, a group of this process alone."""
         group = self._mesh.group(mesh_dim) if self._mesh is not None else None
         return group if group is not None else _alone()
 

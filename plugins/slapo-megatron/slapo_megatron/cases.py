@@ -1,4 +1,4 @@
-"""What ``slapo plugins check`` tries the dialect on: with the optimizer's state whole, and in shards of replicas."""
+"""Define the cases of ``slapo plugins check``: with full and with sharded optimizer state."""
 
 from __future__ import annotations
 

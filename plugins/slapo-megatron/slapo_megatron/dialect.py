@@ -46,7 +46,7 @@ def _alone() -> Iterator[Violation]:
 
 
 def _steps(schedule: ScheduledModel) -> Iterator[Violation]:
-    """What works on other groups than those of ``tp`` and ``pp``."""
+    """Refuse steps along mesh dimensions other than ``tp`` and ``pp``."""
     mesh = schedule.mesh
     assert mesh is not None
     found = False
@@ -106,7 +106,7 @@ class MegatronDialect(Dialect):
         return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
-        """What Megatron will be given and do; its own classes read the options.
+        """Plan the options and steps; Megatron's own classes validate the options.
 
         Raises:
             BuildError: an option that there is none, a bad value, or one that contradicts the schedule; or

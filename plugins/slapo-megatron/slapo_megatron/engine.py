@@ -69,7 +69,7 @@ class Updates:
             self._unused.seen(parameter)
 
     def step(self, device: torch.device) -> torch.Tensor | None:
-        """After them.
+        """Step the optimizer and the scheduler after the passes.
 
         Returns:
             the norm of all gradients before clipping, where they are clipped; infinite in a step that Megatron skipped

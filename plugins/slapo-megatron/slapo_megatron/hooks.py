@@ -1,4 +1,4 @@
-"""What slapo asks this plugin: the lines of ``slapo doctor``."""
+"""Implement slapo's hooks: the lines of ``slapo doctor``."""
 
 from __future__ import annotations
 

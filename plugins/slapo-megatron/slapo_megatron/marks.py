@@ -50,7 +50,7 @@ class Marks:
 
     @contextlib.contextmanager
     def taken_back_if_it_fails(self) -> Iterator[None]:
-        """Around what makes Megatron's objects."""
+        """Remove the marks if making Megatron's objects fails."""
         try:
             yield
         except BaseException:
@@ -108,7 +108,7 @@ def _as_shard(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
 
 
 def _as_copy(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
-    """Of a parameter that several ranks along ``pp`` hold: all but the first of them leave it out of the norm.
+    """Mark a parameter tied over stages: only its first rank counts it in the norm.
 
     ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies equally.
     """

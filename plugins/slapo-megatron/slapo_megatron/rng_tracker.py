@@ -80,14 +80,14 @@ class FollowingTracker(CudaRNGStatesTracker):  # type: ignore[misc]
 
 
 def _next_number(state: torch.Tensor) -> int:
-    """What torch's generator of the CPU is about to give; it stays where it is."""
+    """Return the next number of torch's CPU generator, without advancing it."""
     ahead = torch.Generator()
     ahead.set_state(state)
     return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
 
 
 def _generators() -> list[torch.Generator]:
-    """Of the CPU, and of the current GPU once there is one in use."""
+    """Return the generators of the CPU, and of the current GPU if initialized."""
     found = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])

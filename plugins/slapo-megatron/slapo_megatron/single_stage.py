@@ -82,7 +82,7 @@ class WholeEngine(MegatronEngine):
         return done
 
     def _forward_step(self, micro_batches: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
-        """What Megatron calls for each micro-batch."""
+        """Run one micro-batch, called by Megatron."""
         loss, output = self._request.compute_loss(next(micro_batches), chunk)
         return loss, functools.partial(_reduced, output=output)
 

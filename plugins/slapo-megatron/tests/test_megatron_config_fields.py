@@ -84,7 +84,7 @@ def test_a_field_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch, mes
         ({"optimizer": "adam"}, ("no option 'optimizer'", "optimizer_config, ddp_config")),
         ({"lr": 1.0}, ('hint: optimizer_config={"lr": 1.0}',)),
         ({"config": {"zero_optimization": {}}}, ("no option 'config'", "optimizer_config")),
-        ({"origins": 3}, ("origins", "no option", "got 3")),
+        ({"origins": 3}, ("origins", "not an option", "got 3")),
         ({"batch_axes": {"x": "a"}}, ("batch_axes", "'a'")),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",

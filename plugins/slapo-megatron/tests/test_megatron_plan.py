@@ -67,7 +67,7 @@ def test_the_plan_says_what_crosses_stages_and_who_runs_them() -> None:
     assert "float32" in sent
     assert "  a pipeline over 2 ranks, a stage on each: 1F1B" in lines
     interleaved = str(plan(schedule=schedule_of({"pp": 2}, samples=4, cuts=3)))
-    assert "  a pipeline over 2 ranks, 2 stages on each, in turn: interleaved 1F1B\n" in interleaved
+    assert "  a pipeline over 2 ranks, 2 stages on each, alternating: interleaved 1F1B\n" in interleaved
     without = str(plan({"pp": 2}))
     assert "what crosses stages is known with the first batch: there are no example inputs" in without
     assert "1F1B with one stage a rank, interleaved 1F1B with several" in without

@@ -118,7 +118,7 @@ class _Forked:
 
 @dataclass(frozen=True)
 class _Switch:
-    """A call in a graph that switches torch's generators, of the CPU and of the current GPU: data, and a function."""
+    """Switch torch's RNG state of the CPU and the current GPU: the target of a call in a graph."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__name__", type(self).__name__.lower())

@@ -123,7 +123,7 @@ class AddBias:
 
 @dataclass(frozen=True)
 class FunctionHook:
-    """Forward hook: a function of the user's reduces the partial sum, then the bias that the forward left out is added.
+    """Forward hook: reduce the partial sum by the user's function, then add the left-out bias.
 
     The shape of the function's result decides: the partial sum's shape means the full sum, and an equal shard
     of it is this rank's shard, of which each rank sees a part of the bias' gradient.

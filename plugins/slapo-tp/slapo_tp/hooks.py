@@ -64,7 +64,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]
 
 @hookimpl
 def slapo_check(schedule: ScheduledModel) -> Iterator[Violation]:
-    """Partial sums and gradients that are reduced by no step or twice, biases that no step adds, heads that are cut."""
+    """Refuse partial sums and gradients reduced never or twice, lost biases, and cut heads."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from missing_reductions(schedule, mesh_dim)
         yield from doubled_reductions(schedule, mesh_dim)

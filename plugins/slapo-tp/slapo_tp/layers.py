@@ -1,4 +1,4 @@
-"""The types of layers whose forward this plugin knows, an open registry: what each axis of their weight means.
+"""Register the known layer types: the role of each axis of their weight.
 
 A module is of a type only when it runs the type's own forward: a subclass with another forward is of no type, until
 :func:`register_layer` names it; of a layer of no type only the tensors are split.
@@ -22,7 +22,7 @@ Role = Literal["output", "input", "hidden", "vocabulary", "channel"]
 
 @dataclass(frozen=True)
 class Axis:
-    """What one axis of a weight holds.
+    """The role of one axis of a weight.
 
     Args:
         role: ``"output"`` features, ``"input"`` features, ``"hidden"`` ones that neither the input nor the output of
@@ -38,7 +38,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class LayerType:
-    """What ``shard`` and ``sync`` know of a type of layers; see :func:`register_layer`.
+    """Describe a layer type for ``shard`` and ``sync``; see :func:`register_layer`.
 
     The layer has a weight and, maybe, ``bias``: one element for each output feature, added to the output.
 

@@ -1,4 +1,4 @@
-"""The hooks that ``sync`` registers: plain values, so that a model can be copied, traced and compiled with them."""
+"""Run the collectives of ``sync`` as hooks: plain values, to copy, trace and compile."""
 
 from __future__ import annotations
 

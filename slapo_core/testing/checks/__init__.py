@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are run: cheap ones first, those that start processes last."""
+"""List the checks in running order: those that start processes last."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The kit for dialects: what to train, with what, and what must come of it."""
+"""Check dialects by training small models."""

@@ -110,7 +110,7 @@ def evaluate_in_plain_torch(model: nn.Module, batch: Any, loss: LossFunction | N
 def differences(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], *, tolerance: float
 ) -> list[str]:
-    """What differs, one line each, in the order of ``expected``.
+    """List the differences, one line each, in the order of ``expected``.
 
     Args:
         expected: by the words for it.
@@ -318,7 +318,7 @@ class DialectBench:
         max_grad_norm: float | None = None,
         accumulate: int = 1,
     ) -> Training:
-        """What plain PyTorch makes of the reference model with these batches."""
+        """Train the reference model on these batches in plain PyTorch."""
         return train_in_plain_torch(
             self.model(subject),
             batches,
@@ -373,7 +373,7 @@ class DialectBench:
 
 @contextlib.contextmanager
 def open_bench(case: DialectCase) -> Iterator[DialectBench]:
-    """A bench, in a registry that knows the dialect, and in a process group of one where the case needs one.
+    """Open a bench in a registry with the dialect, and in a process group of one if needed.
 
     Raises:
         PluginError: no such dialect is installed, or it is not usable.

@@ -185,7 +185,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 @dataclass(frozen=True, eq=False)
 class DialectCase:
-    """A dialect with the options, the model and the batches to try it on; everything but the dialect has a default.
+    """Define a dialect with the options, model and batches to try it on.
 
     Args:
         target: the name that the dialect is installed under, e.g. ``"accumulate"``, or its class.
@@ -267,7 +267,7 @@ class DialectCase:
 
     @property
     def steps(self) -> Callable[[Schedule], Any] | None:
-        """What applies the steps of a schedule of the model; None if the case has none."""
+        """The function that applies the steps of a schedule; None if the case has none."""
         return self.schedule or (regression_steps if self.model is Regression else None)
 
     @property

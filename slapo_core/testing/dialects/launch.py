@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MeshTraining:
-    """What training came to on one rank.
+    """The results of training on one rank.
 
     Args:
         clipped: three steps with the first optimizer and ``max_grad_norm``.
@@ -289,7 +289,7 @@ def unsupported_dim(bench: DialectBench) -> str | None:
 
 
 def on_ranks(bench: DialectBench, part: Part) -> list[Any]:
-    """What every rank gave for a part.
+    """Return the results of a part from every rank.
 
     Raises:
         CheckError: a rank raised, died or did not end.
@@ -308,7 +308,7 @@ def on_ranks(bench: DialectBench, part: Part) -> list[Any]:
 
 
 def checkpoint_of(bench: DialectBench, part: Part) -> Path:
-    """Where the ranks saved a checkpoint."""
+    """Return the directory in which the ranks saved a checkpoint."""
     return _results(bench.case).path(part)
 
 
@@ -324,7 +324,7 @@ class _Results:
         return Path(self._directory.name) / name
 
     def of_all(self, bench: DialectBench, world_size: int) -> dict[Part, list[Any]] | None:
-        """Every part with this many ranks, in one launch; None where that failed, so that each is to be tried alone."""
+        """Run all parts of this world size in one launch; None if it failed, to try each alone."""
         if world_size not in self._by_world_size:
             parts = [part for part in _parts(bench) if part.world_size == world_size]
             try:

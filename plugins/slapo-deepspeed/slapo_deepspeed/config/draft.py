@@ -20,7 +20,7 @@ _EXAMPLE = 'config={"zero_optimization": {"stage": 1}}, or config="ds_config.jso
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration comes from, to name a place in it.
+    """The source of a configuration, to name places in it.
 
     Args:
         file: the path of the JSON file; None for a dictionary.

@@ -1,4 +1,4 @@
-"""DeepSpeed's own verdict on a configuration, with the place where it is wrong; no process group is needed for it."""
+"""Validate a configuration by DeepSpeed itself, naming the wrong place, without process groups."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _refusals(config: dict[str, Any]) -> list[tuple[tuple[str, ...], str]]:
 
 
 def _check_precision(draft: Draft) -> None:
-    """What DeepSpeed would refuse after the model has been given to it."""
+    """Refuse precisions that DeepSpeed would refuse only after taking the model."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.config import DtypeEnum
 

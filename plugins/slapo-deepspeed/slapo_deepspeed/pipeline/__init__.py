@@ -1,1 +1,1 @@
-"""With a pipeline: the stages of the schedule in DeepSpeed's PipelineModule and PipelineEngine."""
+"""Run stages in DeepSpeed's PipelineModule and PipelineEngine."""

@@ -130,7 +130,7 @@ class PipelineEngine(DeepSpeedEngine):
         return work
 
     def _numbers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What DeepSpeed takes for the data."""
+        """Yield the micro-batch numbers that DeepSpeed takes as data."""
         return iter([(torch.tensor(number), torch.tensor(number)) for number in range(self._count)])
 
     def _tied(self) -> Sequence[tuple[nn.Parameter, Any]]:
@@ -226,7 +226,7 @@ class BufferedForm(RankStages):
 def forms_with_buffers(
     request: BuildRequest, device: torch.device, bare: Collection[int]
 ) -> Callable[[StagedModel, bool], BufferedForm]:
-    """What makes them.
+    """Return a function that makes a `BufferedForm` of stages.
 
     Args:
         request: from ``build``.

@@ -1,4 +1,4 @@
-"""Ranks where nothing is trained, because all of their stages are frozen: DeepSpeed's optimizers need something there.
+"""Give ranks without trained parameters a placeholder, which DeepSpeed's optimizers need.
 
 Such a rank trains one unused number, whose gradient is zero in every backward pass."""
 
@@ -28,7 +28,7 @@ def bare_ranks(request: BuildRequest) -> frozenset[int]:
 
 
 def placeholder(request: BuildRequest) -> nn.Parameter:
-    """What such a rank trains; like its other parameters."""
+    """Make the placeholder of such a rank, with the dtype and device of its parameters."""
     here = (live.tensor for live in request.state.tensors() if live.is_local and live.tensor.is_floating_point())
     like = next(here, torch.empty(0))
     return nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))

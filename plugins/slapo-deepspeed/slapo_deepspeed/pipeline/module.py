@@ -103,7 +103,7 @@ class StagesModule(PipelineModule):
         return work.loss(outputs, self.__dict__["_count"] - 1)
 
     def train(self, mode: bool = True) -> StagesModule:
-        """What DeepSpeed says of a step; the modules keep the modes that the engine around it has set."""
+        """Set only the own flag: the surrounding engine sets the modules' modes."""
         self.training = mode
         return self
 

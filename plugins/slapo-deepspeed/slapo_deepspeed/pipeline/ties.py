@@ -1,4 +1,4 @@
-"""Parameters that several ranks along ``pp`` hold: their gradients are summed over exactly those, and count once."""
+"""Sum the gradients of parameters tied over stages, and count them once in the norm."""
 
 from __future__ import annotations
 

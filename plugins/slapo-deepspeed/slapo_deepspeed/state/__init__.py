@@ -1,1 +1,1 @@
-"""Where DeepSpeed keeps parameters and the optimizer's state, and how they are read and written whole."""
+"""Read and write weights, optimizer state and checkpoints under DeepSpeed."""

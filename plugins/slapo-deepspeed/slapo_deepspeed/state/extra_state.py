@@ -15,7 +15,7 @@ SCHEDULER, SCALE, COUNTERS = "lr_scheduler", "loss_scale", "counters"
 
 
 def read_extra_state(engine: Any) -> dict[str, Any]:
-    """Of DeepSpeed's engine, as JSON.
+    """Return the extra state of DeepSpeed's engine, as JSON.
 
     Raises:
         BuildError: the scheduler's state is not JSON-serializable.
@@ -30,7 +30,7 @@ def read_extra_state(engine: Any) -> dict[str, Any]:
 
 
 def used_extra_state(engine: Any) -> list[str]:
-    """What of a checkpoint an engine makes use of."""
+    """List the entries of a checkpoint's extra state that an engine uses."""
     there = {SCHEDULER: engine.lr_scheduler is not None, SCALE: _scaler(engine) is not None, COUNTERS: True}
     return [name for name, is_there in there.items() if is_there]
 
@@ -56,7 +56,7 @@ def write_extra_state(engine: Any, found: Mapping[str, Any]) -> None:
 
 
 def _scaler(engine: Any) -> Any:
-    """What holds the scale of the loss of float16, where it changes; else None."""
+    """Return the dynamic loss scaler of float16, or None."""
     wrapper = engine.optimizer
     for name in ("loss_scaler", "loss_scale_config"):
         scaler = getattr(wrapper, name, None)

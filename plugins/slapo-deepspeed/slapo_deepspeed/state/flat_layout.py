@@ -50,7 +50,7 @@ class Places:
 
 
 def places_of(engine: Any) -> Places:
-    """Of DeepSpeed's engine, when it is ready to train.
+    """Locate the main weights of DeepSpeed's engine, once it is ready to train.
 
     Raises:
         BuildError: an optimizer of DeepSpeed that we do not know, or whose state is not in memory.
@@ -88,7 +88,7 @@ def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def partition_of(parameter: torch.Tensor, rank: int) -> tuple[torch.Tensor, int] | None:
-    """What ZeRO-3 holds of a parameter for the forward: this rank's elements, and the offset of the first one.
+    """Return this rank's elements of a ZeRO-3 parameter, and the offset of the first one.
 
     None for a tensor that it does not partition.
 

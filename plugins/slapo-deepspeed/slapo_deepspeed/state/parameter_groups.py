@@ -1,4 +1,4 @@
-"""The groups of an optimizer's parameters, as they were before DeepSpeed put flat tensors into them."""
+"""Remember an optimizer's parameter groups before DeepSpeed replaces them by flat tensors."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Groups:
                 )
 
     def shown(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """As ``param_groups`` of torch, with the model's parameters and the settings of now."""
+        """Return ``param_groups`` with the model's parameters and the current settings."""
         return [{**self.settings(group, optimizer), "params": list(group.parameters)} for group in self._groups]
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Without a pipeline: ZeRO 0 to 3 over the replicas, tensor parallelism through the mesh."""
+"""Run ZeRO 0 to 3 over replicas, with tensor parallelism, without a pipeline."""

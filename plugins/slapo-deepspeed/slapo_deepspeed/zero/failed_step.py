@@ -1,4 +1,4 @@
-"""A training step that fails in the middle, and what DeepSpeed is left with then."""
+"""Handle training steps that fail after gradients were accumulated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Failing:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a training step."""
+        """Wrap a training step."""
         self._has_gradients = False
         try:
             yield

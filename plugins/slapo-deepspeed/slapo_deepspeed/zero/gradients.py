@@ -1,4 +1,4 @@
-"""Gradients that ZeRO keeps from the last step, and takes for those of a parameter that this step does not use.
+"""Clear stale ZeRO gradients of parameters that a step does not use.
 
 DeepSpeed 0.19 writes a gradient over the last one where a step's first micro-batch gives one, and adds it otherwise.
 With ZeRO-3, and with an offloaded optimizer, a parameter that only later micro-batches use gets the last step's
@@ -49,7 +49,7 @@ _USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_of
 
 @contextlib.contextmanager
 def last_micro_batch(engine: Any) -> Iterator[None]:
-    """Around the backward pass of a step's last micro-batch.
+    """Wrap the backward pass of a step's last micro-batch.
 
     An offloaded optimizer takes the gradients that this pass gives, summed; what only earlier ones gave it would leave.
 
@@ -72,7 +72,7 @@ def last_micro_batch(engine: Any) -> Iterator[None]:
 
 
 def unused_parameters(request: BuildRequest, engine: Any) -> UnusedParameters:
-    """What watches for them.
+    """Make the guard against unused parameters.
 
     Not in full precision without ZeRO, on one replica: there the optimizer is torch's, on the model's gradients.
 

@@ -1,4 +1,4 @@
-"""Values for the model, tensor by tensor; with ZeRO-3 each is partitioned before the next one comes.
+"""Materialize the model tensor by tensor; with ZeRO-3 partition each before the next.
 
 No rank ever holds more of the model than its partitions and one whole tensor."""
 
@@ -112,7 +112,7 @@ def with_shapes(model: nn.Module) -> Iterator[None]:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """What DeepSpeed casts parameters to; None where it leaves them alone."""
+    """Return the dtype to which DeepSpeed casts parameters, or None."""
     if config.get("fp16", {}).get("enabled"):
         return torch.float16
     if any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16")):

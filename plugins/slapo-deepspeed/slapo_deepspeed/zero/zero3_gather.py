@@ -68,7 +68,7 @@ def linear_of_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
-    """Around forward and backward: weights that ZeRO-3 partitions go through DeepSpeed's function, all others do not.
+    """Use DeepSpeed's linear function for partitioned weights only, in forward and backward.
 
     Args:
         config: DeepSpeed's, filled in; nothing is done without ZeRO-3, or with ``memory_efficient_linear`` false.

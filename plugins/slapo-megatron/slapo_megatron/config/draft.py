@@ -46,7 +46,7 @@ class StagesOf:
 
     @property
     def count(self) -> int | None:
-        """How many there are; None where that is not known: build says why, and the plan too."""
+        """Return the number of stages; None if unknown: build and the plan say why."""
         try:
             return len(self.ask().partition.stages)
         except SlapoError:

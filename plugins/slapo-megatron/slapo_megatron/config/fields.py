@@ -1,4 +1,4 @@
-"""What becomes of each field of Megatron's configurations, as data: the tables of docs/megatron.md.
+"""List the treatment of each field of Megatron's configurations: the tables of docs/megatron.md.
 
 They are those of Megatron-core 0.16 to 0.19; a field that the installed one does not have is refused by its name.
 """

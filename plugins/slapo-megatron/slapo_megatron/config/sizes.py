@@ -1,4 +1,4 @@
-"""Sizes of groups, which the mesh says, and of the pipeline, which the steps say."""
+"""Complete the sizes of groups by the mesh, and those of the pipeline by the steps."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def check_microbatches(config: dict[str, Any], count: int, per_rank: int | None,
 
 
 def check_stages(config: dict[str, Any], count: int, stages: int, pp: int) -> None:
-    """What could not be checked before the number of stages was known.
+    """Check options that depend on the number of stages.
 
     Args:
         config: ``model_parallel_config`` of the plan.

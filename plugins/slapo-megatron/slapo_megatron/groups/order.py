@@ -61,7 +61,7 @@ def row(mesh: Mesh, mesh_dims: Sequence[str]) -> list[int]:
 
 
 def _steps(order: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """How many ranks further the next place along each dimension is."""
+    """Return the distance in ranks along each dimension."""
     found, step = {}, 1
     for name in order:
         found[name] = step

@@ -1,4 +1,4 @@
-"""What Megatron and torch keep to themselves about process groups: the only module that looks at it.
+"""Access private names of Megatron and torch about process groups: only here.
 
 Imports Megatron: import it in functions.
 """
@@ -24,7 +24,7 @@ def is_alive(group: Any) -> bool:
 
 
 def timeout_minutes() -> float:
-    """How long collectives of the default group wait, in minutes: those of Megatron's groups are to wait as long."""
+    """Return the timeout of the default group in minutes, for Megatron's groups."""
     world: Any = dist.group.WORLD
     waits = [
         getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)

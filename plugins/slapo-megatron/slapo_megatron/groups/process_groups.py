@@ -1,4 +1,4 @@
-"""Megatron's process groups: made in the order of the mesh, or those that the user's script has made.
+"""Make Megatron's process groups in the order of the mesh, or reuse the script's.
 
 Megatron has one set of them for the process, so the record about it is one for the process too: who made them, and
 which engines use them. They stay for the next engine of the same mesh."""
@@ -33,7 +33,7 @@ class _Made:
 
 @dataclass(eq=False)
 class Lease:
-    """What an engine has of Megatron's process groups, until it closes it, or is gone.
+    """Hold Megatron's process groups for an engine, until it is closed or collected.
 
     Args:
         groups: every group of Megatron's that this rank is in.

@@ -45,7 +45,7 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
 
 
 def finalizer(sum_ties: Callable[[], None] | None = None) -> Callable[..., None]:
-    """What Megatron's schedules call: its own function, and then our sum over the stages that hold one parameter.
+    """Return the gradient finalizer: Megatron's own, then the sum of ties over stages.
 
     Args:
         sum_ties: sums ``main_grad`` of every parameter that several stages hold, over exactly those; None without a

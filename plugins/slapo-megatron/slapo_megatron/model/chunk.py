@@ -61,7 +61,7 @@ def _has(value: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 class Chunk(nn.Module):
-    """What DistributedDataParallel wraps, with all attributes that Megatron's schedules ask for.
+    """Wrap a model for DistributedDataParallel and Megatron's schedules.
 
     Args:
         model: the scheduled one; its forward is called with whatever this one is. In lower precision, inputs of float32

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequence[Any]) -> Any:
-    """Of the user's factory, or by ``optimizer_config``.
+    """Make the optimizer by the user's factory or by ``optimizer_config``.
 
     Args:
         options: of the plan.
@@ -87,7 +87,7 @@ def _distributed(inner: Any, config: OptimizerConfig, chunks: Sequence[Any]) -> 
 
 
 def _scaler(config: OptimizerConfig) -> Any:
-    """Of the loss, as Megatron chooses it."""
+    """Make the loss scaler that Megatron would choose."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:

@@ -1,4 +1,4 @@
-"""With ``overlap_param_gather``: parameters that the model reads before Megatron has gathered them.
+"""Gather early-read parameters under ``overlap_param_gather``.
 
 Megatron's distributed optimizer then leaves the all-gather of new values to hooks in front of each module's forward,
 which wait for the module's own parameters. Reads by another module, e.g. a traced graph or a parent that
@@ -28,7 +28,7 @@ class Gathering:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Around a forward of the chunk; behind it no gather is under way, also of what no module waits for."""
+        """Wrap a forward of the chunk; afterwards all gathers are complete."""
         if self._early is None:
             with self._watched():
                 yield

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Messages:
-    """What comes to a rank.
+    """The messages to a rank.
 
     Args:
         from_previous: numbers of elements of what its stages are sent.
@@ -55,7 +55,7 @@ def order_of(chunks: int, count: int, group: int) -> list[int]:
 
 
 def messages_of(form: RankStages, rank: int, size: int, order: Sequence[int]) -> Messages:
-    """What comes to a rank in a step.
+    """Return the messages to a rank in a step.
 
     Args:
         form: of the micro-batches, with joined messages.
@@ -110,7 +110,7 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Of what comes, known without asking."""
+        """Return the known shapes of the messages, without communication."""
         return [next(self._from_previous)] if recv_prev else [0], [next(self._from_next)] if recv_next else [0]
 
     def _communicate(
@@ -211,7 +211,7 @@ class Schedule:
 
 
 def _forward_step(numbers: Iterator[int], chunk: Any) -> tuple[Any, Any]:
-    """What Megatron calls for each micro-batch of each stage."""
+    """Run one micro-batch of one stage, called by Megatron."""
     number = next(numbers)
     outputs = chunk(number)
     return outputs, functools.partial(_loss, chunk.module.work, number)

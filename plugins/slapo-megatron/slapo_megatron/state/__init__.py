@@ -1,1 +1,1 @@
-"""Weights, optimizer state and checkpoints, out of where Megatron keeps them."""
+"""Read and write weights, optimizer state and checkpoints under Megatron."""

@@ -1,4 +1,4 @@
-"""What must stay as it was from one training step to the next: Megatron does not look at it again."""
+"""Refuse changes between training steps that Megatron would ignore."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _OWN = 'scheduler={"override_opt_param_scheduler": True, "use_checkpoint_opt_par
 
 
 def read_extra_state(megatron: Megatron) -> dict[str, Any]:
-    """Of Megatron's objects, as JSON."""
+    """Return the extra state of Megatron's objects, as JSON."""
     found: dict[str, Any] = {}
     if megatron.scheduler is not None:
         found[COUNTERS] = {_STEPS: megatron.scheduler.num_steps}
@@ -31,7 +31,7 @@ def read_extra_state(megatron: Megatron) -> dict[str, Any]:
 
 
 def used_extra_state(megatron: Megatron) -> list[str]:
-    """What of a checkpoint an engine makes use of."""
+    """List the entries of a checkpoint's extra state that an engine uses."""
     there = {SCHEDULER: megatron.scheduler is not None, SCALERS: bool(_scalers(megatron)), COUNTERS: True}
     return [name for name, is_there in there.items() if is_there]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank's optimizers have of one parameter.
+    """This rank's part of one parameter in an optimizer.
 
     Args:
         inner: the optimizer of torch that steps it.
@@ -66,7 +66,7 @@ class Places:
 
 
 def places_of(optimizer: Any, mesh: Mesh | None) -> Places:
-    """Of Megatron's optimizer, when it is ready to train: a collective over the replicas that share it.
+    """Locate the main weights of Megatron's optimizer: a collective over its replicas.
 
     Args:
         optimizer: None where nothing is trained.

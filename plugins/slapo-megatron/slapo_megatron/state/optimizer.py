@@ -1,4 +1,4 @@
-"""Settings of Megatron's groups of parameters, and the counts of an optimizer that keeps them there.
+"""Access Megatron's optimizer by the parameters of the model.
 
 Apart from the optimizer's settings, a group of Megatron's has those of its scheduler (``wd_mult``,
 ``max_lr``, ...). Those are of the build: a checkpoint holds the optimizer's settings only."""
@@ -177,7 +177,7 @@ class StoredOptimizer:
         return lambda: inner.load_state_dict({"state": state, "param_groups": packed})
 
     def _parts(self, parameter: torch.Tensor, place: Any, values: Mapping[str, Any]) -> Any:
-        """What this rank keeps of a parameter's state; each value is read once."""
+        """Yield this rank's parts of a parameter's state; each value is read once."""
         for key in values:
             value = values[key]
             if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(parameter.shape) and key != _STEP:

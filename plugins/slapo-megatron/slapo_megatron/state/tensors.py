@@ -88,7 +88,7 @@ def shared_dims(held: Held | None, mesh: Mesh | None) -> tuple[str, ...]:
 
 
 def merge_across_ranks(own: dict[int, Any], groups: Sequence[Any]) -> dict[int, Any]:
-    """What all ranks of some groups know, one group after the other; the first rank that knows something counts."""
+    """Merge dictionaries over the ranks of groups; the first rank with an entry counts."""
     found = own
     for group in groups:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The checks of dialects, in the order in which they are run: those that start processes last."""
+"""List the checks of dialects in running order: those that start processes last."""
 
 from __future__ import annotations
 

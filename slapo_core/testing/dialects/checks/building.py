@@ -16,6 +16,7 @@ from slapo_core.spec.dialect import BuildArguments, Dialect, Plan
 from slapo_core.spec.engine import Engine
 from slapo_core.testing.bench import seeded
 from slapo_core.testing.check import CheckError, NotApplicable
+from slapo_core.testing.checks.atomicity import InjectedFault
 from slapo_core.testing.checks.declarations import require_entry_point, require_light_import
 from slapo_core.testing.dialects.bench import (
     Before,
@@ -285,10 +286,6 @@ def _refusal(call: Callable[[], Any], what: str) -> BuildError:
             hint="ask before anything is done, and raise BuildError",
         ) from error
     raise CheckError(f"{what} is not refused", required="BuildError", got="a result", hint="raise BuildError")
-
-
-class InjectedFault(Exception):  # noqa: N818 - raised into the dialect, never at a user
-    """The fault that the check raises from the optimizer's factory."""
 
 
 def failed_build_changes_nothing(bench: DialectBench) -> None:

@@ -198,7 +198,7 @@ def bad_state_dict_changes_nothing(bench: DialectBench) -> None:
 
 
 def _name_of_its_own(state: Mapping[str, torch.Tensor]) -> str:
-    """The name of a tensor that has no other: one of two names of a tied weight may well be missing."""
+    """Return the name of an untied tensor: one of two names of a tied weight may be missing."""
     places = [tensor.data_ptr() for tensor in state.values()]
     names = [name for name, tensor in state.items() if tensor.dim() and places.count(tensor.data_ptr()) == 1]
     if not names:
