@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,17 +54,7 @@ class DeviceSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values, for ``json.dump``."""
-        return {
-            "bandwidth": self.bandwidth,
-            "flops": dict(self.flops),
-            "launch": self.launch,
-            "links": {
-                name: {"bandwidth": link.bandwidth, "latency": link.latency} for name, link in self.links.items()
-            },
-            "memory": self.memory,
-            "name": self.name,
-            "type": self.type,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any] | str | os.PathLike[str]) -> DeviceSpec:
@@ -85,8 +75,6 @@ class DeviceSpec:
                 raise ArgumentError(
                     f"{where} is not a device: {error}", hint="slapo device measure --json device.json"
                 ) from error
-        if not isinstance(document, Mapping):
-            _refuse(where, "the document", "an object", document)
         _keys(where, "", document, {"name", "flops", "bandwidth", "launch"}, {"memory", "links", "type"})
         name, flops, links = document["name"], document["flops"], document.get("links") or {}
         memory, kind = document.get("memory"), document.get("type", "cpu")
@@ -101,8 +89,6 @@ class DeviceSpec:
             _refuse(where, "'links'", 'an object by mesh dimension, e.g. {"*": {...}}', links)
         made = {}
         for mesh_dim, link in links.items():
-            if not isinstance(link, Mapping):
-                _refuse(where, f"'links.{mesh_dim}'", 'an object {"bandwidth": ..., "latency": ...}', link)
             _keys(where, f"links.{mesh_dim}.", link, {"bandwidth", "latency"}, set())
             bandwidth = _number(where, f"links.{mesh_dim}.bandwidth", link["bandwidth"])
             made[mesh_dim] = Link(bandwidth, _number(where, f"links.{mesh_dim}.latency", link["latency"], zero=True))
@@ -156,7 +142,9 @@ table 2; NVIDIA DGX A100 and DGX H100 data sheets.
 """
 
 
-def _keys(where: str, above: str, document: Mapping[str, Any], needed: set[str], others: set[str]) -> None:
+def _keys(where: str, above: str, document: Any, needed: set[str], others: set[str]) -> None:
+    if not isinstance(document, Mapping):
+        _refuse(where, f"'{above.removesuffix('.')}'" if above else "the document", "an object", document)
     for key in sorted(needed - set(document)):
         raise ArgumentError(
             f"{where} has no '{above}{key}'", hint=f"it needs {', '.join(sorted(above + name for name in needed))}"
