@@ -40,7 +40,7 @@ class DeviceSpec:
         bandwidth: bytes per second between the device and its memory.
         launch: kernel launch overhead, in seconds.
         memory: bytes of the device's memory; None where that is not known.
-        links: what connects ranks, by mesh dimension; ``"*"`` stands for all others.
+        links: what connects ranks, by mesh dimension; ``"*"`` for all others.
         type: as torch names it: on ``"cuda"`` attention is that of CUDA's kernels, on others that of the CPU's.
     """
 
@@ -214,7 +214,7 @@ def format_bytes(size: float) -> str:
     Where the two decimals say all, :func:`parse_bytes` gives ``size`` back.
 
     Args:
-        size: bytes; a negative one, such as a difference, keeps its sign.
+        size: bytes; a negative one, e.g. a difference, keeps its sign.
     """
     sign, amount = ("-" if size < 0 else ""), float(abs(size))
     unit = "B"
