@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from slapo_core.errors import ArgumentError
 
@@ -66,18 +66,18 @@ class DeviceSpec:
         Raises:
             ArgumentError: a key is missing, unknown, or has a value that makes no sense; the key is named.
         """
-        where = "the device"
+        where, data = "the device", cast("Any", document)
         if not isinstance(document, Mapping):
             where = f"'{os.fspath(document)}'"
             try:
-                document = json.loads(Path(document).read_text(encoding="utf-8"))
+                data = json.loads(Path(document).read_text(encoding="utf-8"))
             except (OSError, ValueError, RecursionError) as error:
                 raise ArgumentError(
                     f"{where} is not a device: {error}", hint="slapo device measure --json device.json"
                 ) from error
-        _keys(where, "", document, {"name", "flops", "bandwidth", "launch"}, {"memory", "links", "type"})
-        name, flops, links = document["name"], document["flops"], document.get("links") or {}
-        memory, kind = document.get("memory"), document.get("type", "cpu")
+        _keys(where, "", data, {"name", "flops", "bandwidth", "launch"}, {"memory", "links", "type"})
+        name, flops, links = data["name"], data["flops"], data.get("links") or {}
+        memory, kind = data.get("memory"), data.get("type", "cpu")
         for key, text in (("name", name), ("type", kind)):
             if not isinstance(text, str) or not text:
                 _refuse(where, f"'{key}'", "a text", text)
@@ -95,8 +95,8 @@ class DeviceSpec:
         return cls(
             name,
             {dtype: _number(where, f"flops.{dtype}", value) for dtype, value in flops.items()},
-            _number(where, "bandwidth", document["bandwidth"]),
-            _number(where, "launch", document["launch"], zero=True),
+            _number(where, "bandwidth", data["bandwidth"]),
+            _number(where, "launch", data["launch"], zero=True),
             memory,
             made,
             kind,

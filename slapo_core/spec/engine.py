@@ -51,7 +51,7 @@ class Engine(Protocol):
         micro-batches along the first axis of every tensor: one after the other goes forward and backward, the
         gradients and the loss are the means over them, and there is one optimizer step and no ``output``.
 
-        The first step compares the batch over the ranks of a replica, and synchronizes tensor-parallel ranks' RNG states.
+        The first step compares the batch over the ranks of a replica, and synchronizes RNG states over ``tp``.
 
         With a pipeline every rank is given the whole batch of its replica, which is cut into the micro-batches of the
         schedule: the loss and the gradients are the means over them.
