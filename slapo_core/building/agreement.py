@@ -111,7 +111,7 @@ def _flat(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 def synchronized_rng(world: World, mesh: Mesh | None) -> Iterator[None]:
     """Give the tensor-parallel ranks of a replica one random state, that of the first of them.
 
-    They drop the same elements of what they all hold from then on, whatever each of them was seeded with. Replicas
+    They then drop the same elements of their replicas, whatever each of them was seeded with. Replicas
     (``dp``) go on drawing as they did. If the block fails, every rank has its own state again.
     """
     if mesh is None or world.is_alone or mesh.size("tp") == 1:
@@ -180,7 +180,7 @@ class FirstSteps:
 
         Raises:
             RankMismatchError: on every rank of a replica, before the model runs: they were given other batches; or
-                after it: it draws from a generator that is not torch's, and stands elsewhere on each of them.
+                after it: the model uses a foreign generator whose state differs between them.
         """
         is_training = torch.is_grad_enabled()
         if not (self._training if is_training else self._evaluating):

@@ -76,8 +76,8 @@ def build(
     Raises:
         UnknownNameError: no such target is installed.
         BuildError: the target cannot run this schedule; every reason is given.
-        WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialized, or nobody
-            says what stands for one of the reference model.
+        WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialized, or a
+            reference tensor has no successor.
         OptimizerError: an optimizer instead of a factory, one that does not hold the engine's parameters, or one that
             is not known to be element-wise where a parameter is split.
         RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or

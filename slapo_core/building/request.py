@@ -57,7 +57,7 @@ class StagedBatch:
 
     Args:
         staged: the stages of each micro-batch.
-        pieces: the micro-batches as the batch is given.
+        batches: the micro-batches, in the form of the batch.
         inputs: of each, the arguments of the model's forward by parameter.
         request: finds the loss.
     """

@@ -136,7 +136,7 @@ class Target:
         """Make the dialect's plan.
 
         Args:
-            schedule: what is built.
+            schedule: the schedule to build.
             config: the options of the dialect, as the user gave them.
             arguments: the user's other arguments.
 
@@ -265,7 +265,7 @@ class Stages:
     """Cache the stages of a materialized model for the most recent input signatures.
 
     Args:
-        schedule: what is built.
+        schedule: the schedule to build.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -47,7 +47,7 @@ class TorchDialect(Dialect):
     - ``pipeline_schedule``: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
       ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"`` or ``"dualpipe_v"``. Default: ``"1f1b"`` with one stage a
       rank, ``"interleaved_1f1b"`` with several.
-    - ``microbatches``: into how many pieces of one size a batch is cut. Default: the smallest number from ``pp`` on
+    - ``microbatches``: the number of equal micro-batches of a batch. Default: the smallest number from ``pp`` on
       that the schedule runs.
     - ``batch_axes``: for an argument of the forward, the axis of its tensors that counts the samples, None for one
       that every micro-batch has as a whole, e.g. ``{"bias": None, "x": 1}``. Default: the first axis of every tensor.
@@ -94,7 +94,7 @@ class TorchDialect(Dialect):
         """Return ``(0, 1, 0, 1)`` for looped schedules, ``(0, 1, 1, 0)`` for V-shaped ones.
 
         Raises:
-            BuildError: the schedule does not run so many stages, or micro-batches.
+            BuildError: the schedule does not run this number of stages or micro-batches.
         """
         return schedule_of(plan.config, stages, pp).stage_ranks(stages, pp)
 

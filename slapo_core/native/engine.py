@@ -81,7 +81,7 @@ class TorchEngine(StatefulEngine):
     """The implementation of :class:`slapo_core.spec.engine.Engine` in plain PyTorch.
 
     Args:
-        plan: what is built; ``plan.config`` holds the options of DistributedDataParallel.
+        plan: the plan of the build; ``plan.config`` holds the options of DistributedDataParallel.
         request: from ``build``.
     """
 

@@ -7,10 +7,10 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from slapo_core.errors import ArgumentError
 
@@ -40,7 +40,7 @@ class DeviceSpec:
         bandwidth: bytes per second between the device and its memory.
         launch: kernel launch overhead, in seconds.
         memory: bytes of the device's memory; None where that is not known.
-        links: what connects ranks, by mesh dimension; ``"*"`` stands for all others.
+        links: what connects ranks, by mesh dimension; ``"*"`` for all others.
         type: as torch names it: on ``"cuda"`` attention is that of CUDA's kernels, on others that of the CPU's.
     """
 
@@ -54,17 +54,7 @@ class DeviceSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain values, for ``json.dump``."""
-        return {
-            "bandwidth": self.bandwidth,
-            "flops": dict(self.flops),
-            "launch": self.launch,
-            "links": {
-                name: {"bandwidth": link.bandwidth, "latency": link.latency} for name, link in self.links.items()
-            },
-            "memory": self.memory,
-            "name": self.name,
-            "type": self.type,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any] | str | os.PathLike[str]) -> DeviceSpec:
@@ -76,20 +66,18 @@ class DeviceSpec:
         Raises:
             ArgumentError: a key is missing, unknown, or has a value that makes no sense; the key is named.
         """
-        where = "the device"
+        where, data = "the device", cast("Any", document)
         if not isinstance(document, Mapping):
             where = f"'{os.fspath(document)}'"
             try:
-                document = json.loads(Path(document).read_text(encoding="utf-8"))
+                data = json.loads(Path(document).read_text(encoding="utf-8"))
             except (OSError, ValueError, RecursionError) as error:
                 raise ArgumentError(
                     f"{where} is not a device: {error}", hint="slapo device measure --json device.json"
                 ) from error
-        if not isinstance(document, Mapping):
-            _refuse(where, "the document", "an object", document)
-        _keys(where, "", document, {"name", "flops", "bandwidth", "launch"}, {"memory", "links", "type"})
-        name, flops, links = document["name"], document["flops"], document.get("links") or {}
-        memory, kind = document.get("memory"), document.get("type", "cpu")
+        _keys(where, "", data, {"name", "flops", "bandwidth", "launch"}, {"memory", "links", "type"})
+        name, flops, links = data["name"], data["flops"], data.get("links") or {}
+        memory, kind = data.get("memory"), data.get("type", "cpu")
         for key, text in (("name", name), ("type", kind)):
             if not isinstance(text, str) or not text:
                 _refuse(where, f"'{key}'", "a text", text)
@@ -101,16 +89,14 @@ class DeviceSpec:
             _refuse(where, "'links'", 'an object by mesh dimension, e.g. {"*": {...}}', links)
         made = {}
         for mesh_dim, link in links.items():
-            if not isinstance(link, Mapping):
-                _refuse(where, f"'links.{mesh_dim}'", 'an object {"bandwidth": ..., "latency": ...}', link)
             _keys(where, f"links.{mesh_dim}.", link, {"bandwidth", "latency"}, set())
             bandwidth = _number(where, f"links.{mesh_dim}.bandwidth", link["bandwidth"])
             made[mesh_dim] = Link(bandwidth, _number(where, f"links.{mesh_dim}.latency", link["latency"], zero=True))
         return cls(
             name,
             {dtype: _number(where, f"flops.{dtype}", value) for dtype, value in flops.items()},
-            _number(where, "bandwidth", document["bandwidth"]),
-            _number(where, "launch", document["launch"], zero=True),
+            _number(where, "bandwidth", data["bandwidth"]),
+            _number(where, "launch", data["launch"], zero=True),
             memory,
             made,
             kind,
@@ -156,7 +142,9 @@ table 2; NVIDIA DGX A100 and DGX H100 data sheets.
 """
 
 
-def _keys(where: str, above: str, document: Mapping[str, Any], needed: set[str], others: set[str]) -> None:
+def _keys(where: str, above: str, document: Any, needed: set[str], others: set[str]) -> None:
+    if not isinstance(document, Mapping):
+        _refuse(where, f"'{above.removesuffix('.')}'" if above else "the document", "an object", document)
     for key in sorted(needed - set(document)):
         raise ArgumentError(
             f"{where} has no '{above}{key}'", hint=f"it needs {', '.join(sorted(above + name for name in needed))}"
@@ -226,7 +214,7 @@ def format_bytes(size: float) -> str:
     Where the two decimals say all, :func:`parse_bytes` gives ``size`` back.
 
     Args:
-        size: bytes; a negative one, such as a difference, keeps its sign.
+        size: bytes; a negative one, e.g. a difference, keeps its sign.
     """
     sign, amount = ("-" if size < 0 else ""), float(abs(size))
     unit = "B"

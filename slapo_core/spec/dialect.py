@@ -35,14 +35,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """The user's arguments of ``build`` beside the schedule and the options, as far as it can be part of a plan.
+    """The user's arguments of ``build`` as far as they can be part of a plan.
 
     Args:
         has_optimizer: whether there is a factory; without one, and without one by the options, the
             engine can only evaluate.
         has_loss: whether there is a loss; else it is that of the output.
         max_grad_norm: the largest L2 norm of all gradients, e.g. ``1.0``; None does not clip.
-        accumulate: how many micro-batches a training step takes; 1 is also what it is where the user says nothing.
+        accumulate: how many micro-batches a training step takes; default 1.
         device: where the user wants the model; None leaves it where it is.
     """
 
@@ -61,7 +61,7 @@ class Plan:
         target: the dialect's name, e.g. ``"torch"``.
         steps: one line each, in order, e.g. ``"DistributedDataParallel over mesh_dim 'dp' (2 ranks)"``.
         config: the options after defaults were filled in; the same on every rank, which ``build`` makes sure of.
-        notes: names in ``config`` that are no options, but say where those come from, e.g. ``("origins",)``: the
+        notes: names in ``config`` that are not options but explain them, e.g. ``("origins",)``: the
             arguments of ``build``, reasons. Ranks may differ in them.
     """
 
@@ -215,8 +215,8 @@ def device_of(schedule: ScheduledModel, asked: str | None) -> str:
     """The type of the device that a model is going to train on, e.g. ``"cpu"``.
 
     Args:
-        schedule: what is built.
-        asked: what the user says; None where nothing is said.
+        schedule: the schedule to build.
+        asked: the user's choice; None without one.
     """
     if asked is not None:
         return asked
@@ -258,7 +258,7 @@ def boundaries(schedule: ScheduledModel, ask: Callable[[], StagedModel]) -> Iter
     """Describe the values that each stage sends to the next, by the example inputs.
 
     Args:
-        schedule: what is planned, with several ranks along ``pp``.
+        schedule: the planned schedule, with several ranks along ``pp``.
         ask: for its stages, e.g. ``lambda: slapo_core.stages(schedule)``.
     """
     if schedule.example_inputs is None:

@@ -77,8 +77,8 @@ class Edit(Protocol):
                 :meth:`set_parameter`.
             moved: where parameters and buffers of the old module live in the new one, both as names relative to the
                 node; names that are the same on both sides need no entry.
-            dropped: parameters and buffers of the old module that no tensor of the new one stands for, even where a
-                name is the same. What has no successor must be named here, or a plugin must say what stands for it
+            dropped: parameters and buffers of the old module without a successor in the new one, even where a
+                name is the same. Each tensor without a successor must be named here, or a plugin must translate it
                 (``slapo_to_reference``): ``build`` and ``verify`` refuse a tensor that got lost.
         """
         ...
@@ -89,7 +89,7 @@ class Edit(Protocol):
         Args:
             node: the module.
             name: of the child, e.g. ``"qkv"``; new there.
-            module: the child. Tensors of the model that it holds are tied; what others stand for, a layout must say, or
+            module: the child. Tensors of the model that it holds are tied; others need a layout, or
                 the plugin (``slapo_to_reference``).
 
         Returns:

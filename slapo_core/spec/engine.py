@@ -51,7 +51,7 @@ class Engine(Protocol):
         micro-batches along the first axis of every tensor: one after the other goes forward and backward, the
         gradients and the loss are the means over them, and there is one optimizer step and no ``output``.
 
-        The first step compares the batch over the ranks of a replica, and makes its tensor-parallel ones draw alike.
+        The first step compares the batch over the ranks of a replica, and synchronizes RNG states over ``tp``.
 
         With a pipeline every rank is given the whole batch of its replica, which is cut into the micro-batches of the
         schedule: the loss and the gradients are the means over them.
@@ -60,8 +60,8 @@ class Engine(Protocol):
             batch: a mapping (keyword arguments), a tuple or list (positional arguments), or one argument.
 
         Raises:
-            BuildError: the engine was built without an optimizer, or is closed; there is no loss; or the batch cannot
-                be cut into micro-batches.
+            BuildError: the engine has no optimizer, or is closed; the loss is missing; or the batch cannot be cut into
+                micro-batches.
             RankMismatchError: the ranks of one replica were given different batches.
             RankFailedError: with a pipeline, on every rank: a rank failed in the middle of the step, and which one.
         """
@@ -74,7 +74,7 @@ class Engine(Protocol):
             batch: as for ``train_step``.
 
         Raises:
-            BuildError: the engine is closed, or there is no loss.
+            BuildError: the engine is closed, or the loss is missing.
         """
         ...
 

@@ -54,7 +54,7 @@ class Compiler(ABC):
 
         Args:
             region: takes tensors, numbers and modules, gives a tensor or a tuple of such.
-            options: what the user gave to the compiler.
+            options: the user's options for the compiler.
         """
 
 
@@ -106,12 +106,12 @@ class Trial:
 
     Args:
         number: from 0, in the order of the proposals.
-        point: what was chosen.
+        point: the choices.
         status: one of :data:`STATUSES`.
-        value: what is maximized, e.g. samples per second; None unless the status is ``"ok"``.
+        value: the objective, e.g. samples per second; None unless the status is ``"ok"``.
         reason: why it was not ``"ok"``; empty otherwise.
-        predicted: what the estimate said: ``{"memory": bytes, "time": seconds}``, or a part of it.
-        measured: what the trial measured: ``{"memory": bytes, "time": seconds, ...}``.
+        predicted: by the estimate: ``{"memory": bytes, "time": seconds}``, or a part of it.
+        measured: by the trial: ``{"memory": bytes, "time": seconds, ...}``.
         seconds: how long it took.
     """
 

@@ -34,7 +34,7 @@ class Place:
 
     @classmethod
     def whole(cls, flat: torch.Tensor, shape: tuple[int, ...]) -> Place:
-        """That of a parameter that a tensor of the same number of elements stands for."""
+        """Return the place of a parameter kept full in a tensor of as many elements."""
         return cls(flat, 0, 0, flat.numel(), shape)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -51,11 +51,11 @@ def gathered(
 ) -> torch.Tensor:
     """All-gather a parameter from its flat shards, bit for bit.
 
-    A collective. The pieces are added as integers, each among zeros: that keeps zeros with a sign, and whatever is no
-    number.
+    A collective. The shards are added as integers, each among zeros, which keeps signed zeros and
+    NaNs.
 
     Args:
-        piece: this rank's elements, flat; of one type on all ranks. Nobody else has the same ones.
+        piece: this rank's elements, flat; of one type on all ranks. No other rank has the same ones.
         offset: of its first element, in row-major order.
         shape: of the whole one.
         groups: the replicas are the product of these; none for one alone.

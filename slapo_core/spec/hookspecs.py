@@ -54,7 +54,7 @@ class Problem:
 
     Args:
         message: what, with where it was found; e.g. ``"nccl was not found"``.
-        hint: the command or edit that mends it, e.g. ``"pip install nvidia-nccl-cu12"``; None where there is none.
+        hint: the command or edit that fixes it, e.g. ``"pip install nvidia-nccl-cu12"``; None where there is none.
     """
 
     message: str
@@ -75,7 +75,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation]
 
     Args:
         node: where it is to be applied; must not be changed.
-        primitive: what is to be applied.
+        primitive: the primitive to apply.
 
     Returns:
         every reason to refuse it; nothing or None if there is none.
@@ -98,7 +98,7 @@ def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dt
         dtype: its element type.
 
     Returns:
-        the whole tensor, of that shape and type, the same on every rank (torch's generator is seeded alike on all);
+        the whole tensor, of that shape and type, the same on every rank (torch's generator has the same seed on all);
         None to leave it to others.
     """
 
@@ -107,7 +107,7 @@ def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dt
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """Called when a state dict leaves, and when ``verify`` compares, for each tensor that no layout explains.
 
-    A layout explains a piece of one reference tensor. For anything else, such as a transposed weight or several
+    A layout explains a shard of one reference tensor. For anything else, such as a transposed weight or several
     matrices merged into one, a primitive records ``Layout("", shape)`` with the tensor (``""``: no reference tensor
     lies so), and its plugin answers here and in `slapo_from_reference`.
 
@@ -123,7 +123,7 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
         tensor: its whole value, already gathered over the mesh.
 
     Returns:
-        the tensors of the reference model that it stands for, by full name (of a tied one, the first), in their full
+        its reference tensors, by full name (of a tied one, the first), in their full
         shapes; None if it is not this plugin's.
     """
 
@@ -140,7 +140,7 @@ def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]
     Args:
         node: the module that owns the tensor now.
         name: its name there, e.g. ``"qkv_weight"``.
-        tensors: the tensors of the reference model that it stands for, by the names that `slapo_to_reference` gave.
+        tensors: its reference tensors, by the names that `slapo_to_reference` gave.
 
     Returns:
         the whole value to load, before it is cut for the mesh; None if it is not this plugin's.
@@ -151,7 +151,7 @@ def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]
 def slapo_gather_output(node: Node, output: Any) -> Any | None:
     """Called when ``verify`` compares outputs, to make of a rank's output the one that the reference model gives.
 
-    First result: yes; plugins answer for outputs that their own primitives left in pieces, and two answers are an
+    First result: yes; plugins answer for outputs that their own primitives left sharded, and two answers are an
     error.
 
     Args:

@@ -61,7 +61,7 @@ def save_checkpoint(
     """Save weights and optimizer state: a collective; the first rank writes.
 
     Raises:
-        ReplicaError: replicas differ between ranks of a tensor, or of the optimizer's state; what was written is whole,
+        ReplicaError: replicas of a tensor or of the optimizer's state differ; the written checkpoint is complete,
             with the values of the first rank.
         RankMismatchError: the forward computes with other values than the runtime trains; nothing was written.
         BuildError: the optimizer or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
@@ -134,7 +134,7 @@ def load_checkpoint(
     """Load weights and optimizer state; every rank reads its own shards.
 
     Returns:
-        what the runtime that saved it gave beside them.
+        the runtime's further state.
 
     Raises:
         WeightsError: the directory is not a complete checkpoint, or is of another model; nothing was changed.
@@ -191,7 +191,7 @@ def prepared(
         weights: of the checkpoint.
         added: what replacements added.
         moments: of the engine's optimizer, united; None without one. It is prepared too.
-        about_optimizer: what the checkpoint says of its optimizer; None where it has none.
+        about_optimizer: the description of the checkpoint's optimizer; None without one.
         tensors: of its state.
         runtime: of the checkpoint.
         uses: what of it the engine makes use of.

@@ -167,7 +167,7 @@ class Writer:
 
         Args:
             model: the reference model, for its configurations.
-            about: what the description says beside the names of the files.
+            about: further entries of the description.
         """
         sums = {name: list(checksums(self._new / name)) for name in sorted(self._written)}
         manifest = {**about, "id": self._identifier, "files": sorted(self._written), "checksums": sums}

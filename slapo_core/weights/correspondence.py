@@ -30,8 +30,8 @@ class Unexplained:
 
     Args:
         name: its full name: in the scheduled model, or the first one in the reference model.
-        message: what is wrong.
-        hint: what the primitive that did it must record.
+        message: the problem.
+        hint: the layout or declaration that its primitive must record.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Correspondence:
     Args:
         tree: the scheduled model, with what its steps recorded.
         survey: the tensors of the reference model.
-        hooks: of the schedule: plugins say what the tensors stand for that no layout explains.
+        hooks: of the schedule: plugins translate the tensors that no layout explains.
     """
 
     tree: Tree

@@ -119,7 +119,7 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [one.to_local() if hasattr(one, "to_local") else one for one in found if one is not None]
 
 
-_BUCKET = 32 << 20  # bytes that are sent at once; a larger gradient is sent by itself, and not copied before
+_BUCKET = 32 << 20  # bytes that are sent at once; a larger gradient is sent alone, without a copy
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 
 

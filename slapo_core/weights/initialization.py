@@ -44,7 +44,7 @@ class Write:
         operation: e.g. ``torch.ops.aten.mul_.Tensor``; called with the elements and the arguments.
         arguments: numbers.
         box: the elements that it was run on.
-        value: of a copy, what was copied: of the box's shape.
+        value: the source of a copy, of the box's shape.
     """
 
     operation: Any
@@ -73,7 +73,7 @@ class Program:
         dtype: its element type.
         draw: the operation that draws all of it, e.g. ``torch.ops.aten.normal_.default``, and its numbers; None where
             the first of ``writes`` gives all elements a value.
-        writes: what was run after it, in order.
+        writes: the later operations, in order.
     """
 
     shape: tuple[int, ...]
@@ -420,7 +420,7 @@ class Initializer:
         model: the reference model, or the scheduled one for what its steps added.
         hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialization.
         seed: mixed into the seed of every tensor.
-        is_reference: False for a scheduled model. Its tensors may be pieces already, so that what one rank could find
+        is_reference: False for a scheduled model. Its tensors may be shards already, so that what one rank could find
             out of them depends on the layout; all initializers are run again for each.
     """
 

@@ -169,7 +169,7 @@ class Translations:
     Args:
         tree: the scheduled model.
         hooks: of its schedule.
-        reference_specs: name of a live tensor -> the tensors of the reference model that it stands for.
+        reference_specs: name of a live tensor -> its reference tensors.
     """
 
     tree: Tree

@@ -67,15 +67,15 @@ class Replica:
 def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = None) -> list[Replica]:
     """List the replicated tensors of a scheduled model, in registration order.
 
-    Parameters are copies along every mesh dimension that does not split them: a piece of a split one has its copies
+    Parameters are copies along every mesh dimension that does not split them: a shard has its replicas
     along ``dp``, and one that several stages use along ``pp``. Buffers are so too, but for the
     dimensions along which ranks see other samples: running statistics are each replica's own there, and the first one's
     count. What no state dict holds is left out where a step added it.
 
     Args:
         correspondence: of the model.
-        storage: where a runtime keeps them. What it partitions is no copy along those dimensions; what the forward
-            computes with instead is one, by itself.
+        storage: where a runtime keeps them. Partitioned tensors are not replicas along those dimensions; the
+            forward's copies are.
     """
     found = []
     for live, over, among in _copied(correspondence):
@@ -225,7 +225,7 @@ def compare_all(
         hint: the way out.
 
     Raises:
-        ReplicaError: on every rank; with ``repair``, where a setting differs that is no tensor.
+        ReplicaError: on every rank; with ``repair``, where a setting differs that is not a tensor.
     """
     mesh = correspondence.mesh
     if storage is not None:

@@ -161,7 +161,7 @@ class _PlannedSource(Source):
     """One kind of tensors in a sharded checkpoint: collects the wanted shards, then gives their values.
 
     Args:
-        source: of pieces.
+        source: of shards.
         kind: of tensors.
         description: of the checkpoint.
         wanted: to add to.

@@ -224,7 +224,7 @@ def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tens
 
 
 def placed(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """``(where it comes in the piece, start, length)`` of each range of one axis."""
+    """``(where it comes in the shard, start, length)`` of each range of one axis."""
     lengths = [length for _, length in ranges]
     return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]
 

@@ -38,7 +38,7 @@ class TensorState:
     Args:
         correspondence: of live tensors to reference tensors.
         dropped: the values of reference tensors that the schedule gave up, by first name, on the CPU.
-        uses_rng: whether a training step was seen to draw torch's RNG.
+        uses_rng: whether a training step was seen to use torch's RNG.
         storage: where a runtime keeps the tensors.
         built: the types of the live tensors before a runtime took them, by name.
         hint: the way out where replicas differ.
@@ -122,7 +122,7 @@ class TensorState:
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
         self._check_unchanged()
         extra: dict[str, Any] = {}
-        if isinstance(state, Mapping):  # a module's get_extra_state, which is no tensor of the model
+        if isinstance(state, Mapping):  # a module's get_extra_state, not a tensor of the model
             extra = {key: state[key] for key in self.correspondence.survey.not_tensors if key in state}
             state = {key: value for key, value in state.items() if key not in extra}
         with together(self.mesh, "reading the state dict"):
@@ -245,7 +245,7 @@ class TensorState:
     def read_translated(
         self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
     ) -> torch.Tensor:
-        """This rank's shard of a live tensor that stands for ``specs``, made of a source's tensors."""
+        """This rank's shard of a live tensor with the reference tensors ``specs``, from a source."""
         tensors = {
             spec.name: read_tensor(source, names[spec.name], spec, wider=self.kept is not None) for spec in specs
         }

@@ -48,8 +48,8 @@ def materialized() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         read = build(scheduled({"pp": 2}, model=on_meta()), weights=source)
         made: list[str] = []
-        piece = Initializer.piece
-        patch.setattr(Initializer, "piece", lambda self, name, *rest: made.append(name) or piece(self, name, *rest))
+        piece = Initializer.shard
+        patch.setattr(Initializer, "shard", lambda self, name, *rest: made.append(name) or piece(self, name, *rest))
         initialized = build(scheduled({"pp": 2}, model=on_meta()))
     return {
         "own": own_names(read),

@@ -35,7 +35,7 @@ def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_
     Args:
         parameters: the same on every replica, in the same order.
         group: of the replicas.
-        bucket_bytes: that are sent at once; a larger gradient by itself.
+        bucket_bytes: that are sent at once; a larger gradient alone.
 
     Raises:
         BuildError: a gradient is sparse.
@@ -104,8 +104,8 @@ def gather_output(
 
     Args:
         partition: for a micro-batch.
-        whole: for the whole batch, which says what shapes the pieces have to get.
-        work: what the stages of this rank kept.
+        whole: for the whole batch, which gives the shapes of the output values.
+        work: the outputs of this rank's stages.
         ranks: which rank along ``pp`` runs each stage.
         rank: this one.
         group: of these ranks.
@@ -113,7 +113,7 @@ def gather_output(
         count: of micro-batches.
 
     Returns:
-        the output, and on every rank alike why it cannot be assembled; "" where it can.
+        the output, and, the same on every rank, why it cannot be assembled; "" if it can.
     """
     pieces, problem = {}, ""
     for name in partition.output.pieces:
@@ -170,7 +170,7 @@ class PipelineEngine(StatefulEngine):
     is closed.
 
     Args:
-        plan: what is built; ``plan.config`` holds the options of the pipeline.
+        plan: the plan of the build; ``plan.config`` holds the options of the pipeline.
         request: from ``build``.
     """
 

@@ -81,11 +81,11 @@ class Runner:
 
         Args:
             inputs: the arguments of each micro-batch.
-            loss: of a micro-batch, by its number and the pieces of the output.
+            loss: of a micro-batch, by its number and the output values.
             backward: whether gradients are computed: of the mean of the losses.
             at: is told what runs.
             seed: of the stages' RNG streams; None leaves torch's RNG as it is.
-            keep_outputs: whether the pieces of the output that this rank's stages make are kept.
+            keep_outputs: whether the output values of this rank's stages are kept.
         """
         work = Work(inputs, loss, at, seed, keep_outputs)
         for stage in self.stages:

@@ -20,7 +20,7 @@ class Schedule:
         class_name: of torch's.
         per_rank: how many stages a rank may have; None: any number.
         shape: how stages lie on ranks: ``"loop"``: stage i on rank ``i % pp``; ``"v"``: back on the same ranks.
-        allows: whether it takes so many micro-batches on so many ranks.
+        allows: whether it takes a number of micro-batches on a number of ranks.
         rule: the same in words.
         splits_backward: whether gradients of inputs and of weights are computed apart.
     """
@@ -68,7 +68,7 @@ class Schedule:
         """Return the pipeline rank of each stage.
 
         Raises:
-            BuildError: the schedule cannot run so many stages.
+            BuildError: the schedule cannot run this number of stages.
         """
         if stages % pp or (self.per_rank is not None and stages != self.per_rank * pp):
             wanted = f"{self.per_rank * pp}" if self.per_rank is not None else f"a multiple of {pp}"
@@ -141,7 +141,7 @@ def schedule_of(config: Mapping[str, Any], stages: int, pp: int) -> Schedule:
     """The schedule of the options of a pipeline, where the number of stages is known.
 
     Raises:
-        BuildError: it cannot run so many stages or micro-batches.
+        BuildError: it cannot run this number of stages or micro-batches.
     """
     name = config["pipeline_schedule"]
     if name is None:

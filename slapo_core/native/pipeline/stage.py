@@ -77,10 +77,10 @@ class Work:
 
     Args:
         inputs: for each micro-batch: the model's arguments by parameter.
-        loss: the loss of a micro-batch, by its number and the pieces of the output by name; the last stage calls it.
+        loss: the loss of a micro-batch, by its number and the output values by name; the last stage calls it.
         at: is told what runs, for the message of an error.
         seed: of random numbers; None leaves torch's RNG as it is.
-        keep_outputs: whether the pieces of the output that stages make are kept.
+        keep_outputs: whether the output values of stages are kept.
         drew: whether a stage drew random numbers.
         losses: by micro-batch, where the last stage is.
         outputs: by name and micro-batch.
