@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
-from slapo_core.pipeline.batches import BatchForm, bound_batch, in_mode
+from slapo_core.pipeline.batches import InputSignature, bound_batch, in_mode
 from slapo_core.pipeline.stages import Staged, needing, staged
 from slapo_core.tracing import state
 
@@ -35,7 +35,7 @@ class Stages:
         self._schedule = schedule
         self._modules = list(schedule.model.modules())
         self._parameters = list(schedule.model.parameters())
-        self._kept: list[tuple[Any, BatchForm, Staged | None]] = []  # those that came last, last
+        self._kept: list[tuple[Any, InputSignature, Staged | None]] = []  # those that came last, last
 
     def of(
         self,
@@ -47,7 +47,7 @@ class Stages:
     ) -> Staged | None:
         """As :meth:`slapo_core.spec.request.BuildRequest.stages` says."""
         with in_mode(self._modules, training=training):
-            form = BatchForm(inputs, [module.training for module in self._modules])
+            form = InputSignature(inputs, [module.training for module in self._modules])
             if not form.is_plain:
                 return ask(self._schedule, inputs, outputs, batch_axes)
             key = (

@@ -27,7 +27,7 @@ def compiled(graph: fx.Graph) -> Callable[..., Any]:
 
 
 class Plan:
-    """The structure of a module as its graph takes it for granted; it holds no module.
+    """Record the module structure that a graph assumes, without the modules.
 
     Args:
         root: the traced module.
@@ -62,7 +62,7 @@ class Plan:
         self._ties = _ties([module for _, module in _in_order(root, where)])
 
     def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
-        """Those whose code is part of the graph, in the order of :attr:`paths`, and all others below them.
+        """Return the inlined modules in the order of :attr:`paths`, then all others.
 
         None if another plan is needed: a module was replaced, put in or taken out; or one that is part of the graph
         was hooked or got another forward, or one that was called would be looked into now.
@@ -94,7 +94,7 @@ class Plan:
 
 
 def _differs(module: nn.Module, steps: Any) -> bool:
-    """Whether something else is around a module than there was; None: nothing was."""
+    """Return whether the hooks and forward of a module changed."""
     if steps is None:
         return is_changed(module)
     return not is_changed(module) or around(module) != steps
@@ -156,7 +156,7 @@ class Variant:
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 
     def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Variant | None:
-        """What a rewrite made of this variant for another module that shares it, if it would make the same again."""
+        """Return the rewritten specialization of an equal module, if known."""
         try:
             found = self._rewritten.get((rewrite, self._calls(module)))
         except TypeError:  # it holds a function that cannot be hashed
@@ -172,7 +172,7 @@ class Variant:
             self._rewritten[(rewrite, self._calls(module))] = made
 
     def _calls(self, module: nn.Module) -> tuple[Any, ...]:
-        """What a rewrite sees of the modules that the graph calls, besides flags."""
+        """Return class and hooks state of the modules that the graph calls."""
         calls = dict.fromkeys(str(node.target) for node in self.recorded.graph.nodes if node.op == "call_module")
         found = [module.get_submodule(path) for path in calls]
         return tuple((type(below), is_changed(below)) for below in found)

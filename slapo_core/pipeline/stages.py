@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages of a model for one form of a batch and one mode, and what passes between them.
+    """Hold the stages of a model for one input signature and mode.
 
     Args:
         partition: the stages.
@@ -41,7 +41,7 @@ class Staged:
     liveness_by: str = "the caller"
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
-        """The model's output, by running the stages in turn; each gets only what it is sent.
+        """Run the stages one after another; return the model's output.
 
         They are kept apart as processes are: a value that is said to carry no gradient carries none, and what a stage
         gets, from the batch or from another one, is its own: writing to it changes nothing elsewhere.
@@ -80,7 +80,7 @@ class Staged:
     def _refuse(self, stage: Stage, problems: Sequence[str]) -> None:
         if problems:
             raise HookError(
-                f"{_place(stage)}, made by {self.partition_by}, is not as was said: {'; '.join(problems)}",
+                f"{_place(stage)}, made by {self.partition_by}, does not match its declaration: {'; '.join(problems)}",
                 plugin=self.partition_by,
             )
 
@@ -129,7 +129,7 @@ def staged(
 
 
 def needing(schedule: Schedule | ScheduledCopy, found: Staged, outputs: Sequence[str]) -> Staged:
-    """The same stages, with what passes between them if the last one needs other pieces of the output.
+    """Return the stages with liveness for other required outputs.
 
     Args:
         schedule: that they were asked for.
@@ -161,7 +161,7 @@ def _place(stage: Stage) -> str:
 
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, whose tensors another stage does not see."""
+    """Copy the tensors of arguments."""
     known: dict[int, torch.Tensor] = {}  # what is one object in the batch stays one
 
     def own(leaf: Any) -> Any:
@@ -176,7 +176,7 @@ def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Part(nn.Module):
-    """Holds the modules and tensors of several stages; it has no forward, because the model runs on several ranks.
+    """Hold the modules of this rank's stages, without a forward.
 
     ``part.get_submodule("encoder.layer.3")`` is the module of the scheduled model, the same object, where it runs on
     this rank. What stands at the path of a module that lies above a cut only holds what is below.
@@ -194,7 +194,7 @@ class Part(nn.Module):
             _merge(self, stage, own)
 
     def train(self, mode: bool = True) -> Part:
-        """Put the whole model into a mode, of which other ranks have the rest: the same call on all of them."""
+        """Set the mode of the whole model; call it on all ranks."""
         if "_model" in self.__dict__:
             self.__dict__["_model"].train(mode)
         return super().train(mode)  # type: ignore[return-value]
@@ -232,7 +232,7 @@ def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the plugins answered.
+    """Hold the plugins' answers.
 
     Args:
         partition: the stages.
@@ -246,7 +246,7 @@ class Asked:
 
 
 def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Asked:
-    """The stages into which the steps of a schedule cut its model, and what passes between them.
+    """Return the stages of a schedule, and the values sent between them.
 
     They are those of a training step: where every module is in evaluation mode, they are asked for in training mode.
 
@@ -267,7 +267,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
     batch = schedule.example_inputs if batch is None else batch
     if batch is None:
         raise ArgumentError(
-            "stages are made for one form of a batch: none was given, and the schedule has no example inputs",
+            "stages need a batch: none was given, and the schedule has no example inputs",
             hint="stages(sch, {'input_ids': ids}), or create_schedule(model, example_inputs={'input_ids': ids})",
         )
     inputs = bound_batch(schedule.model, batch, for_loss=whole_output)

@@ -18,6 +18,7 @@ from slapo_core import ApplyError, ArgumentError, Compiler
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
 from slapo_core.spec.watching import dropout_is_off
+from slapo_fusion.function_modes import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 from slapo_fusion.private import (
     backend_names,
     compile_errors,
@@ -28,7 +29,6 @@ from slapo_fusion.private import (
     recompile_limit,
     top_saved_tensors_hooks,
 )
-from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 
 # `Compiled`: a function that ``torch.compile`` compiles when it is first called.
 
@@ -74,7 +74,7 @@ class Backend:
 
     @property
     def is_random(self) -> bool:
-        """Whether random numbers come from another stream than uncompiled."""
+        """Return whether compiled code uses another RNG stream."""
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
 
 
@@ -83,7 +83,7 @@ _IN_PIECES: set[Any] = set()
 
 
 class Compiled:
-    """A function, compiled when it is first called; pickled as the function, and compiled again where it is loaded.
+    """Compile a function at its first call; pickle it uncompiled.
 
     Args:
         function: what is compiled.
@@ -159,7 +159,7 @@ def _limited() -> contextlib.AbstractContextManager[Any]:
 
 
 def backend_problem(backend: Backend) -> tuple[str, str] | None:
-    """What is wrong with a backend's name, mode or options, and what to write instead; None if nothing is."""
+    """Return the problem of a backend's name, mode or options, and a hint; None if valid."""
     if not isinstance(backend.backend, str):
         if backend.mode is not None:
             return f"mode='{backend.mode}' is one of inductor's", "leave it out"
@@ -182,7 +182,7 @@ def backend_problem(backend: Backend) -> tuple[str, str] | None:
 
 
 def _keep_random_states(graph: fx.GraphModule) -> None:
-    """Draw the same numbers again in what is checkpointed: torch leaves that to AOTAutograd, which is not run here."""
+    """Restore the RNG state in recomputed regions, as AOTAutograd would."""
     tagged = torch.ops.higher_order.tag_activation_checkpoint
     for below in graph.modules():
         if isinstance(below, fx.GraphModule):
@@ -200,7 +200,7 @@ def _checkpointed(region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _kept(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph as it is now: backends change what they are given."""
+    """Copy a graph, because backends change their input."""
     return fx.GraphModule(graph, _copied(graph.graph))
 
 
@@ -211,7 +211,7 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line: what torch.compile and we wrap, not the wrapping."""
+    """Return the innermost error in one line."""
     cause = error
     while isinstance(cause, (ApplyError, compile_errors())):
         inner = cause.__cause__ or getattr(cause, "inner_exception", None)

@@ -95,7 +95,7 @@ class PipelineSplit(Primitive):
         missing = [path for path in self.after if path not in blocks[:-1]]
         if missing:
             yield Violation(
-                f"after= names {missing[0]!r}, which is none of the blocks {blocks[0]!r} to {blocks[-2:][0]!r}",
+                f"after= names {missing[0]!r}, which is not one of the blocks {blocks[0]!r} to {blocks[-2:][0]!r}",
                 f"pipeline_split(stages={stages}) finds them",
             )
         elif [blocks.index(path) for path in self.after] != sorted({blocks.index(path) for path in self.after}):

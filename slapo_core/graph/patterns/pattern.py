@@ -106,7 +106,7 @@ def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> 
         return forms, str(data["text"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ReplayError(
-            f"this is no saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
+            f"not a saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
         ) from error
 
 

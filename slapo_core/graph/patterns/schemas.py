@@ -68,7 +68,7 @@ def _takes_tensor_first(schema: inspect.Signature) -> bool:
 
 @functools.cache
 def defaults_of(operation: str) -> dict[str, Any]:
-    """What the arguments of an operation are where they are left out."""
+    """Return the defaults of an operation's arguments."""
     found: dict[str, Any] = {}
     unclear: set[str] = set()
     for schema in _schemas(operation):

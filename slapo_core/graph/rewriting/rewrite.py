@@ -1,4 +1,4 @@
-"""One rewrite of a graph: where, and what comes there; repeated in every variant of the graph."""
+"""Rewrites of a graph, repeated in every specialization."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rewrite:
 def rewritten(
     recorded: Recorded, module: nn.Module, places: Sequence[Place], action: Action
 ) -> tuple[Recorded, tuple[str, ...]]:
-    """A new graph in which ``action`` has come in each of ``places``; and what is called no more.
+    """Return a new graph with ``action`` at each place, and the absorbed modules.
 
     Raises:
         CannotPlace: one of them is no single call.
@@ -179,7 +179,7 @@ def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) ->
 
 
 def places_of(pattern: GraphPattern, recorded: Recorded, module: nn.Module) -> tuple[list[Place], str | None]:
-    """Every match of a pattern, in the graph's order; and where there is none, what comes nearest."""
+    """Return every match of a pattern in graph order, or the closest candidate."""
     places = [
         Place(
             tuple(found.nodes),
@@ -200,7 +200,7 @@ def _captured(value: Any) -> Any:
 
 
 def by_pattern(matches: Sequence[Match]) -> list[tuple[Any, list[Match]]]:
-    """The matches of each pattern together, in the order in which the patterns first come."""
+    """Group matches by pattern, in order of first appearance."""
     groups: list[tuple[Any, list[Match]]] = []
     for match in matches:
         for pattern, members in groups:
@@ -215,7 +215,7 @@ def by_pattern(matches: Sequence[Match]) -> list[tuple[Any, list[Match]]]:
 def rewrite_of(
     pattern: Any, matches: Sequence[Match], recorded: Recorded, module: nn.Module, action: Action
 ) -> Rewrite:
-    """The rewrite that acts on ``matches`` of one pattern, as they lie in this graph.
+    """Return the rewrite of ``matches`` of one pattern in this graph.
 
     Raises:
         ApplyError: one of them is not there.
@@ -229,7 +229,7 @@ def rewrite_of(
         else:
             index = match.index if match.total == len(places) else None
         if index is None:
-            nearest = f"; nearest to it comes this: {miss}" if miss else ""
+            nearest = f"; closest candidate: {miss}" if miss else ""
             raise ApplyError(
                 f"{match} is not in the graph: the pattern now matches {len(places)} places there{nearest}",
                 path=match.path,
@@ -243,7 +243,7 @@ def rewrite_of(
 def applied(
     rewrite: Rewrite, recorded: Recorded, module: nn.Module, where: str, path: str, *, first: bool
 ) -> tuple[Recorded, tuple[str, ...]]:
-    """The graph of one variant, rewritten.
+    """Rewrite the graph of one specialization.
 
     Args:
         rewrite: what is done.
@@ -260,10 +260,11 @@ def applied(
     places, miss = places_of(rewrite.pattern, recorded, module)
     name = rewrite.action.name
     if len(places) != rewrite.total:
-        nearest = f"; nearest to it comes this: {miss}" if miss else ""
+        nearest = f"; closest candidate: {miss}" if miss else ""
         raise TraceError(
-            f"the rewrite '{name}' of {where} cannot be repeated in another variant of its graph (train or eval, other "
-            f"arguments): its pattern matched {rewrite.total} places, and matches {len(places)} there{nearest}",
+            f"the rewrite '{name}' of {where} cannot be repeated in another specialization of its graph (train or "
+            f"eval, other arguments): its pattern matched {rewrite.total} places, and matches {len(places)} "
+            f"there{nearest}",
             path=path,
             hint="call the module as it was traced, or take a pattern that matches both, e.g. with optional steps",
         )
@@ -279,7 +280,8 @@ def applied(
                 f"the match of '{name}' at {where} cannot be taken out: {error.problem}", path=path, hint=error.hint
             ) from None
         raise TraceError(
-            f"the rewrite '{name}' of {where} cannot be repeated in another variant of its graph: {error.problem}",
+            f"the rewrite '{name}' of {where} cannot be repeated in another specialization of its graph: "
+            f"{error.problem}",
             path=path,
             hint=error.hint,
         ) from None

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from slapo_core.tracing import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild, set_state
-from slapo_pipeline.partition.places import (
+from slapo_pipeline.partition.placement import (
     Constants,
     Places,
     Uncuttable,
@@ -27,7 +27,7 @@ from slapo_pipeline.partition.places import (
 
 
 class Segment:
-    """The graph of one stage in the making.
+    """Build the graph of one stage.
 
     Args:
         index: of the stage.
@@ -62,7 +62,7 @@ class Segment:
         return self._placeholder(f"object_{len(self.sources)}", ("constant", value))
 
     def receive(self, node: fx.Node) -> fx.Node:
-        """A value of an earlier stage."""
+        """Receive a value of an earlier stage."""
         self.uses[node] = self._placeholder(node.name, ("value", node))
         return self.uses[node]
 
@@ -96,7 +96,7 @@ _LASTING = (FunctionType, BuiltinFunctionType, MethodType, type, torch.nn.Module
 
 
 class Segments:
-    """The graphs of all stages.
+    """Build the graphs of all stages.
 
     A call stands in the stage in which it was recorded. What computes no tensor is computed wherever it is needed. A
     tensor of an earlier stage is received, unless it is made of constants, or read from the batch.
@@ -133,7 +133,7 @@ class Segments:
                 self._copy(node, position)
 
     def get(self, node: fx.Node, stage: int) -> Any:
-        """The value of a node in a stage: computed there, read there, or received."""
+        """Return the value of a node in a stage: computed, read, or received."""
         segment = self.segments[stage]
         if node not in segment.known:
             segment.known[node] = self._found(node, segment)
@@ -146,7 +146,7 @@ class Segments:
             home.makes[node] = self.get(node, home.index)
 
     def constant(self, node: fx.Node) -> Any:
-        """What a node gave that is no tensor: the stage that computes it checks that it is that again."""
+        """Return a recorded plain value, guarded in the stage that computes it."""
         value = self.flat.values[node]
         if node not in self._expected and self.places.is_made(node):
             self._expected.add(node)
@@ -211,7 +211,7 @@ class Segments:
         return self._no_tensor(node, value, segment)
 
     def _is_there(self, node: fx.Node, segment: Segment) -> bool:
-        """Whether a number can be computed again of tensors that the stage has anyway."""
+        """Return whether a stage can recompute a number from its own tensors."""
         if is_given(node) or node in segment.known:
             return True
         if self.places.is_bound(node) or (is_part(node, self.flat) and self.flat.values.get(node) is not None):
@@ -267,7 +267,7 @@ class Segments:
     def _cannot_pass(self, node: fx.Node, value: Any, segment: Segment) -> Uncuttable:
         cut = self.places.cuts[segment.index - 1]
         if node not in self.flat.values:
-            problem = f"'{node}' is made before it and used after it, and is no tensor"
+            problem = f"'{node}' is made before it and used after it, and is not a tensor"
             return Uncuttable(cut, problem, "cut where only tensors pass", node.meta.get("location"))
         return made_object(value, cut, "made before it and used after it", node)
 
@@ -276,7 +276,7 @@ _HINT = "write `x = x + y` instead of `x += y` there, or cut elsewhere"
 
 
 def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
-    """Give stages copies of what they receive and write to; refuse what stages would see of each other's writes.
+    """Copy received values that a stage writes to; refuse writes visible to others.
 
     A stage that gets a value has memory of its own. So after a write only that stage has the new contents, in the
     tensors that lie in the memory that it wrote to.
@@ -295,7 +295,7 @@ def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
 
 
 def settle_shared_modules(segments: Segments) -> None:
-    """Refuse a buffer that a called module changes, and another stage needs too: each stage would have its own.
+    """Refuse a buffer that one stage changes and another needs.
 
     Raises:
         Uncuttable: a module that changes it is called on both sides of a cut, or code on one side reads it.
@@ -365,11 +365,12 @@ class _Writes:
                 if self.places.order[user] < order:
                     continue
                 if position == stage and other is not written and self._origins(other, stage) != origins:
-                    raise self._refusal(node, written, other, "shares its memory, and is sent on its own")
-                if is_older and position > stage and user.op != "output" and self.places.home(other) < stage:
-                    raise self._refusal(node, written, other, f"is read in stage {position}, which gets it as it was")
-                if is_older and position > stage and is_given(other) and user.op != "output":
-                    raise self._refusal(node, written, other, f"is read in stage {position}, which gets it as it was")
+                    raise self._refusal(node, written, other, "shares its memory, and is sent separately")
+                is_sent = is_given(other) or self.places.home(other) < stage
+                if is_older and is_sent and position > stage and user.op != "output":
+                    raise self._refusal(
+                        node, written, other, f"is read in stage {position}, which receives the value before that write"
+                    )
             is_returned = other in self.pieces and is_older
             if is_returned and (self.places.home(other) < stage):
                 raise self._refusal(node, written, other, "is returned as it was before")
@@ -414,7 +415,7 @@ Assemble = Callable[[Mapping[str, Any]], Any]
 
 
 class Assembly:
-    """How the output is put together.
+    """Assemble the model's output from named tensors.
 
     Args:
         segments: of all stages.
