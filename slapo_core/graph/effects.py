@@ -117,12 +117,8 @@ def is_inert(node: fx.Node) -> bool:
         node.target in (getattr, len, check)
         or bool(node.meta.get("is_size"))
         or getattr(node.target, "__module__", "") == math.__name__
-        or (node.target is operator.getitem and bool(node.args) and _is_inert_argument(node.args[0]))
+        or (node.target is operator.getitem and isinstance(read := node.args[0], fx.Node) and read.target is getattr)
     )
-
-
-def _is_inert_argument(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "call_function" and value.target is getattr and is_inert(value)
 
 
 class Effects:

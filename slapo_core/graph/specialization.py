@@ -59,7 +59,8 @@ class Plan:
                 was = (type(module), is_changed(module)) if _parent(path) in index else None  # None: below a call
                 self._below.append((where[_parent(path)], _name(path), path, was))
         self.index = index
-        self._ties = _ties([module for _, module in _in_order(root, where)])
+        by_path = dict(root.named_modules(remove_duplicate=False))
+        self._ties = _ties([by_path[path] for path in where])
 
     def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
         """Return the inlined modules in the order of :attr:`paths`, then all others.
@@ -98,11 +99,6 @@ def _differs(module: nn.Module, steps: Any) -> bool:
     if steps is None:
         return is_changed(module)
     return not is_changed(module) or around(module) != steps
-
-
-def _in_order(root: nn.Module, where: dict[str, int]) -> list[tuple[str, nn.Module]]:
-    by_path = dict(root.named_modules(remove_duplicate=False))
-    return [(path, by_path[path]) for path in sorted(where, key=where.__getitem__)]
 
 
 def _ties(modules: list[nn.Module]) -> list[tuple[Any, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,7 @@ class Answers:
         """
         structured = structure(schedule.model)
         for steps, known_structure, known, made in self._known:
-            if known_structure == structured and known == form and _are_same(steps, schedule.records):
+            if known_structure == structured and known == form and [*map(id, steps)] == [*map(id, schedule.records)]:
                 partition = made.partition
                 each = models if len(models) > 1 else [*models] * len(partition.stages)
                 bound = partition.bind(each) if partition.bind is not None else None
@@ -100,10 +99,6 @@ class Answers:
     def add(self, schedule: Schedule | ScheduledCopy, form: InputSignature, made: Staged) -> None:
         """Keep an answer."""
         self._known.append((schedule.records, structure(schedule.model), form, made))
-
-
-def _are_same(some: Sequence[Record], others: Sequence[Record]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 # The stages of one model, each with modules of its own: like processes they share parameters and buffers at most.

@@ -125,7 +125,7 @@ def staged(
         )
     check_partition(partition, plugin, schedule.model)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
-    return _with_liveness(schedule, Staged(partition, Liveness(()), plugin), needed)
+    return needing(schedule, Staged(partition, Liveness(()), plugin), needed)
 
 
 def needing(schedule: Schedule | ScheduledCopy, found: Staged, outputs: Sequence[str]) -> Staged:
@@ -139,10 +139,7 @@ def needing(schedule: Schedule | ScheduledCopy, found: Staged, outputs: Sequence
     Raises:
         HookError: as for :func:`staged`.
     """
-    return _with_liveness(schedule, found, tuple(outputs))
-
-
-def _with_liveness(schedule: Schedule | ScheduledCopy, found: Staged, needed: tuple[str, ...]) -> Staged:
+    needed = tuple(outputs)
     answer = schedule.hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
     if answer is None:
         raise HookError(

@@ -58,7 +58,9 @@ class Backend:
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not draws(graph):
             return self._compile(graph, inputs)
-        captured = _kept(graph)
+        copied = fx.Graph()  # backends change what they are given
+        copied.output(copied.graph_copy(graph.graph, {}))
+        captured = fx.GraphModule(graph, copied)
         return Watchable(captured, self._compile(graph, inputs), functools.partial(torch.compile, backend=self))
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -197,17 +199,6 @@ def _checkpointed(region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     options, own = tagged.divide_kwargs(kwargs)
     options["use_reentrant"] = False
     return torch.utils.checkpoint.checkpoint(region, *args, **options, **own)
-
-
-def _kept(graph: fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph, because backends change their input."""
-    return fx.GraphModule(graph, _copied(graph.graph))
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    return copied
 
 
 def reason(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from slapo_core import ArgumentError, Node, PreconditionError, TraceError, Viola
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tracing import copied_model
 from slapo_pipeline.private import TorchDispatchMode, pytree
+from slapo_pipeline.rules import root_of
 
 # Floating-point operations of torch's calls, counted as they are dispatched.
 
@@ -91,7 +92,7 @@ def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -
     if stages == 1:
         return ()
     full = [_joined(node.path, path) for path in blocks]
-    root = _root(node)
+    root = root_of(node)
 
     try:
         costs = _costs_of(root, node, full, balance, other_cuts)
@@ -138,12 +139,6 @@ def _check_same(node: Node, model: nn.Module, blocks: Sequence[str]) -> None:
                 path=node.path,
                 hint="cut the list before that step, or after single modules: pipeline_split()",
             ) from None
-
-
-def _root(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node
 
 
 def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from slapo_core import Node, Primitive, Violation, hookimpl
 from slapo_core.spec.pipeline import Liveness, Partition
 from slapo_pipeline.partition.hook import slapo_partition
-from slapo_pipeline.rules import step_violations
+from slapo_pipeline.rules import root_of, step_violations
 from slapo_pipeline.split import PipelineSplit
 
 __all__ = ["slapo_liveness", "slapo_partition", "slapo_preconditions"]
@@ -35,12 +35,9 @@ def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness:
 @hookimpl
 def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]:
     """Refuse steps around modules that a cut spreads over stages."""
-    root = node
-    while root.parent is not None:
-        root = root.parent
     cuts = {
         path: str(record)
-        for record in root.records_below()
+        for record in root_of(node).records_below()
         if isinstance(record.primitive, PipelineSplit)
         for path in record.primitive.cuts(record.path)
     }

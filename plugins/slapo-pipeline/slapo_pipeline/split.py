@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_pipeline.rules import above_violations, place_violations
+from slapo_pipeline.rules import above_violations, place_violations, root_of
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -112,12 +112,9 @@ class PipelineSplit(Primitive):
 
 def _other_cuts(node: Node) -> tuple[str, ...]:
     """Where the schedule cuts already."""
-    root = node
-    while root.parent is not None:
-        root = root.parent
     return tuple(
         cut
-        for record in root.records_below()
+        for record in root_of(node).records_below()
         if isinstance(record.primitive, PipelineSplit)
         for cut in record.primitive.cuts(record.path)
     )

@@ -54,7 +54,8 @@ def rewritten(
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(recorded.graph, twins)
-    _copy_output(recorded.graph, graph, twins)
+    output = recorded.graph.output_node()
+    twins[output] = graph.node_copy(output, lambda node: twins[node])
     flags, swallowed = list(recorded.flags), list[str]()
     for place in places:
         call = _rewrite_one(graph, module, _moved(place, twins), action, twins)
@@ -62,11 +63,6 @@ def rewritten(
         swallowed += call.swallowed
     graph.lint()
     return replace(recorded, graph=graph, flags=tuple(flags)), tuple(dict.fromkeys(swallowed))
-
-
-def _copy_output(old: fx.Graph, new: fx.Graph, twins: dict[fx.Node, fx.Node]) -> None:
-    output = next(node for node in reversed(old.nodes) if node.op == "output")
-    twins[output] = new.node_copy(output, lambda node: twins[node])
 
 
 def _moved(place: Place, twins: dict[fx.Node, fx.Node]) -> Place:
@@ -91,7 +87,8 @@ def _rewrite_one(
     nodes = [node for node in graph.nodes if node in inside]
     _drop_type_checks(graph, nodes, inside)
     if action.results_only:
-        _give_none(graph, only_given_out(nodes))
+        given, output = only_given_out(nodes), graph.output_node()
+        output.args = fx.map_arg(output.args, lambda node: None if node in given else node)
     outputs = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
     call = action.call(place, nodes, outputs, module, effects)
     after = nodes_after(nodes, effects)
@@ -103,7 +100,11 @@ def _rewrite_one(
         new.meta["location"] = nodes[-1].meta.get("location")
         if call.then is not None:
             new = graph.call_function(call.then, (new,))
-        results = [new] if len(outputs) == 1 else [_item(graph, new, position) for position in range(len(outputs))]
+        results = (
+            [new]
+            if len(outputs) == 1
+            else [graph.call_function(operator.getitem, (new, position)) for position in range(len(outputs))]
+        )
     for moved in after:
         anchor.prepend(moved)
     successors = {}
@@ -136,19 +137,10 @@ def _inserted(graph: fx.Graph, call: NewCall, name: str) -> fx.Node:
     return graph.create_node(call.op, call.target, args, kwargs, name=name)
 
 
-def _item(graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
-    return graph.call_function(operator.getitem, (node, position))
-
-
 def only_given_out(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Those of a match, all but the last, whose values the graph gives out and does not use outside of the match."""
     inside = set(nodes)
     return [node for node in nodes[:-1] if {user.op for user in node.users if user not in inside} == {"output"}]
-
-
-def _give_none(graph: fx.Graph, given: Sequence[fx.Node]) -> None:
-    output = graph.output_node()
-    output.args = fx.map_arg(output.args, lambda node: None if node in given else node)
 
 
 _DECIDED_BY_INPUTS = ("dtype", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_mkldnn")

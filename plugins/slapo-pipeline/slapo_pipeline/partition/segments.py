@@ -437,9 +437,11 @@ class Assembly:
         if isinstance(value, fx.Node):
             return self._of_node(value)
         if isinstance(value, tuple | list):
-            return _sequence(value, [self._of(part) for part in value])
+            kind, below = tuple if isinstance(value, tuple) else list, [self._of(part) for part in value]  # not fx's
+            return lambda pieces: kind([part(pieces) for part in below])
         if isinstance(value, dict):
-            return _mapping({key: self._of(part) for key, part in value.items()})
+            named = {key: self._of(part) for key, part in value.items()}
+            return lambda pieces: {key: part(pieces) for key, part in named.items()}
         if not is_plain(value) and not callable(value):
             raise made_object(value, self.segments.places.cuts[-1], "which it returns", self._output)
         return lambda pieces: value
@@ -473,12 +475,3 @@ class Assembly:
         if value is None:
             return lambda pieces: None
         return self._of_node(self.segments.places.part(whole, how, key, value))
-
-
-def _sequence(value: Any, below: list[Assemble]) -> Assemble:
-    kind = tuple if isinstance(value, tuple) else list  # and not fx's own
-    return lambda pieces: kind([part(pieces) for part in below])
-
-
-def _mapping(below: dict[Any, Assemble]) -> Assemble:
-    return lambda pieces: {key: part(pieces) for key, part in below.items()}
