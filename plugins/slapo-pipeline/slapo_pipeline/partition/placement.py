@@ -17,16 +17,6 @@ _QUERIES = frozenset([
 ])  # fmt: skip
 
 
-def is_check(node: fx.Node) -> bool:
-    """Return whether a node is a guard."""
-    return node.target is check
-
-
-def is_switch(node: fx.Node) -> bool:
-    """Gradients or autocast are switched here."""
-    return node.target is set_state
-
-
 def is_given(node: fx.Node) -> bool:
     """Return whether a node's value exists in every stage."""
     return node.op in ("placeholder", "get_attr")
@@ -136,7 +126,7 @@ class Places:
         self._made: dict[fx.Node, bool] = {}
         for stage, path in enumerate(self.cuts):
             after = [node for node, position in self.position.items() if position == stage + 1]
-            if not any(self.is_bound(node) and not is_switch(node) for node in after):
+            if not any(self.is_bound(node) and node.target is not set_state for node in after):
                 problem = "nothing comes after it"
                 if stage + 1 < len(self.cuts):
                     problem += f", before the cut after '{self.cuts[stage + 1]}'"
@@ -144,7 +134,7 @@ class Places:
 
     def is_bound(self, node: fx.Node) -> bool:
         """Return whether a node runs in the one stage where it was recorded."""
-        if is_given(node) or is_check(node) or node.op == "output" or node.target is left:
+        if is_given(node) or node.target is check or node.op == "output" or node.target is left:
             return False
         return not is_light(node, self.flat)
 

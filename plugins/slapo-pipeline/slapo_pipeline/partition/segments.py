@@ -16,11 +16,9 @@ from slapo_pipeline.partition.placement import (
     Constants,
     Places,
     Uncuttable,
-    is_check,
     is_constructor,
     is_given,
     is_part,
-    is_switch,
     made_object,
     readers,
 )
@@ -124,10 +122,10 @@ class Segments:
                 stage += 1
                 if now != entry:
                     self.segments[stage].switch(*now)
-            if is_switch(node):
+            if node.target is set_state:
                 now = tuple(node.args)
                 self.segments[position].switch(*now)
-            elif is_check(node):
+            elif node.target is check:
                 self._check(node, position)
             elif places.is_bound(node):
                 self._copy(node, position)
