@@ -18,7 +18,6 @@ from slapo_core.spec.pipeline import Liveness, Partition, Stage
 if TYPE_CHECKING:
     from slapo_core.schedule.copied import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.pipeline import Liveness, Partition
 
 
 # `Staged`: the stages of a model with what passes between them, and the run of one after the other.

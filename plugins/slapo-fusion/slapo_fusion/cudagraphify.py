@@ -159,8 +159,6 @@ class Cudagraphify(Primitive):
     most_shapes: int = 4
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        from torch import nn
-
         if self.warmup < 1 or self.most_shapes < 1:
             yield Violation("warmup and most_shapes must be at least 1", "cudagraphify(warmup=3, most_shapes=4)")
         if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
@@ -177,8 +175,6 @@ class Cudagraphify(Primitive):
                 )
 
     def apply(self, node: Node, edit: Edit) -> None:
-        import torch
-
         active = torch.cuda.is_available()
         if not active:
             edit.note("there is no CUDA device: the forward runs as it is")

@@ -132,8 +132,6 @@ class Decompose(Primitive):
     equivalence = Equivalence.REORDERED
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        from slapo_fusion.decompose import KINDS
-
         module = node.module
         if not node.path:
             yield Violation("the root of the model cannot be replaced", "decompose its children")
@@ -155,16 +153,12 @@ class Decompose(Primitive):
             yield Violation("a kernel bound by bind() runs in the place of its forward", "leave one of the two out")
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_fusion.decompose import decomposed
-
         new = decomposed(node.module)
         carried = Carried.of(node, new, is_same=True)
         edit.replace_module(node, new)
         carried.over(node, edit)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        from slapo_fusion.decompose import KINDS
-
         if type(node.module) not in KINDS.values():
             yield Violation("the module is not decomposed")
 

@@ -172,8 +172,6 @@ class Fuse(Primitive):
             yield Violation(error.message, error.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_fusion.fuse import Fusing
-
         compiler = node.plugin("compilers", self.compiler)
         if compiler.deprecated is not None:
             warnings.warn(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning, stacklevel=2)

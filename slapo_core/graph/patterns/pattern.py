@@ -202,8 +202,6 @@ class GraphPattern:
         Raises:
             SerializationError: it has a predicate that is no function at the top level of a module.
         """
-        from slapo_core.graph.patterns.pattern import to_data
-
         return {"forms": [to_data(form) for form in self.forms], "text": self.text}
 
     @classmethod
@@ -217,8 +215,6 @@ class GraphPattern:
         Raises:
             ReplayError: it is no pattern.
         """
-        from slapo_core.graph.patterns.pattern import pattern_from_data
-
         forms, text = pattern_from_data(data, find_function)
         return cls(forms, text)
 

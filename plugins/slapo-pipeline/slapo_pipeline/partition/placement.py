@@ -169,8 +169,6 @@ class Places:
             key: of the part.
             value: the part.
         """
-        import operator
-
         function = operator.getitem if how == "item" else getattr
         for user in whole.users:
             if user.target is function and user.args == (whole, key):
