@@ -17,7 +17,7 @@ from slapo_core.graph.leaves import around, walk
 from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.reads import AttributeReads, Place
 from slapo_core.graph.recording import Notes
-from slapo_core.graph.specialization import Variant
+from slapo_core.graph.specialization import Specialization
 from slapo_core.graph.structure import children, is_plain, rebuild, tensors_in
 from slapo_core.spec.tracer import Flag, Recorded
 
@@ -32,9 +32,9 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Any, list[tuple[Checks, Variant | None]]] = {}
+        self._entries: dict[Any, list[tuple[Checks, Specialization | None]]] = {}
 
-    def find(self, key: Any, module: nn.Module) -> Variant | None:
+    def find(self, key: Any, module: nn.Module) -> Specialization | None:
         """A variant for ``module``; ``key`` is what it was added under."""
         return next((found for found in self._alike(key, module) if found is not None), None)
 
@@ -42,11 +42,11 @@ class Pool:
         """Return whether an equal module could not be recorded."""
         return None in self._alike(key, module)
 
-    def _alike(self, key: Any, module: nn.Module) -> Iterator[Variant | None]:
+    def _alike(self, key: Any, module: nn.Module) -> Iterator[Specialization | None]:
         modules = [below for _, below in walk(module)]
         return (found for read, found in self._entries.get(key, ()) if read.violated(modules) is None)
 
-    def add(self, key: Any, module: nn.Module, variant: Variant) -> None:
+    def add(self, key: Any, module: nn.Module, variant: Specialization) -> None:
         """Remember a variant, if others can be proved to be like it."""
         recorded = variant.recorded
         if recorded.read is not None and is_pure(recorded):
@@ -56,7 +56,7 @@ class Pool:
         """Remember that ``module`` cannot be recorded; ``read`` is what was read until it failed."""
         self._add(key, module, read, None)
 
-    def _add(self, key: Any, module: nn.Module, read: tuple[Flag, ...], variant: Variant | None) -> None:
+    def _add(self, key: Any, module: nn.Module, read: tuple[Flag, ...], variant: Specialization | None) -> None:
         index = {path: number for number, (path, _) in enumerate(walk(module))}
         self._entries.setdefault(key, []).append((Checks(read, index), variant))
 

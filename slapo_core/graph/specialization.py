@@ -124,10 +124,10 @@ def _name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-# `Variant`: a recorded graph with the code that runs it.
+# `Specialization`: a recorded graph with the code that runs it.
 
 
-class Variant:
+class Specialization:
     """One graph of a traced module, as it runs.
 
     Args:
@@ -147,11 +147,11 @@ class Variant:
         self.recorded, self.plan, self.surroundings, self.swallowed = recorded, plan, surroundings, swallowed
         self.checks = Checks((*recorded.flags, *surroundings), plan.index)
         self.code = compiled(recorded.graph)
-        self._rewritten: dict[Any, Variant] = {}
+        self._rewritten: dict[Any, Specialization] = {}
         self.used = 0  # when it was called last, as a number that grows
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 
-    def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Variant | None:
+    def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Specialization | None:
         """Return the rewritten specialization of an equal module, if known."""
         try:
             found = self._rewritten.get((rewrite, self._calls(module)))
@@ -162,7 +162,7 @@ class Variant:
         modules = found.plan.modules_of(module)
         return found if modules is not None and found.checks.violated(modules) is None else None
 
-    def keep_rewritten(self, rewrite: Hashable, module: nn.Module, made: Variant) -> None:
+    def keep_rewritten(self, rewrite: Hashable, module: nn.Module, made: Specialization) -> None:
         """Remember what a rewrite made of this variant, for modules that share it."""
         with contextlib.suppress(TypeError):
             self._rewritten[(rewrite, self._calls(module))] = made

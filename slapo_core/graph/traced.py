@@ -27,7 +27,7 @@ from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_
 from slapo_core.graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
 from slapo_core.graph.session import PATCHING, buffers_kept, refusing_changes
 from slapo_core.graph.sharing import Pool, exact_form, structure
-from slapo_core.graph.specialization import Plan, Variant
+from slapo_core.graph.specialization import Plan, Specialization
 from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
 from slapo_core.tree.forward import ModuleForward
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.graph import Match, Region
 
 
-MOST_VARIANTS = 16
+MOST_SPECIALIZATIONS = 16
 MOST_FOR_ATTRIBUTES = 8
 _CLOCK = itertools.count(1)
 
@@ -73,11 +73,11 @@ class TracedForward:
         self.beneath, self.rewrite = beneath, rewrite
         self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
-        self.specializations: dict[Any, list[Variant]] = {}
+        self.specializations: dict[Any, list[Specialization]] = {}
         self.plans: list[Plan] = []
         self.has_dropped = False  # a variant, for one of another form
         self.recorded_anew = 0  # because an attribute or a global name had another value
-        self._first: Variant | None = None
+        self._first: Specialization | None = None
         self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
 
     @property
@@ -248,12 +248,12 @@ class TracedForward:
         return first is None or first.plan.modules_of(module) is not None
 
     @property
-    def first(self) -> Variant | None:
+    def first(self) -> Specialization | None:
         """Return the specialization in which patterns are found; None after unpickling."""
         return self._first if self._first is not None else next(iter(self.variants), None)
 
     @property
-    def variants(self) -> list[Variant]:
+    def variants(self) -> list[Specialization]:
         """All that were recorded for calls."""
         return [variant for alike in self.specializations.values() for variant in alike]
 
@@ -269,7 +269,7 @@ class TracedForward:
     def __repr__(self) -> str:
         return f"<static graph of {self._where}, variants: {len(self.variants)}>"
 
-    def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Variant:
+    def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Specialization:
         """Return the graph for a call, recorded now if its signature is new.
 
         Args:
@@ -379,14 +379,16 @@ class TracedForward:
                         made.specializations.setdefault(key, []).append(again)
         return made
 
-    def _repeated(self, variant: Variant, module: nn.Module, plan: Plan, *, first: bool = False) -> Variant:
+    def _repeated(
+        self, variant: Specialization, module: nn.Module, plan: Plan, *, first: bool = False
+    ) -> Specialization:
         """The rewrite done again to a variant; ``plan`` is that of its calls: with what the rewrite put there."""
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
             recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
             all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-            made = Variant(recorded, plan, variant.surroundings, all_swallowed)
+            made = Specialization(recorded, plan, variant.surroundings, all_swallowed)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
@@ -427,9 +429,9 @@ class TracedForward:
     @disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _specialized(
         self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
-    ) -> Variant:
+    ) -> Specialization:
         """A new variant; ``changed`` is what those of the same form were recorded with, and what it is now."""
-        if len(self.variants) >= MOST_VARIANTS:
+        if len(self.variants) >= MOST_SPECIALIZATIONS:
             self._drop_one()
         self.recorded_anew += changed is not None
         if changed is not None and self.recorded_anew == MOST_FOR_ATTRIBUTES:
@@ -454,14 +456,14 @@ class TracedForward:
                 del self.specializations[key]
         if not self.has_dropped:
             warnings.warn(
-                f"{self._where} exceeded the limit of {MOST_VARIANTS} specializations: the least recently used graph "
-                "is dropped, and recorded again when needed; pass what varies as numbers or tensors, or trace a "
-                "narrower node",
+                f"{self._where} exceeded the limit of {MOST_SPECIALIZATIONS} specializations: the least recently used "
+                "graph is dropped, and recorded again when needed; pass what varies as numbers or tensors, or trace "
+                "a narrower node",
                 stacklevel=2,
             )
         self.has_dropped = True
 
-    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
+    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Specialization:
         """A variant that another module has recorded, or else a new one."""
         if self.beneath is not None:
             assert self.rewrite is not None
@@ -479,7 +481,7 @@ class TracedForward:
         """Return the key of a recording, besides attributes and global names."""
         return (self.forward, type(self.tracer), self.leaves, key[1:], exact_form(values), structure(module))
 
-    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Variant:
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Specialization:
         """A new variant for calls with ``values`` of the parameters."""
         named = zip(self.parameters.names, values, strict=True)
         arguments = {name: value for name, value in named if value is not MISSING}
@@ -496,7 +498,7 @@ class TracedForward:
                 if read is not None:
                     refused.slapo_read = (*read, *names.flags)  # type: ignore[attr-defined]
                 raise refused from error
-        return Variant(recorded, plan, surroundings=names.flags)
+        return Specialization(recorded, plan, surroundings=names.flags)
 
     @property
     def _where(self) -> str:

@@ -227,7 +227,7 @@ def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StageAnswers:
     """Hold the plugins' answers.
 
     Args:
@@ -241,7 +241,7 @@ class Asked:
     inputs: Mapping[str, Any]
 
 
-def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Asked:
+def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> StageAnswers:
     """Return the stages of a schedule, and the values sent between them.
 
     They are those of a training step: where every module is in evaluation mode, they are asked for in training mode.
@@ -275,4 +275,4 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         raise ArgumentError(
             "no step cuts this model into stages", hint='sch["encoder.layer.5"].pipeline_split() cuts after that module'
         )
-    return Asked(found.partition, found.liveness, inputs)
+    return StageAnswers(found.partition, found.liveness, inputs)
