@@ -1,4 +1,4 @@
-"""Recording a module for a plugin that makes something else of its graph than a forward: stages of a pipeline, say.
+"""Flat recordings of a module, for plugins that partition its graph.
 
 :func:`flat` records what a module computes, with a rule of which modules below stay calls, and keeps what the run
 showed about every node. :func:`compiled` makes a function of a graph that was built of its nodes. What the graph takes
@@ -53,11 +53,11 @@ __all__ = [
     "state",
 ]
 
-_HINT = "ask for the stages again after such a change"
+_HINT = "recreate the stages after such a change"
 
 
 class FlatGraph:
-    """What a module computes, recorded once.
+    """Hold the recorded graph of a module.
 
     Attributes:
         module: the recorded one.
@@ -97,7 +97,7 @@ class FlatGraph:
         self._reads_values = notes.is_real or bool(notes.value_reads)
 
     def of_copy(self, module: nn.Module) -> FlatGraph | None:
-        """The same graph, of a copy of the module: its modules and tensors are found by their names.
+        """Bind the graph to a copy of the module, by names.
 
         None if the run that recorded it looked into values of tensors, or would not be the same on the copy.
         """
@@ -117,11 +117,11 @@ class FlatGraph:
         return self._stand_in_for if device.type == "meta" and self._stand_in_for is not None else device
 
     def forget(self) -> None:
-        """Let go of the tensors of the run, once all is made of the graph that is to be made."""
+        """Drop the tensors of the run."""
         self.values, self.storages = {}, {}
 
     def require(self) -> None:
-        """Raise where the model, or what its files say, is not what it was: called before the graph's code runs.
+        """Require the recorded attributes, global names, autocast and tensor shapes.
 
         Raises:
             GuardError: an attribute, a global name, autocast or the default dtype is another; a parameter or buffer
@@ -140,12 +140,12 @@ class FlatGraph:
                 was, now = f"{tuple(shape)} and {dtype}", f"{tuple(found.shape)} and {found.dtype}"
                 raise GuardError(f"recorded with '{name}' of shape {was}, and now it is of shape {now}", hint=_HINT)
         if state()[1:] != self.state[1:]:
-            raise GuardError("recorded under another setting of autocast", hint=_HINT)
+            raise GuardError("recorded under another autocast setting", hint=_HINT)
         if torch.get_default_dtype() != self._default:
             raise GuardError(f"recorded with the default dtype {self._default}", hint=_HINT)
 
     def guard(self, value: str, expected: Any, location: Location | None) -> int:
-        """The number of one more guard, for a call of ``check``.
+        """Add a guard; return its number for a call of ``check``.
 
         Args:
             value: what is checked, for the message.
@@ -156,12 +156,12 @@ class FlatGraph:
         return len(self.guards) - 1
 
     def violated(self, violation: GuardViolation) -> GuardError:
-        """The error for a call of ``check`` that found something else."""
+        """Return the error for a violated guard."""
         guard = self.guards[violation.index]
         return GuardError(
             f"recorded with {guard.value} == {guard.expected!r}, and this call has {violation.found!r}",
             location=guard.location,
-            hint="the model decides there what to compute: ask for the stages with a batch like this one",
+            hint="the model decides there what to compute: create the stages with a batch like this one",
         )
 
 
@@ -233,12 +233,12 @@ def _device(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device | N
 
 
 def is_rewritten(graph: Graph) -> bool:
-    """Whether steps rewrote the graph of a traced module, so that it is no more what its forward computes."""
+    """Return whether steps rewrote the graph of a traced module."""
     return not isinstance(graph, TracedForward) or bool(graph.rewrites)
 
 
 def is_merely_traced(module: nn.Module) -> bool:
-    """Whether what a step set as the forward of ``module`` is the recorded graph of its own forward, and no more."""
+    """Return whether a module's forward is just its own recorded graph."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, ModuleForward) or forward.wrappers or forward.has_own:
         return False
@@ -248,7 +248,7 @@ def is_merely_traced(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _by_own_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While this lasts, modules that are merely traced run their own forward."""
+    """Let merely traced modules run their own forward."""
     before = [(module, dict(module.__dict__)) for module in modules if is_merely_traced(module)]
     for module, _ in before:
         del module.__dict__["forward"]

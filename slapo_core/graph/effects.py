@@ -30,7 +30,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a call did besides computing.
+    """Record the side effects of a call.
 
     Args:
         draws: whether it drew random numbers.
@@ -44,7 +44,7 @@ class Seen:
 
 
 class Observer(TorchDispatchMode):
-    """While this lasts, the operators that torch calls are asked what they do.
+    """Observe the side effects of dispatched operators.
 
     Args:
         memory_of: gives the tensor whose memory stands for that of another one, such as the fake one of a parameter.
@@ -117,16 +117,12 @@ def is_inert(node: fx.Node) -> bool:
         node.target in (getattr, len, check)
         or bool(node.meta.get("is_size"))
         or getattr(node.target, "__module__", "") == math.__name__
-        or (node.target is operator.getitem and bool(node.args) and _is_inert_argument(node.args[0]))
+        or (node.target is operator.getitem and isinstance(read := node.args[0], fx.Node) and read.target is getattr)
     )
 
 
-def _is_inert_argument(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "call_function" and value.target is getattr and is_inert(value)
-
-
 class Effects:
-    """Of the nodes of one graph.
+    """Analyze side effects of the nodes of one graph.
 
     Args:
         graph: must not change meanwhile, but for the places of its nodes.
@@ -148,7 +144,7 @@ class Effects:
             if one.target is set_state:
                 return f"'{other}' runs on one side of a place where gradients or autocast are switched"
         if self.draws(first) and self.draws(second):
-            return f"'{first}' and '{second}' both may draw random numbers, and would do so in another order"
+            return f"'{first}' and '{second}' both use the RNG, and would do so in another order"
         for one, other in ((first, second), (second, first)):
             written = self.writes(one)
             if written & (self.reads(other) | self.writes(other)):
@@ -156,7 +152,7 @@ class Effects:
         return None
 
     def draws(self, node: fx.Node) -> bool:
-        """Whether it may draw random numbers."""
+        """Return whether a node may use the RNG."""
         seen = self._of(node)
         return seen is None or seen.draws
 
@@ -185,7 +181,7 @@ class Effects:
         return self._roots[node]
 
     def is_pure(self, node: fx.Node) -> bool:
-        """Whether nobody would miss it, if nobody used its value."""
+        """Return whether a node has no effect besides its value."""
         if node.op in ("placeholder", "output") or node.target in (check, set_state):
             return False
         if is_inert(node):
@@ -198,7 +194,7 @@ class Effects:
     # ----------------------------------------------------------------------------------------------------------
 
     def _of(self, node: fx.Node) -> Seen | None:
-        """What it does; None if it may do everything."""
+        """Return the side effects of a node; None if unknown."""
         if node not in self._seen:
             self._seen[node] = self._find(node)
         return self._seen[node]

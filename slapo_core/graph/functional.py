@@ -47,7 +47,7 @@ class FunctionalForm:
 
 
 def functional_form(module: nn.Module, *, hooked: bool = False) -> FunctionalForm | None:
-    """What a call of a module of ``torch.nn`` computes; None where it is more than one call of a function.
+    """Return the one function call that a ``torch.nn`` module computes, or None.
 
     That is so for hooks and steps, for batches that are counted, for other padding modes, for weights that are computed
     anew (parametrizations) or renormalized.

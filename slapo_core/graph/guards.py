@@ -57,7 +57,7 @@ def _shape_and_type(tensor: torch.Tensor) -> Any:
 
 
 def fingerprint(value: Any, of_tensor: Callable[[torch.Tensor], Any] = _shape_and_type) -> Any:
-    """What a value is compared by: settings by their values, in containers too; functions and classes by identity.
+    """Return the fingerprint by which a value is compared.
 
     Copies of a model have equal fingerprints: objects count by their class, and tensors by shape and dtype.
     """
@@ -83,7 +83,7 @@ def fingerprint(value: Any, of_tensor: Callable[[torch.Tensor], Any] = _shape_an
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What is in a container, with its keys; None if it is none, or has no order."""
+    """Return an ordered container's items with keys, or None."""
     if isinstance(value, dict):
         return value.items()
     if isinstance(value, tuple | list):
@@ -193,7 +193,7 @@ class Checks:
         ]
 
     def violated(self, modules: list[nn.Module]) -> tuple[Flag, Any] | None:
-        """The first flag that is not as it was, and what it is now."""
+        """Return the first changed flag and its present value."""
         for start, holders, members in self._groups:
             owner: Any = modules[start] if type(start) is int else start
             for name in holders:

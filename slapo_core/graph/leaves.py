@@ -117,7 +117,7 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def inlined_modules(root: nn.Module, leaves: LeafRule) -> dict[str, nn.Module]:
-    """The modules whose own code is recorded, by path: the root, and what is no leaf and lies below none."""
+    """Return the modules whose own code is recorded, by path."""
     found: dict[str, nn.Module] = {"": root}
     stack = [("", root)]
     while stack:

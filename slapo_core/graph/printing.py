@@ -87,12 +87,13 @@ def _is_read(node: fx.Node) -> bool:
         return True
     if node.op != "call_function":
         return False
-    return node.target in (getattr, len) or node.meta.get("is_size", False) or _is_part(node)
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Whether it takes a part out of a tuple, a dictionary or sizes, and not a slice out of a tensor."""
-    return node.target is operator.getitem and isinstance(node.args[1], int | str)
+    return (
+        node.target in (getattr, len)
+        or node.meta.get("is_size", False)
+        or (
+            node.target is operator.getitem and isinstance(node.args[1], int | str)  # not a slice out of a tensor
+        )
+    )
 
 
 def _call(node: fx.Node) -> str:

@@ -27,7 +27,7 @@ from slapo_core.graph.private import (
 from slapo_core.graph.recording import Recording, left
 from slapo_core.graph.regions import Regions
 from slapo_core.graph.session import drawn_back
-from slapo_core.graph.sharing import AlikeCalls
+from slapo_core.graph.sharing import RepeatedCalls
 from slapo_core.graph.structure import concrete
 from slapo_core.graph.targets import query_of, writes_to_first
 from slapo_core.spec.observers import Origin
@@ -179,7 +179,7 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
             raise recording.refusal("calls itself")
         if path is None and any(True for _ in module.parameters()):
             raise recording.refusal(
-                f"calls a {type(module).__name__} that lies outside of the traced module",
+                f"calls a {type(module).__name__} outside the traced module",
                 "trace the module that holds both",
             )
         if path is None:
@@ -234,7 +234,7 @@ class Recorder(TorchFunctionMode):
         self._memory_of = memory_of
         self.recording = recording
         self.regions = Regions(recording)
-        self.alike: AlikeCalls | None = None
+        self.alike: RepeatedCalls | None = None
         self._is_paused, self._thread = False, threading.get_ident()
         self._path = ""  # of the module below whose own code runs
 

@@ -185,11 +185,11 @@ class Recording:
         else:
             if isinstance(tensor, nn.Parameter):
                 raise self.refusal(
-                    f"reads a parameter of shape {tuple(tensor.shape)} that lies outside of the traced module",
+                    f"reads a parameter of shape {tuple(tensor.shape)} outside the traced module",
                     "trace the module that holds both",
                 )
             if isinstance(tensor, FakeTensor) or not self.may_capture:
-                raise self.refusal("uses a tensor that was made outside of the recorded calls")
+                raise self.refusal("uses a tensor created outside the traced forward")
             node = self.graph.placeholder(f"captured_{len(self.captured)}")
             first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
             if first is not node:  # behind those captured before: they are given in their order

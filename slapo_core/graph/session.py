@@ -1,4 +1,4 @@
-"""A recording is no call of the model, and leaves no mark: what it changes is put back, or refused.
+"""State that a recording restores or refuses to change.
 
 What a graph would not do again is refused in recorded code, and put back for modules that stay calls.
 """
@@ -42,7 +42,7 @@ _Cache = type(functools.lru_cache(abs))
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Without the torch-function modes of others, who would take the recording for a run of the model."""
+    """Disable the torch-function modes of others."""
     others: list[Any] = []
     while number_of_function_modes():
         others.append(pop_function_mode())
@@ -92,7 +92,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def generators() -> tuple[Any, ...]:
-    """The states of Python's and NumPy's generators: what they give is a constant to a graph."""
+    """Return the RNG states of Python and NumPy."""
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is None:
         return (random.getstate(),)
@@ -102,7 +102,7 @@ def generators() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def drawn_back() -> Iterator[None]:
-    """At the end, these generators are as they were: what was drawn meanwhile will be drawn again."""
+    """Restore the RNG states of Python and NumPy."""
     numpy: Any = sys.modules.get("numpy.random")
     before, state = random.getstate(), numpy.get_state() if numpy is not None else None
     try:
@@ -115,7 +115,7 @@ def drawn_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_kept(root: nn.Module) -> Iterator[None]:
-    """Empty, at the end, every ``functools.lru_cache`` that took up something meanwhile, in the code of the modules.
+    """Clear every ``functools.lru_cache`` of the modules' code that was filled meanwhile.
 
     Known are those in the classes and in the files where the classes are written, decorated once more or not.
     """
@@ -147,7 +147,7 @@ def _caches(root: nn.Module) -> Iterable[Any]:
 
 
 def is_unchanged(container: Any, before: Any) -> bool:
-    """Whether a list, dictionary or set holds the same objects, in the same order, as its copy ``before``."""
+    """Return whether a container holds the same objects as its copy ``before``."""
     if len(container) != len(before):
         return False
     if not before:
@@ -172,7 +172,7 @@ def put_back(container: Any, before: Any) -> bool:
 def attributes_kept(
     root: nn.Module, recorded: Collection[nn.Module], refuse: Callable[[str], Exception]
 ) -> Iterator[Callable[[], bool]]:
-    """Put back, at the end, what was changed meanwhile: attributes, and lists, dictionaries and objects in them.
+    """Restore attributes, and containers and objects in them.
 
     Gives a function that says whether nothing has changed so far.
 
@@ -235,7 +235,7 @@ def _name(keys: tuple[Any, ...]) -> str:
 
 
 def refusing_changes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, refused if it changes a list or a dictionary that it is given, or calls itself: a graph would not.
+    """Refuse a forward that changes container arguments or calls itself.
 
     Args:
         forward: takes the module first.

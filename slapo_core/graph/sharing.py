@@ -1,4 +1,4 @@
-"""Recordings shared by modules that are the same, and calls that are not run again."""
+"""Recordings and calls shared by equal modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo_core.graph.leaves import around, walk
 from slapo_core.graph.private import FakeTensor
 from slapo_core.graph.reads import AttributeReads, Place
 from slapo_core.graph.recording import Notes
-from slapo_core.graph.specialization import Variant
+from slapo_core.graph.specialization import Specialization
 from slapo_core.graph.structure import children, is_plain, rebuild, tensors_in
 from slapo_core.spec.tracer import Flag, Recorded
 
@@ -25,28 +25,28 @@ from slapo_core.spec.tracer import Flag, Recorded
 
 
 class Pool:
-    """The recordings of several traced modules, to be asked before another one is made.
+    """Pool the recordings of several traced modules.
 
     One serves another module if both have the same structure, and every attribute that was read while it was recorded,
     by modules that stay calls too, is equal there: then the run that recorded it would have been the same run.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Any, list[tuple[Checks, Variant | None]]] = {}
+        self._entries: dict[Any, list[tuple[Checks, Specialization | None]]] = {}
 
-    def find(self, key: Any, module: nn.Module) -> Variant | None:
+    def find(self, key: Any, module: nn.Module) -> Specialization | None:
         """A variant for ``module``; ``key`` is what it was added under."""
         return next((found for found in self._alike(key, module) if found is not None), None)
 
     def fails(self, key: Any, module: nn.Module) -> bool:
-        """Whether another module could not be recorded, in a run that would be the same for ``module``."""
+        """Return whether an equal module could not be recorded."""
         return None in self._alike(key, module)
 
-    def _alike(self, key: Any, module: nn.Module) -> Iterator[Variant | None]:
+    def _alike(self, key: Any, module: nn.Module) -> Iterator[Specialization | None]:
         modules = [below for _, below in walk(module)]
         return (found for read, found in self._entries.get(key, ()) if read.violated(modules) is None)
 
-    def add(self, key: Any, module: nn.Module, variant: Variant) -> None:
+    def add(self, key: Any, module: nn.Module, variant: Specialization) -> None:
         """Remember a variant, if others can be proved to be like it."""
         recorded = variant.recorded
         if recorded.read is not None and is_pure(recorded):
@@ -56,17 +56,17 @@ class Pool:
         """Remember that ``module`` cannot be recorded; ``read`` is what was read until it failed."""
         self._add(key, module, read, None)
 
-    def _add(self, key: Any, module: nn.Module, read: tuple[Flag, ...], variant: Variant | None) -> None:
+    def _add(self, key: Any, module: nn.Module, read: tuple[Flag, ...], variant: Specialization | None) -> None:
         index = {path: number for number, (path, _) in enumerate(walk(module))}
         self._entries.setdefault(key, []).append((Checks(read, index), variant))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Those who share it go on sharing it after a copy through pickle; graphs are recorded anew."""
+        """Drop the recordings: graphs are recorded again after unpickling."""
         return {"_entries": {}}
 
 
 def structure(root: nn.Module) -> Any:
-    """What decides about a recording besides attributes: equal and hashable for modules of the same structure.
+    """Return a module's structure: hashable, equal for modules that record equally.
 
     Classes, modes, parameters and buffers with shape, dtype, device and whether they are trained, which of them are the
     same tensor, hooks, and forwards that were set on an instance.
@@ -97,7 +97,7 @@ def _tensor(tensor: torch.Tensor | None, numbers: dict[int, int]) -> tuple[Any, 
 
 
 def exact_form(value: Any) -> Any:
-    """An argument of a call as a recording may see it: with the sizes that guards are taken on."""
+    """Return an argument's signature with its sizes."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.storage_offset(), value.device, value.requires_grad, value.is_leaf)
     if value is MISSING or isinstance(value, int | float):
@@ -107,7 +107,7 @@ def exact_form(value: Any) -> Any:
 
 
 def is_pure(recorded: Recorded) -> bool:
-    """Whether the graph holds nothing of the module that it was recorded from."""
+    """Return whether a graph holds no object of its module."""
     if recorded.captured:
         return False
     constants: list[Any] = []
@@ -122,8 +122,8 @@ _Reads = tuple[tuple[Place, str, Any], ...]
 """What a call read of the called module and of those below: relative place, name, value."""
 
 
-class AlikeCalls:
-    """Gives the result of a call without running it where an earlier one was the same run: 24 layers are run once.
+class RepeatedCalls:
+    """Reuse the result of an earlier equal call in one recording.
 
     The modules have the same structure, modes and hooks, the arguments have the same metadata and share memory alike,
     and whatever the first run read below its module is the same in the other. A call that changed anything (an
@@ -141,7 +141,7 @@ class AlikeCalls:
         self._known: dict[Any, list[tuple[_Reads, Any]]] = {}
 
     def call(self, run: Callable[..., Any], path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The result of ``run(module, *args, **kwargs)``, on fake tensors; ``path`` is below the recorded module."""
+        """Return the result of ``run(module, *args, **kwargs)`` on fake tensors."""
         form = _form((args, kwargs), {})
         if form is None:
             return run(module, *args, **kwargs)
@@ -184,7 +184,7 @@ def _form(value: Any, memory: dict[int, int]) -> Any:
 
 
 def _is_new(result: Any, given: list[torch.Tensor]) -> bool:
-    """Whether a result is made of new tensors, each in memory of its own, and of plain values."""
+    """Return whether a result holds only new tensors and plain values."""
     seen = {tensor.untyped_storage()._cdata for tensor in given}
 
     def is_new(value: Any) -> bool:

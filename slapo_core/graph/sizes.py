@@ -1,4 +1,4 @@
-"""Sizes that stay symbolic while a module is recorded: numbers that write down what is computed with them."""
+"""Symbolic sizes: numbers that record the arithmetic on them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ANSWERS_ON_SIZES = ("guard_size_oblivious", "int_", "statically_known_true")
 
 
 class SizeNode:
-    """The node of a SymInt, SymFloat or SymBool: its value in this recording, and where the graph computes it.
+    """Hold the value and graph node of a SymInt, SymFloat or SymBool.
 
     Arithmetic adds to the graph; whoever needs the plain number (a branch, a loop) leaves a guard there.
 
@@ -206,10 +206,10 @@ def _number(made: SizeNode) -> Any:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether ``value`` is a number of :func:`symbolic`."""
+    """Return whether ``value`` is a number of :func:`symbolic`."""
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and isinstance(value.node, SizeNode)
 
 
 def hint_of(value: Any) -> Any:
-    """The plain number."""
+    """Return the plain number."""
     return value.node.hint

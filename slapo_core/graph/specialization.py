@@ -27,7 +27,7 @@ def compiled(graph: fx.Graph) -> Callable[..., Any]:
 
 
 class Plan:
-    """The structure of a module as its graph takes it for granted; it holds no module.
+    """Record the module structure that a graph assumes, without the modules.
 
     Args:
         root: the traced module.
@@ -59,10 +59,11 @@ class Plan:
                 was = (type(module), is_changed(module)) if _parent(path) in index else None  # None: below a call
                 self._below.append((where[_parent(path)], _name(path), path, was))
         self.index = index
-        self._ties = _ties([module for _, module in _in_order(root, where)])
+        by_path = dict(root.named_modules(remove_duplicate=False))
+        self._ties = _ties([by_path[path] for path in where])
 
     def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
-        """Those whose code is part of the graph, in the order of :attr:`paths`, and all others below them.
+        """Return the inlined modules in the order of :attr:`paths`, then all others.
 
         None if another plan is needed: a module was replaced, put in or taken out; or one that is part of the graph
         was hooked or got another forward, or one that was called would be looked into now.
@@ -94,15 +95,10 @@ class Plan:
 
 
 def _differs(module: nn.Module, steps: Any) -> bool:
-    """Whether something else is around a module than there was; None: nothing was."""
+    """Return whether the hooks and forward of a module changed."""
     if steps is None:
         return is_changed(module)
     return not is_changed(module) or around(module) != steps
-
-
-def _in_order(root: nn.Module, where: dict[str, int]) -> list[tuple[str, nn.Module]]:
-    by_path = dict(root.named_modules(remove_duplicate=False))
-    return [(path, by_path[path]) for path in sorted(where, key=where.__getitem__)]
 
 
 def _ties(modules: list[nn.Module]) -> list[tuple[Any, Any]]:
@@ -128,10 +124,10 @@ def _name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-# `Variant`: a recorded graph with the code that runs it.
+# `Specialization`: a recorded graph with the code that runs it.
 
 
-class Variant:
+class Specialization:
     """One graph of a traced module, as it runs.
 
     Args:
@@ -151,12 +147,12 @@ class Variant:
         self.recorded, self.plan, self.surroundings, self.swallowed = recorded, plan, surroundings, swallowed
         self.checks = Checks((*recorded.flags, *surroundings), plan.index)
         self.code = compiled(recorded.graph)
-        self._rewritten: dict[Any, Variant] = {}
+        self._rewritten: dict[Any, Specialization] = {}
         self.used = 0  # when it was called last, as a number that grows
         self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
 
-    def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Variant | None:
-        """What a rewrite made of this variant for another module that shares it, if it would make the same again."""
+    def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Specialization | None:
+        """Return the rewritten specialization of an equal module, if known."""
         try:
             found = self._rewritten.get((rewrite, self._calls(module)))
         except TypeError:  # it holds a function that cannot be hashed
@@ -166,13 +162,13 @@ class Variant:
         modules = found.plan.modules_of(module)
         return found if modules is not None and found.checks.violated(modules) is None else None
 
-    def keep_rewritten(self, rewrite: Hashable, module: nn.Module, made: Variant) -> None:
+    def keep_rewritten(self, rewrite: Hashable, module: nn.Module, made: Specialization) -> None:
         """Remember what a rewrite made of this variant, for modules that share it."""
         with contextlib.suppress(TypeError):
             self._rewritten[(rewrite, self._calls(module))] = made
 
     def _calls(self, module: nn.Module) -> tuple[Any, ...]:
-        """What a rewrite sees of the modules that the graph calls, besides flags."""
+        """Return class and hooks state of the modules that the graph calls."""
         calls = dict.fromkeys(str(node.target) for node in self.recorded.graph.nodes if node.op == "call_module")
         found = [module.get_submodule(path) for path in calls]
         return tuple((type(below), is_changed(below)) for below in found)

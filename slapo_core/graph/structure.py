@@ -30,7 +30,7 @@ PLAIN = (
 
 
 class Opaque:
-    """Stands for an object that a recorded forward may hand on, but not look into.
+    """Hide an object that recorded code may pass on but not inspect.
 
     Args:
         value: the object; code that asks for its class gets that of ``value``.
@@ -61,7 +61,7 @@ class Opaque:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` can be a constant in the code of a graph; tuples, lists and dictionaries of such too."""
+    """Return whether ``value`` can be a constant in a graph's code."""
     if isinstance(value, PLAIN):
         return not is_symbolic(value)
     if type(value) in (tuple, list, set, frozenset):
@@ -72,7 +72,7 @@ def is_plain(value: Any) -> bool:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any, Any]] | None:
-    """The parts of a container, each as (``"item"`` or ``"attribute"``, key, part); None if ``value`` is none."""
+    """Return a container's items as (``"item"`` or ``"attribute"``, key, part), or None."""
     if isinstance(value, tuple | list):
         return (("item", index, part) for index, part in enumerate(value))
     if isinstance(value, Mapping):  # transformers' ModelOutput too
@@ -83,7 +83,7 @@ def children(value: Any) -> Iterator[tuple[str, Any, Any]] | None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value, in containers too."""
+    """Yield the tensors in a value, in containers too."""
     if isinstance(value, torch.Tensor):
         yield value
     elif not is_plain(value):
@@ -92,7 +92,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def rebuild(value: Any, parts: list[Any]) -> Any:
-    """A container like ``value`` with other parts, in the order of :func:`children`."""
+    """Rebuild a container with other parts, in the order of :func:`children`."""
     if isinstance(value, torch.Size):
         return torch.Size(parts)
     if isinstance(value, tuple):
@@ -107,7 +107,7 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
 
 
 def concrete(value: Any) -> Any:
-    """``value`` with plain numbers for symbolic ones, and the objects themselves for what stands for them."""
+    """Replace symbolic numbers and opaque objects by plain ones."""
     if is_symbolic(value):
         return hint_of(value)
     if type(value) is Opaque:

@@ -37,7 +37,7 @@ _WRAPPED = {
 
 
 def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...] | None]:
-    """How a torch function is called in a graph.
+    """Return how a graph calls a torch function.
 
     Returns:
         ``"function"``, ``"method"`` or ``"attribute"``; what is called; the order of its operands, or None.
@@ -56,7 +56,7 @@ def target_of(func: Any, recording: Recording) -> tuple[str, Any, tuple[int, ...
 
 
 def writes_to_first(func: Any) -> bool:
-    """Whether a torch function changes its first argument in place and returns it: ``add_``, ``+=``."""
+    """Return whether a function writes its first argument in place: ``add_``, ``+=``."""
     name = _name(func)
     if name.startswith("__"):
         return name in _OPERATORS and name.startswith("__i") and name != "__invert__"
@@ -86,7 +86,7 @@ _VALUES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "_
 
 
 def query_of(func: Any) -> Query | None:
-    """What answers ``func`` without computing; None if it computes."""
+    """Return the handler of a query such as ``.shape``; None if ``func`` computes."""
     name = getattr(func, "__name__", None)
     if name == "__get__":
         return _ATTRIBUTES.get(_attribute(func.__self__))

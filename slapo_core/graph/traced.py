@@ -27,7 +27,7 @@ from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_
 from slapo_core.graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
 from slapo_core.graph.session import PATCHING, buffers_kept, refusing_changes
 from slapo_core.graph.sharing import Pool, exact_form, structure
-from slapo_core.graph.specialization import Plan, Variant
+from slapo_core.graph.specialization import Plan, Specialization
 from slapo_core.spec.tracer import Flag, GuardViolation, Tracer
 from slapo_core.tree.forward import ModuleForward
 
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from slapo_core.spec.graph import Match, Region
 
 
-MOST_VARIANTS = 16
+MOST_SPECIALIZATIONS = 16
 MOST_FOR_ATTRIBUTES = 8
 _CLOCK = itertools.count(1)
 
 
 class TracedForward:
-    """The graphs of one forward, called like it: with the module first.
+    """Run recorded graphs in place of a forward; takes the module first.
 
     There is a graph for every form of arguments, mode and types that it was called with, and for other values of the
     attributes and global names that the forward reads: a variant, recorded when it is first needed. A graph holds no
@@ -73,11 +73,11 @@ class TracedForward:
         self.beneath, self.rewrite = beneath, rewrite
         self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
-        self.specializations: dict[Any, list[Variant]] = {}
+        self.specializations: dict[Any, list[Specialization]] = {}
         self.plans: list[Plan] = []
         self.has_dropped = False  # a variant, for one of another form
         self.recorded_anew = 0  # because an attribute or a global name had another value
-        self._first: Variant | None = None
+        self._first: Specialization | None = None
         self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
 
     @property
@@ -101,7 +101,7 @@ class TracedForward:
             ) from None
 
     def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
-        """Record the graph for calls like the first of these that it can be recorded for, if it is not there yet.
+        """Record the graph for the first of these calls that can be recorded.
 
         Args:
             module: the traced module.
@@ -132,7 +132,7 @@ class TracedForward:
     def follow(
         self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     ) -> tuple[str, ...]:
-        """Record again what steps have changed at modules below, with all that was done to the graph repeated.
+        """Record again after steps at modules below, and repeat all rewrites.
 
         Where the forward cannot run (between two steps that belong together, say) nothing is recorded: the next call
         will, or another step before.
@@ -158,7 +158,7 @@ class TracedForward:
         return self.swallowed
 
     def _runs(self, module: nn.Module, example: tuple[Any, ...]) -> bool:
-        """Whether the forward, which steps have not rewritten, can be recorded for these values of the parameters."""
+        """Return whether the unrewritten forward can be recorded for these values."""
         base = self
         with contextlib.ExitStack() as before:
             while base.beneath is not None:
@@ -181,7 +181,7 @@ class TracedForward:
     def opened(
         self, below: str, child: nn.Module, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> TracedForward | None:
-        """A graph for a module below, which becomes a call: for what is wrapped around one whose code was recorded.
+        """Return a graph for an inlined module below, which becomes a call.
 
         Args:
             below: its path, relative to the traced module.
@@ -207,7 +207,7 @@ class TracedForward:
     def parted(
         self, module: nn.Module, inner: TracedForward, child: nn.Module
     ) -> tuple[TracedForward, TracedForward] | None:
-        """This graph without what ``inner`` holds, and ``inner``, with every rewrite repeated where its matches lie.
+        """Return this graph without ``inner``, and ``inner``, with all rewrites repeated.
 
         Args:
             module: the traced one.
@@ -237,23 +237,23 @@ class TracedForward:
         return graphs[0][0], graphs[1][0]
 
     def look(self, module: nn.Module) -> None:
-        """Have a variant that was recorded of the module as it is now stand for all, if there is one."""
+        """Select a specialization that matches the module as it is now."""
         if not self.holds(module):
             alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
             self._first = next(alike, self._first)
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether what stands for all variants was recorded of the module as it is now."""
+        """Return whether the selected specialization matches the module."""
         first = self.first
         return first is None or first.plan.modules_of(module) is not None
 
     @property
-    def first(self) -> Variant | None:
-        """The variant that stands for all of them: patterns are found there; None after a copy through pickle."""
+    def first(self) -> Specialization | None:
+        """Return the specialization in which patterns are found; None after unpickling."""
         return self._first if self._first is not None else next(iter(self.variants), None)
 
     @property
-    def variants(self) -> list[Variant]:
+    def variants(self) -> list[Specialization]:
         """All that were recorded for calls."""
         return [variant for alike in self.specializations.values() for variant in alike]
 
@@ -269,8 +269,8 @@ class TracedForward:
     def __repr__(self) -> str:
         return f"<static graph of {self._where}, variants: {len(self.variants)}>"
 
-    def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Variant:
-        """The graph for a call, recorded now if it is the first of its form.
+    def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Specialization:
+        """Return the graph for a call, recorded now if its signature is new.
 
         Args:
             module: the traced module.
@@ -334,7 +334,7 @@ class TracedForward:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The paths of the modules that the graph calls, below the traced one."""
+        """Return the paths of the modules that the graph calls."""
         nodes = self.first.recorded.graph.nodes if self.first is not None else ()
         return tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
 
@@ -345,7 +345,7 @@ class TracedForward:
 
     @property
     def rewrites(self) -> tuple[Rewrite, ...]:
-        """What was done to the recorded graphs, oldest first."""
+        """Return the rewrites, oldest first."""
         before = self.beneath.rewrites if self.beneath is not None else ()
         return before if self.rewrite is None else (*before, self.rewrite)
 
@@ -379,21 +379,23 @@ class TracedForward:
                         made.specializations.setdefault(key, []).append(again)
         return made
 
-    def _repeated(self, variant: Variant, module: nn.Module, plan: Plan, *, first: bool = False) -> Variant:
+    def _repeated(
+        self, variant: Specialization, module: nn.Module, plan: Plan, *, first: bool = False
+    ) -> Specialization:
         """The rewrite done again to a variant; ``plan`` is that of its calls: with what the rewrite put there."""
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
             recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
             all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-            made = Variant(recorded, plan, variant.surroundings, all_swallowed)
+            made = Specialization(recorded, plan, variant.surroundings, all_swallowed)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
     # ----------------------------------------------------------------------------------------------------------
 
     def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Plan, list[nn.Module]]:
-        """The form of a call; the structure of the module, and the modules it tells of."""
+        """Return the signature of a call, the module's plan, and its modules."""
         number, plan, modules = self._plan(module)
         key = (
             number,
@@ -427,17 +429,17 @@ class TracedForward:
     @disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
     def _specialized(
         self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
-    ) -> Variant:
+    ) -> Specialization:
         """A new variant; ``changed`` is what those of the same form were recorded with, and what it is now."""
-        if len(self.variants) >= MOST_VARIANTS:
+        if len(self.variants) >= MOST_SPECIALIZATIONS:
             self._drop_one()
         self.recorded_anew += changed is not None
         if changed is not None and self.recorded_anew == MOST_FOR_ATTRIBUTES:
             flag, found = changed
             warnings.warn(
-                f"{self._where} was recorded anew {MOST_FOR_ATTRIBUTES} times because what its forward reads has "
-                f"changed, lately {flag.name} from {describe(flag.expected)} to {describe(fingerprint(found))}: pass "
-                "what varies as an argument, or trace a narrower node",
+                f"{self._where} was recorded again {MOST_FOR_ATTRIBUTES} times because attributes changed that its "
+                f"forward reads, most recently {flag.name} from {describe(flag.expected)} to "
+                f"{describe(fingerprint(found))}: pass what varies as an argument, or trace a narrower node",
                 stacklevel=2,
             )
         made = self._shared(module, values, plan, key)
@@ -454,14 +456,14 @@ class TracedForward:
                 del self.specializations[key]
         if not self.has_dropped:
             warnings.warn(
-                f"{self._where} was called in more than {MOST_VARIANTS} different forms: the graph that was used "
-                "least recently is dropped, and recorded again when it is needed; pass what varies as numbers or "
-                "tensors, or trace a narrower node",
+                f"{self._where} exceeded the limit of {MOST_SPECIALIZATIONS} specializations: the least recently used "
+                "graph is dropped, and recorded again when needed; pass what varies as numbers or tensors, or trace "
+                "a narrower node",
                 stacklevel=2,
             )
         self.has_dropped = True
 
-    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Variant:
+    def _shared(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Specialization:
         """A variant that another module has recorded, or else a new one."""
         if self.beneath is not None:
             assert self.rewrite is not None
@@ -476,10 +478,10 @@ class TracedForward:
         return found
 
     def _exact(self, module: nn.Module, values: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
-        """What decides about a recording, besides attributes and global names."""
+        """Return the key of a recording, besides attributes and global names."""
         return (self.forward, type(self.tracer), self.leaves, key[1:], exact_form(values), structure(module))
 
-    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Variant:
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Specialization:
         """A new variant for calls with ``values`` of the parameters."""
         named = zip(self.parameters.names, values, strict=True)
         arguments = {name: value for name, value in named if value is not MISSING}
@@ -496,7 +498,7 @@ class TracedForward:
                 if read is not None:
                     refused.slapo_read = (*read, *names.flags)  # type: ignore[attr-defined]
                 raise refused from error
-        return Variant(recorded, plan, surroundings=names.flags)
+        return Specialization(recorded, plan, surroundings=names.flags)
 
     @property
     def _where(self) -> str:
@@ -511,7 +513,7 @@ class TracedForward:
 
 
 def _shared_out(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Module]]) -> list[Rewrite | None]:
-    """A rewrite of all matches of a pattern as one for each of the graphs among which they are now.
+    """Split a rewrite among the graphs that now hold its matches.
 
     Raises:
         TraceError: they are others than they were.

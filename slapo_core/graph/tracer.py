@@ -20,7 +20,7 @@ from slapo_core.graph.reads import AttributeReads
 from slapo_core.graph.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
 from slapo_core.graph.recording import Notes, Recording
 from slapo_core.graph.session import alone, caches_kept, drawn_back, generators
-from slapo_core.graph.sharing import AlikeCalls
+from slapo_core.graph.sharing import RepeatedCalls
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.tracer import Recorded, Tracer, Untraceable, check
 
@@ -171,14 +171,14 @@ def record(
             recorder,
         ):
             if fake and notes is not None:
-                recorder.alike = AlikeCalls(reads, notes, is_unchanged)
+                recorder.alike = RepeatedCalls(reads, notes, is_unchanged)
             try:
                 out = forward(module, *args, **kwargs)
             except Exception as error:
                 error.slapo_read = reads.read  # type: ignore[attr-defined] # decides whether alike modules fail too
                 raise
         if generators() != drawn:
-            raise Untraceable("draws random numbers that are not torch's", first_line(forward), _RANDOM)
+            raise Untraceable("uses an RNG other than torch's", first_line(forward), _RANDOM)
         recorder.regions.finish()
         recording.graph.output(recording.node(out))
         if notes is not None:

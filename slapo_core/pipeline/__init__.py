@@ -1,1 +1,1 @@
-"""Pipeline stages: asking the plugins for them, holding their answers against each other, running them in turn."""
+"""Pipeline stages: asked of the plugins, checked, and run one after another."""

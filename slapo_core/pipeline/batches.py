@@ -17,7 +17,7 @@ from slapo_core.graph.private import pytree
 
 
 def bound_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``model(*args, **kwargs)`` by parameter, in the order of the parameters.
+    """Return the arguments of ``model(*args, **kwargs)`` by parameter.
 
     Those that are left out are missing. ``*args`` is a tuple under its parameter's name, ``**kwargs`` a dictionary
     under its own: missing too where there is nothing in them.
@@ -36,7 +36,7 @@ def bound_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def bound_batch(model: nn.Module, batch: Any, *, for_loss: bool = False) -> dict[str, Any]:
-    """The arguments of the model's forward that a batch holds, as ``train_step`` gives them to the model.
+    """Return a batch's arguments of the model's forward, by parameter.
 
     Args:
         model: whose forward it is.
@@ -58,13 +58,13 @@ def bound_batch(model: nn.Module, batch: Any, *, for_loss: bool = False) -> dict
     return bound_call(model, (batch,), {})
 
 
-# `BatchForm`: for which calls stages are the same.
+# `InputSignature`: for which calls stages are the same.
 
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class BatchForm:
-    """What stages are made for; compared, never hashed: arguments need not be hashable.
+class InputSignature:
+    """Compare batches and modes for which stages are the same.
 
     Two are equal if their arguments have the same names, structure and plain values, their tensors the same shape,
     type, device and need of a gradient, the same ones of them are one object, and every module is in the same mode.
@@ -81,7 +81,7 @@ class BatchForm:
         self._modes = list(modes)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BatchForm):
+        if not isinstance(other, InputSignature):
             return NotImplemented
         if (self._structure, self._modes) != (other._structure, other._modes):
             return False
@@ -89,7 +89,7 @@ class BatchForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all arguments are tensors and plain values: others may be changed and still be the same object."""
+        """Return whether all arguments are tensors and plain values."""
         return all(type(leaf) in _PLAIN for leaf in self._leaves)
 
     __hash__ = None  # type: ignore[assignment]
@@ -110,7 +110,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
-    """Let a model be in the mode of a training step, or of an evaluation; the mode of every module comes back.
+    """Set training or evaluation mode; restore the mode of every module.
 
     As ``train_step`` does it: where some module is in training mode, the modes are somebody's choice.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from slapo_core.errors import HookError
 from slapo_core.graph.examples import made_beforehand
 from slapo_core.graph.sharing import structure
-from slapo_core.pipeline.batches import BatchForm
+from slapo_core.pipeline.batches import InputSignature
 from slapo_core.pipeline.stages import Staged, staged
 from slapo_core.schedule.read_only import ScheduledCopy
 from slapo_core.spec.pipeline import Partition
@@ -46,10 +45,10 @@ class StagedCalls:
     ) -> None:
         self._schedule, self._outputs, self._batch_axes = schedule, outputs, batch_axes
         self._answers = answers if answers is not None else Answers()
-        self._known: list[tuple[BatchForm, Staged | None]] = []
+        self._known: list[tuple[InputSignature, Staged | None]] = []
 
     def of(self, inputs: Mapping[str, Any]) -> Staged | None:
-        """The stages for a call; None where no plugin cuts the model.
+        """Return the stages for a call; None where no plugin cuts the model.
 
         Args:
             inputs: the arguments of the model's forward, by parameter.
@@ -58,7 +57,7 @@ class StagedCalls:
             TraceError: it cannot be cut there.
             HookError: an answer of a plugin cannot be right, or contradicts that for a batch of another size.
         """
-        form = BatchForm(inputs, [module.training for module in self._schedule.model.modules()])
+        form = InputSignature(inputs, [module.training for module in self._schedule.model.modules()])
         for known, stages in self._known:
             if known == form:
                 return stages
@@ -72,15 +71,15 @@ class StagedCalls:
 
 
 class Answers:
-    """The stages of copies of one model: those of a further copy are bound, and not asked for again."""
+    """Keep stages of one model's copies, to bind them to further copies."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Sequence[Record], Any, BatchForm, Staged]] = []
+        self._known: list[tuple[Sequence[Record], Any, InputSignature, Staged]] = []
 
     def of_copies(
-        self, schedule: Schedule | ScheduledCopy, form: BatchForm, models: Sequence[nn.Module]
+        self, schedule: Schedule | ScheduledCopy, form: InputSignature, models: Sequence[nn.Module]
     ) -> Staged | None:
-        """Stages that were made of a copy with the same steps, for the same form of a batch.
+        """Return stages made of a copy with the same records and input signature.
 
         Args:
             schedule: of the first copy.
@@ -89,7 +88,7 @@ class Answers:
         """
         structured = structure(schedule.model)
         for steps, known_structure, known, made in self._known:
-            if known_structure == structured and known == form and _are_same(steps, schedule.records):
+            if known_structure == structured and known == form and [*map(id, steps)] == [*map(id, schedule.records)]:
                 partition = made.partition
                 each = models if len(models) > 1 else [*models] * len(partition.stages)
                 bound = partition.bind(each) if partition.bind is not None else None
@@ -97,20 +96,16 @@ class Answers:
                     return dataclasses.replace(made, partition=bound)
         return None
 
-    def add(self, schedule: Schedule | ScheduledCopy, form: BatchForm, made: Staged) -> None:
+    def add(self, schedule: Schedule | ScheduledCopy, form: InputSignature, made: Staged) -> None:
         """Keep an answer."""
         self._known.append((schedule.records, structure(schedule.model), form, made))
-
-
-def _are_same(some: Sequence[Record], others: Sequence[Record]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 # The stages of one model, each with modules of its own: like processes they share parameters and buffers at most.
 
 
-class ApartCalls:
-    """Makes every stage of another copy of the modules, around the same parameters and buffers.
+class IsolatedStagedCalls:
+    """Make each stage of another copy of the modules, with the same tensors.
 
     What modules leave to each other in attributes of theirs does not pass from one stage to the next then, as it would
     not between processes; gradients and the optimizer's steps are those of the one model. The plugins are asked about
@@ -180,7 +175,7 @@ def _around_the_same_tensors(model: nn.Module) -> nn.Module:
 
 
 def _as_data(staged: Staged) -> Any:
-    """What is said about the stages, without their modules."""
+    """Return the stages' declaration, without modules."""
     partition: Partition = staged.partition
     stages = [(each.index, each.inputs, each.uses, each.makes, each.last) for each in partition.stages]
     return stages, list(partition.values.items()), partition.ties, partition.output.pieces, staged.liveness

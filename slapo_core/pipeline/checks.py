@@ -16,7 +16,7 @@ from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 
 def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer of a model, or of a stage's module, under each of its names."""
+    """Yield every parameter and buffer under each of its names."""
     for path, module in walk(model):
         prefix = f"{path}." if path else ""
         for table in (module._parameters, module._buffers):
@@ -24,7 +24,7 @@ def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def holders(stages: Sequence[Stage]) -> dict[int, tuple[str, torch.Tensor, tuple[int, ...]]]:
-    """Tensors that more than one stage holds: id -> first name, tensor, and the stages."""
+    """Return tensors of several stages: id -> first name, tensor, stages."""
     found: dict[int, tuple[str, torch.Tensor, dict[int, None]]] = {}
     for stage in stages:
         for name, tensor in held_by(stage.module):
@@ -33,7 +33,7 @@ def holders(stages: Sequence[Stage]) -> dict[int, tuple[str, torch.Tensor, tuple
 
 
 class SharedState:
-    """Notices when one stage changes what others hold too; made before the first one runs.
+    """Detect a stage that changes tensors of other stages.
 
     Args:
         stages: of the model.
@@ -45,7 +45,7 @@ class SharedState:
         self._before = [StateMark(tensor) for _, tensor, _ in self._shared]
 
     def changed(self) -> list[str]:
-        """What a stage has written to since, in words."""
+        """Return messages on shared tensors that a stage changed."""
         return [
             f"it changes '{name}', which the stages {', '.join(map(str, where))} hold: each has a copy of its own, and "
             "the others would not see it"
@@ -54,13 +54,13 @@ class SharedState:
         ]
 
     def _at(self, name: str, index: int) -> torch.Tensor | None:
-        """What a stage has under a name now."""
+        """Return a stage's present tensor of a name."""
         path, _, own = name.rpartition(".")
         return getattr(self._stages[index].module.get_submodule(path), own, None)
 
 
 class StateMark:
-    """What shows whether a tensor was written to: the version of a parameter; of a buffer its values, if it has any.
+    """Detect writes to a tensor, by version or by values.
 
     Norms write to buffers without telling, and whoever records a forward puts values back.
 
@@ -102,7 +102,7 @@ def check_partition(partition: Partition, plugin: str, model: nn.Module) -> None
 
 
 def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str], plugin: str) -> None:
-    """Refuse an answer to `slapo_liveness` that leaves a stage without what it reads, or sends what is not there.
+    """Refuse an answer to `slapo_liveness` that contradicts the partition.
 
     Args:
         liveness: the answer.
@@ -118,7 +118,7 @@ def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[s
 
 
 def made_problems(made: Any, stage: Stage, partition: Partition) -> list[str]:
-    """What is wrong with what a stage gave, held against what was said about it; in words."""
+    """Return how a stage's output contradicts its declaration."""
     if not isinstance(made, dict):
         return [f"it gives a {type(made).__name__}, not a dictionary"]
     missing = [f"it does not make '{name}'" for name in stage.makes if name not in made]
@@ -147,14 +147,14 @@ def _refuse(hook: str, plugin: str, problems: list[str]) -> None:
 
 
 def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
-    """Whether the stages hold the model's own tensors, at the reference paths, and what several hold is a tie."""
+    """Check that stages hold the model's tensors, and declare shared ones as ties."""
     tensors = dict(held_by(model))
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
     for stage in partition.stages:
         if stage.last is not None and stage.last not in dict(stage.module.named_modules(remove_duplicate=False)):
-            yield f"stage {stage.index} is said to end after '{stage.last}', which it does not hold"
+            yield f"stage {stage.index} is declared to end after '{stage.last}', which it does not hold"
         for name, tensor in held_by(stage.module):
             if tensors.get(name, None if isinstance(tensor, nn.Parameter) else tensor) is not tensor:
                 which = "is not the model's" if name in tensors else "is none of the model's"
@@ -167,12 +167,12 @@ def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
     }
     for name in dict.fromkeys((*found, *said)):
         if name not in said:
-            yield f"'{name}' is held by the stages {_numbers(found[name])}, and no tie says so"
+            yield f"'{name}' is held by the stages {_numbers(found[name])} without a tie"
         elif name not in found:
-            yield f"'{name}' is said to be tied over the stages {_numbers(said[name])}, and is not held by several"
+            yield f"'{name}' is declared as tied over the stages {_numbers(said[name])}, and only one stage holds it"
         elif said[name] != found[name]:
             yield (
-                f"'{name}' is said to be tied over the stages {_numbers(said[name])}, and is held by "
+                f"'{name}' is declared as tied over the stages {_numbers(said[name])}, and is held by "
                 f"{_numbers(found[name])}"
             )
 
@@ -186,10 +186,10 @@ def _of_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str
         there = {*liveness.received(stage.index), *stage.makes}
         for name in stage.uses:
             if name not in liveness.received(stage.index):
-                yield f"stage {stage.index} reads '{name}', which it is not sent"
+                yield f"stage {stage.index} reads '{name}', which is not sent to it"
         for name in liveness.sent(stage.index):
             if name not in there:
-                yield f"stage {stage.index} is to send '{name}', which it has not"
+                yield f"stage {stage.index} sends '{name}', which it neither makes nor receives"
         if len(set(liveness.sent(stage.index))) != len(liveness.sent(stage.index)):
             yield f"stage {stage.index} sends a value twice"
     for name in outputs:

@@ -18,7 +18,6 @@ from slapo_core.spec.pipeline import Liveness, Partition, Stage
 if TYPE_CHECKING:
     from slapo_core.schedule.read_only import ScheduledCopy
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.spec.pipeline import Liveness, Partition
 
 
 # `Staged`: the stages of a model with what passes between them, and the run of one after the other.
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages of a model for one form of a batch and one mode, and what passes between them.
+    """Hold the stages of a model for one input signature and mode.
 
     Args:
         partition: the stages.
@@ -41,7 +40,7 @@ class Staged:
     liveness_by: str = "the caller"
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
-        """The model's output, by running the stages in turn; each gets only what it is sent.
+        """Run the stages one after another; return the model's output.
 
         They are kept apart as processes are: a value that is said to carry no gradient carries none, and what a stage
         gets, from the batch or from another one, is its own: writing to it changes nothing elsewhere.
@@ -80,7 +79,7 @@ class Staged:
     def _refuse(self, stage: Stage, problems: Sequence[str]) -> None:
         if problems:
             raise HookError(
-                f"{_place(stage)}, made by {self.partition_by}, is not as was said: {'; '.join(problems)}",
+                f"{_place(stage)}, made by {self.partition_by}, does not match its declaration: {'; '.join(problems)}",
                 plugin=self.partition_by,
             )
 
@@ -125,11 +124,11 @@ def staged(
         )
     check_partition(partition, plugin, schedule.model)
     needed = tuple(partition.output.pieces if outputs is None else outputs)
-    return _with_liveness(schedule, Staged(partition, Liveness(()), plugin), needed)
+    return needing(schedule, Staged(partition, Liveness(()), plugin), needed)
 
 
 def needing(schedule: Schedule | ScheduledCopy, found: Staged, outputs: Sequence[str]) -> Staged:
-    """The same stages, with what passes between them if the last one needs other pieces of the output.
+    """Return the stages with liveness for other required outputs.
 
     Args:
         schedule: that they were asked for.
@@ -139,10 +138,7 @@ def needing(schedule: Schedule | ScheduledCopy, found: Staged, outputs: Sequence
     Raises:
         HookError: as for :func:`staged`.
     """
-    return _with_liveness(schedule, found, tuple(outputs))
-
-
-def _with_liveness(schedule: Schedule | ScheduledCopy, found: Staged, needed: tuple[str, ...]) -> Staged:
+    needed = tuple(outputs)
     answer = schedule.hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
     if answer is None:
         raise HookError(
@@ -161,7 +157,7 @@ def _place(stage: Stage) -> str:
 
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments, whose tensors another stage does not see."""
+    """Copy the tensors of arguments."""
     known: dict[int, torch.Tensor] = {}  # what is one object in the batch stays one
 
     def own(leaf: Any) -> Any:
@@ -176,7 +172,7 @@ def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Part(nn.Module):
-    """Holds the modules and tensors of several stages; it has no forward, because the model runs on several ranks.
+    """Hold the modules of this rank's stages, without a forward.
 
     ``part.get_submodule("encoder.layer.3")`` is the module of the scheduled model, the same object, where it runs on
     this rank. What stands at the path of a module that lies above a cut only holds what is below.
@@ -194,7 +190,7 @@ class Part(nn.Module):
             _merge(self, stage, own)
 
     def train(self, mode: bool = True) -> Part:
-        """Put the whole model into a mode, of which other ranks have the rest: the same call on all of them."""
+        """Set the mode of the whole model; call it on all ranks."""
         if "_model" in self.__dict__:
             self.__dict__["_model"].train(mode)
         return super().train(mode)  # type: ignore[return-value]
@@ -231,8 +227,8 @@ def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the plugins answered.
+class StageAnswers:
+    """Hold the plugins' answers.
 
     Args:
         partition: the stages.
@@ -245,8 +241,8 @@ class Asked:
     inputs: Mapping[str, Any]
 
 
-def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Asked:
-    """The stages into which the steps of a schedule cut its model, and what passes between them.
+def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> StageAnswers:
+    """Return the stages of a schedule, and the values sent between them.
 
     They are those of a training step: where every module is in evaluation mode, they are asked for in training mode.
 
@@ -267,7 +263,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
     batch = schedule.example_inputs if batch is None else batch
     if batch is None:
         raise ArgumentError(
-            "stages are made for one form of a batch: none was given, and the schedule has no example inputs",
+            "stages need a batch: none was given, and the schedule has no example inputs",
             hint="stages(sch, {'input_ids': ids}), or create_schedule(model, example_inputs={'input_ids': ids})",
         )
     inputs = bound_batch(schedule.model, batch, for_loss=whole_output)
@@ -279,4 +275,4 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         raise ArgumentError(
             "no step cuts this model into stages", hint='sch["encoder.layer.5"].pipeline_split() cuts after that module'
         )
-    return Asked(found.partition, found.liveness, inputs)
+    return StageAnswers(found.partition, found.liveness, inputs)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from slapo_core.errors import HookError, TraceError
 from slapo_core.pipeline.batches import bound_call
-from slapo_core.pipeline.calls import Answers, ApartCalls, StagedCalls
+from slapo_core.pipeline.calls import Answers, IsolatedStagedCalls, StagedCalls
 from slapo_core.pipeline.stages import Staged
 from slapo_core.schedule.read_only import ScheduledCopy
 from slapo_core.verification.inputs import Batch
@@ -75,7 +75,7 @@ class _StagedCaller(Caller):
     def __init__(self, staging: Staging, schedule: Schedule, model: nn.Module, *, apart: bool) -> None:
         super().__init__(model)
         self._staging = staging
-        self._apart = ApartCalls(schedule, model, answers=staging.answers) if apart else None
+        self._apart = IsolatedStagedCalls(schedule, model, answers=staging.answers) if apart else None
         self._calls = self._apart or StagedCalls(ScheduledCopy(schedule, model), answers=staging.answers)
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:

@@ -161,7 +161,7 @@ def test_what_takes_too_long_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(matcher, "MOST_STEPS", 100)
     with pytest.raises(ArgumentError) as error:
         tried(twelve_sums, built(chain))
-    message(error, "too many ways", "\n  hint: ")
+    message(error, "too ambiguous", "\n  hint: ")
 
 
 def test_the_count_sees_a_search_that_forgets_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,5 +110,5 @@ def test_a_predicate_that_has_no_name_cannot_be_saved(message: Messages) -> None
 def test_what_is_no_saved_pattern_is_an_error(change: Any) -> None:
     data = json.loads(json.dumps(pattern_of(lambda x: F.relu(x)).to_data()))
     change(data)
-    with pytest.raises(ReplayError, match="no saved pattern"):
+    with pytest.raises(ReplayError, match="not a saved pattern"):
         GraphPattern.from_data(data)

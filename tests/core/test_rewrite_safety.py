@@ -72,7 +72,7 @@ def test_a_value_that_leaves_the_match_and_comes_back(message: Messages) -> None
     schedule = traced(forward)
     matches = schedule.find(lambda x, y: torch.relu(x + 1) * y)
     text = refusal(schedule, lambda: schedule.checkpoint(matches))
-    message(text, "'add' leaves the match", "by 'tanh'", "'mul'")
+    message(text, "not convex", "'add' (inside)", "'tanh' (outside)", "'mul' (inside)")
 
 
 def in_place_between(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def an_argument_of_the_model(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 WRITES = [
-    (one_memory_twice, lambda x, y: torch.relu(x.add_(y.sum())), "is given twice"),
+    (one_memory_twice, lambda x, y: torch.relu(x.add_(y.sum())), "receives twice"),
     (a_view_that_is_returned, lambda x, y: torch.relu(x.add_(y)), "what 'output' reads"),
     (an_argument_of_the_model, lambda x, y: torch.relu(x.add_(y)), "to an argument"),
 ]
@@ -185,7 +185,7 @@ def test_random_numbers_are_drawn_in_the_same_order(message: Messages) -> None:
     schedule = traced(forward)
     pattern = lambda x: torch.relu(F.dropout(F.dropout(x, 0.5, True) + 1, 0.5, True) * 2)  # noqa: E731
     text = refusal(schedule, lambda: schedule.checkpoint(pattern))
-    message(text, "random numbers")
+    message(text, "use the RNG")
     schedule.checkpoint(lambda x: torch.relu(F.dropout(x + 1, 0.5, True) * 2))  # a negative control
     same_as_before(schedule)
 

@@ -265,7 +265,7 @@ def registers(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("read", "problem"),
-    [(draws, "draws random numbers that are not torch's"), (registers, "changes the .* of self in place")],
+    [(draws, "uses an RNG other than torch's"), (registers, "changes the .* of self in place")],
 )
 def test_what_a_graph_would_not_do_again_is_refused(read: Any, problem: str) -> None:
     below = Reads(read)

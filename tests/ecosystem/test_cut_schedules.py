@@ -100,7 +100,7 @@ WRONG_LIVENESS = {
         ("runs", None, ("'norm.running_mean', 'norm.running_var', 'norm.num_batches_tracked'",)),
         ("draws", None, ("random state", "slapo_partition")),
         ("", "too little", ("slapo_liveness", "stage 2 reads 'keep'")),
-        ("", "later", ("slapo_liveness", "stage 0 is to send 'hidden1'")),
+        ("", "later", ("slapo_liveness", "stage 0 sends 'hidden1'")),
         ("", "a list", ("slapo_liveness", "a list")),
     ],
 )

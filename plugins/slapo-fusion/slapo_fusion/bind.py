@@ -137,7 +137,7 @@ class Bind(Primitive):
 
     @property
     def _call_name(self) -> str:
-        """What the printed graph calls it."""
+        """Return the name of the call in the printed graph."""
         own = self.kernel.rpartition("::")[2] if isinstance(self.kernel, str) else getattr(self.kernel, "__name__", "")
         return own if own.isidentifier() else "bound"
 
@@ -162,7 +162,7 @@ class Bind(Primitive):
             kernel = self._kernel(node).load()
         except Unavailable as error:
             if not self.fallback:
-                yield Violation(f"the kernel cannot be had: {error.reason}", f"{error.remedy}; or bind(fallback=True)")
+                yield Violation(f"the kernel is unavailable: {error.reason}", f"{error.remedy}; or bind(fallback=True)")
             return
         if self.backward is None and has_backward(kernel) is False and _is_trained(node):
             yield Violation(
@@ -193,16 +193,16 @@ class Bind(Primitive):
         inputs = named_inputs(forward, arguments, node.module, args, kwargs)
         problem = differs(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
         if problem is not None:
-            raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="mend the kernel")
+            raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="fix the kernel")
 
 
 def is_bound(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper is of a step that bound a kernel to the forward."""
+    """Return whether a wrapper binds a kernel to the forward."""
     return isinstance(wrapper, functools.partial) and wrapper.func is Bound
 
 
 def _parameters(node: Node) -> tuple[str, ...]:
-    """The names of the forward's parameters."""
+    """Return the names of the forward's parameters."""
     return tuple(inspect.signature(type(node.module).forward).parameters)[1:]
 
 

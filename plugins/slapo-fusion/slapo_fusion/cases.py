@@ -31,7 +31,7 @@ def batch() -> tuple[Tensor]:
 
 
 def traced() -> Primitive:
-    """The step that traces a module."""
+    """Return the step that traces a module."""
     sch = slapo.create_schedule(Feed(), example_inputs=batch())
     sch.root.trace()
     return sch.records[0].primitive

@@ -28,7 +28,6 @@ from slapo_fusion.private import (
     recompile_limit,
     top_saved_tensors_hooks,
 )
-from slapo_fusion.watching import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 
 # `Compiled`: a function that ``torch.compile`` compiles when it is first called.
 
@@ -58,7 +57,9 @@ class Backend:
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not draws(graph):
             return self._compile(graph, inputs)
-        captured = _kept(graph)
+        copied = fx.Graph()  # backends change what they are given
+        copied.output(copied.graph_copy(graph.graph, {}))
+        captured = fx.GraphModule(graph, copied)
         return Watchable(captured, self._compile(graph, inputs), functools.partial(torch.compile, backend=self))
 
     def _compile(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -74,7 +75,7 @@ class Backend:
 
     @property
     def is_random(self) -> bool:
-        """Whether random numbers come from another stream than uncompiled."""
+        """Return whether compiled code uses another RNG stream."""
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
 
 
@@ -83,7 +84,7 @@ _IN_PIECES: set[Any] = set()
 
 
 class Compiled:
-    """A function, compiled when it is first called; pickled as the function, and compiled again where it is loaded.
+    """Compile a function at its first call; pickle it uncompiled.
 
     Args:
         function: what is compiled.
@@ -159,7 +160,7 @@ def _limited() -> contextlib.AbstractContextManager[Any]:
 
 
 def backend_problem(backend: Backend) -> tuple[str, str] | None:
-    """What is wrong with a backend's name, mode or options, and what to write instead; None if nothing is."""
+    """Return the problem of a backend's name, mode or options, and a hint; None if valid."""
     if not isinstance(backend.backend, str):
         if backend.mode is not None:
             return f"mode='{backend.mode}' is one of inductor's", "leave it out"
@@ -182,7 +183,7 @@ def backend_problem(backend: Backend) -> tuple[str, str] | None:
 
 
 def _keep_random_states(graph: fx.GraphModule) -> None:
-    """Draw the same numbers again in what is checkpointed: torch leaves that to AOTAutograd, which is not run here."""
+    """Restore the RNG state in recomputed regions, as AOTAutograd would."""
     tagged = torch.ops.higher_order.tag_activation_checkpoint
     for below in graph.modules():
         if isinstance(below, fx.GraphModule):
@@ -199,19 +200,8 @@ def _checkpointed(region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(region, *args, **options, **own)
 
 
-def _kept(graph: fx.GraphModule) -> fx.GraphModule:
-    """The graph as it is now: backends change what they are given."""
-    return fx.GraphModule(graph, _copied(graph.graph))
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
-    return copied
-
-
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line: what torch.compile and we wrap, not the wrapping."""
+    """Return the innermost error in one line."""
     cause = error
     while isinstance(cause, (ApplyError, compile_errors())):
         inner = cause.__cause__ or getattr(cause, "inner_exception", None)

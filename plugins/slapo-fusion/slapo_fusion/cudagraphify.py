@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
+from slapo_fusion.function_modes import is_fake, is_watched
 from slapo_fusion.private import tree_leaves
-from slapo_fusion.watching import is_fake, is_watched
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -53,7 +53,7 @@ class Captured:
         return graph(values)
 
     def _positional(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """The arguments as torch's capture takes them: tensors, by position."""
+        """Return the arguments as positional tensors, for the capture."""
         call = inspect.signature(self.forward).bind(module, *args, **kwargs)
         values = tuple(value for value in (*call.args[1:], *call.kwargs.values()) if value is not None)
         others = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
@@ -159,8 +159,6 @@ class Cudagraphify(Primitive):
     most_shapes: int = 4
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        from torch import nn
-
         if self.warmup < 1 or self.most_shapes < 1:
             yield Violation("warmup and most_shapes must be at least 1", "cudagraphify(warmup=3, most_shapes=4)")
         if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
@@ -177,8 +175,6 @@ class Cudagraphify(Primitive):
                 )
 
     def apply(self, node: Node, edit: Edit) -> None:
-        import torch
-
         active = torch.cuda.is_available()
         if not active:
             edit.note("there is no CUDA device: the forward runs as it is")

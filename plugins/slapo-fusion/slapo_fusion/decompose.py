@@ -77,7 +77,7 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def decomposed(module: nn.Module) -> nn.Module:
-    """The same module in pieces: with the same parameter and buffer objects and attributes, and without its hooks."""
+    """Return a decomposed module with the same tensors and attributes, without hooks."""
     new: Any = KINDS[type(module)].__new__(KINDS[type(module)])
     nn.Module.__init__(new)
     own = {name: value for name, value in vars(module).items() if name not in vars(new) and name != "forward"}
@@ -89,7 +89,7 @@ def decomposed(module: nn.Module) -> nn.Module:
 
 
 def _as(parameter: Tensor, output: Tensor) -> Tensor:
-    """In the output's type: under autocast the product is rounded, and the bias must not undo that."""
+    """Cast a parameter to the output's dtype, as autocast needs."""
     return parameter if parameter.dtype == output.dtype else parameter.to(output.dtype)
 
 
@@ -108,7 +108,7 @@ def _normalized(module: Any, input: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Decompose(Primitive):
-    """Take a module's arithmetic apart, so that ``trace(flatten=True)`` around it, and then patterns, see the pieces.
+    """Split a module's arithmetic into operations that patterns can match.
 
     For ``nn.Linear``, ``nn.LayerNorm`` and ``nn.BatchNorm1d`` to ``3d``. Parameters and the state dict stay the same.
     What steps put at the module stays there, and steps that follow treat it as the module that it was: of a row-split
@@ -132,8 +132,6 @@ class Decompose(Primitive):
     equivalence = Equivalence.REORDERED
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        from slapo_fusion.decompose import KINDS
-
         module = node.module
         if not node.path:
             yield Violation("the root of the model cannot be replaced", "decompose its children")
@@ -155,16 +153,12 @@ class Decompose(Primitive):
             yield Violation("a kernel bound by bind() runs in the place of its forward", "leave one of the two out")
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_fusion.decompose import decomposed
-
         new = decomposed(node.module)
         carried = Carried.of(node, new, is_same=True)
         edit.replace_module(node, new)
         carried.over(node, edit)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        from slapo_fusion.decompose import KINDS
-
         if type(node.module) not in KINDS.values():
             yield Violation("the module is not decomposed")
 

@@ -17,8 +17,8 @@ from slapo_core import ApplyError, Compiler, Edit, Equivalence, Node, PluginErro
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region, by_place
 from slapo_fusion.compilers import Compiled, reason
+from slapo_fusion.function_modes import aside, drops, is_fake, is_watched
 from slapo_fusion.private import StopRecomputation, tree_map_only
-from slapo_fusion.watching import aside, drops, is_fake, is_watched
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -31,7 +31,7 @@ _COMPILED: WeakKeyDictionary[Region, dict[Any, Region]] = WeakKeyDictionary()
 
 
 class Fused:
-    """Called like its region. Equal regions share what was compiled of them; pickled, it compiles again.
+    """Call the compiled code of a region; equal regions share it.
 
     Args:
         region: a pure function of its arguments.
@@ -78,18 +78,20 @@ class Fused:
         except Exception as error:
             raise self._failure(error) from error
         if not callable(compiled):
-            raise ApplyError(f"{self.where}: compiler '{self.compiler.name}' gave {compiled!r}, which is no function")
+            raise ApplyError(
+                f"{self.where}: compiler '{self.compiler.name}' returned {compiled!r}, which is not callable"
+            )
         return compiled
 
     def _raise_own(self, args: tuple[Any, ...]) -> None:
-        """Raise what the region itself raises for these arguments: then it is no fault of the compiler."""
+        """Raise the region's own error for these arguments, if any."""
         with fork_rng(), torch.no_grad():
             self.region(*tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args))
 
     def _failure(self, error: BaseException) -> ApplyError:
         return ApplyError(
             f"{self.where}: compiler '{self.compiler.name}' failed: {reason(error)}",
-            hint="take another compiler, or undo that step: the model itself is as it was",
+            hint="choose another compiler, or undo that step: the model is unchanged",
         )
 
     def __reduce__(self) -> Any:
@@ -98,7 +100,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Fusing:
-    """Makes a :class:`Fused` of a region; equal wherever it does the same, so that layers alike share a graph.
+    """Make a :class:`Fused` of a region; equal makers let layers share a graph.
 
     Args:
         compiler: as of :class:`Fused`, like the others.
@@ -114,7 +116,7 @@ class Fusing:
 
 @dataclass(frozen=True)
 class Fuse(Primitive):
-    """Take each match out of its graph as one region, and let a compiler make something faster of it.
+    """Compile each match of a graph as one region.
 
     Regions that compute the same share what was compiled of them, in whatever layers they are. What was compiled lives
     in this process: a model that is loaded from a file compiles again.
@@ -170,8 +172,6 @@ class Fuse(Primitive):
             yield Violation(error.message, error.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_fusion.fuse import Fusing
-
         compiler = node.plugin("compilers", self.compiler)
         if compiler.deprecated is not None:
             warnings.warn(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning, stacklevel=2)

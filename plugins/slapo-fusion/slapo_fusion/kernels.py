@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import ApplyError, ArgumentError
+from slapo_fusion.function_modes import is_fake
 from slapo_fusion.private import (
     OPDEFS,
     FakeTensorMode,
@@ -24,7 +25,6 @@ from slapo_fusion.private import (
     tree_leaves,
     tree_map_only,
 )
-from slapo_fusion.watching import is_fake
 
 # What a function gives, asked on tensors without values.
 
@@ -32,7 +32,7 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None:
-    """Shapes and types of what a function gives; None if it does not run on tensors without values."""
+    """Return shapes and dtypes of a function's output on fake tensors; None if it fails there."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             args, kwargs = tree_map_only(Tensor, _like, (args, dict(kwargs)))
@@ -47,10 +47,10 @@ def of_output(output: Any) -> Shapes:
 
 
 def differs(expected: Shapes | None, got: Shapes | None) -> str | None:
-    """How two outputs differ; None if they do not, or one of them is not known."""
+    """Return how two outputs differ; None if equal or unknown."""
     if expected is None or got is None or got == expected:
         return None
-    return f"the kernel gives {_shown(got)}, where the replaced code gives {_shown(expected)}"
+    return f"the kernel returns {_shown(got)}, the replaced code {_shown(expected)}"
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _shown(found: Shapes) -> str:
 
 
 class Unavailable(Exception):  # noqa: N818 - the reason why a kernel is not there, told or fallen back from
-    """The kernel cannot be had here.
+    """Signal an unavailable kernel.
 
     Args:
         reason: what is missing.
@@ -79,7 +79,7 @@ class Unavailable(Exception):  # noqa: N818 - the reason why a kernel is not the
 
 
 def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel itself: an operator by its name ``"namespace::name"``, or a function.
+    """Return a kernel: an operator by its name ``"namespace::name"``, or a function.
 
     Raises:
         Unavailable: no such operator is registered, or it is Triton's and there is no GPU or no Triton.
@@ -96,8 +96,8 @@ def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
         if not torch.cuda.is_available():
             raise Unavailable("a Triton kernel needs a GPU, and there is none", "run where there is one")
         raise Unavailable(
-            "a Triton kernel alone does not say how it is launched",
-            "give the function that makes the output and launches it: kernel[grid](...)",
+            "a bare Triton kernel has no launch grid",
+            "pass the function that allocates the output and launches it: kernel[grid](...)",
         )
     if getattr(kernel, "needs_triton", False) and importlib.util.find_spec("triton") is None:
         raise Unavailable("Triton is not installed", "pip install triton")
@@ -105,12 +105,12 @@ def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_operator(kernel: Callable[..., Any]) -> bool:
-    """Whether a kernel is registered with torch, which then knows what it gives on tensors without values."""
+    """Return whether a kernel is an operator registered with torch."""
     return isinstance(kernel, (OpOverload, OpOverloadPacket, torch.library.CustomOpDef))
 
 
 def has_backward(kernel: Callable[..., Any]) -> bool | None:
-    """Whether a gradient is known for an operator; None for a function, of which only a call tells."""
+    """Return whether an operator has a gradient; None for a function."""
     if not is_operator(kernel):
         return None
     if isinstance(kernel, torch.library.CustomOpDef):
@@ -125,7 +125,7 @@ def has_backward(kernel: Callable[..., Any]) -> bool | None:
 
 
 def missing_gradient(inputs: Any, output: Any) -> bool:
-    """Whether an output lost the gradient that its inputs ask for."""
+    """Return whether an output lost the gradient of its inputs."""
     if not torch.is_grad_enabled():
         return False
     wanted = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
@@ -169,7 +169,7 @@ class _Kernel(torch.autograd.Function):
         if len(found) != len(inputs):
             raise ApplyError(
                 f"{ctx.pair.where}: its backward gave {len(found)} gradients for {len(inputs)} inputs",
-                hint="return one for each input, None for what has none",
+                hint="return one gradient for each input, None where there is none",
             )
         for position, (gradient, value) in enumerate(zip(found, inputs, strict=True)):
             if isinstance(gradient, Tensor) and gradient.shape != value.shape:
@@ -219,7 +219,7 @@ def build_kernels(*sources: str | Path, flags: tuple[str, ...] = ("-O3",)) -> No
 
 @dataclass(frozen=True)
 class Kernel:
-    """Where a kernel comes from, as data: it is found again where a model is unpickled.
+    """Describe a kernel as data, for pickling.
 
     Args:
         kernel: an operator's name, or a function.
@@ -232,7 +232,7 @@ class Kernel:
     where: str
 
     def load(self) -> Callable[..., Any]:
-        """What to call.
+        """Return the function to call.
 
         Raises:
             Unavailable: it cannot be had here.
@@ -279,7 +279,7 @@ class Bound:
         return output
 
     def inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         if self.arguments is None:
             return (*args, *kwargs.values())
         return named_inputs(self.function, self.arguments, args[0], args[1:], kwargs)
@@ -289,7 +289,7 @@ class Bound:
         if problem is not None:
             raise ApplyError(
                 f"{self.kernel.where}: {problem}",
-                hint="the kernel must give what the code gives whose place it takes; undo this step",
+                hint="return the shapes and dtypes of the replaced code, or undo this step",
             )
 
     def __reduce__(self) -> Any:
@@ -303,7 +303,7 @@ def named_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """The values of a forward's parameters, or of the module's own tensors and attributes, in the order given."""
+    """Return values of forward parameters or module attributes, by name."""
     call = inspect.signature(forward).bind(module, *args, **kwargs)
     call.apply_defaults()
     return tuple(call.arguments[name] if name in call.arguments else getattr(module, name) for name in names)

@@ -63,34 +63,34 @@ def compile_with_inductor(graph: fx.GraphModule, inputs: Sequence[Any], settings
 
 
 def inductor_modes(mode: str | None = None) -> dict[str, Any]:
-    """The options of one mode of inductor; without a mode, the options of each, by name."""
+    """Return the options of an inductor mode, or of all modes by name."""
     from torch._inductor import list_mode_options
 
     return list_mode_options(mode)
 
 
 def inductor_options() -> Mapping[str, Any]:
-    """The options of inductor, by name."""
+    """Return the options of inductor, by name."""
     from torch._inductor import config
 
     return config.get_config_copy()
 
 
 def backend_names() -> list[str]:
-    """The backends that ``torch.compile`` knows by name."""
+    """Return the names of the backends of ``torch.compile``."""
     return list(torch._dynamo.list_backends(exclude_tags=None))
 
 
 def lookup_backend(name: str) -> Callable[..., Any]:
-    """The backend of a name."""
+    """Return the backend of a name."""
     return torch._dynamo.lookup_backend(name)
 
 
 def compile_errors() -> type[Exception]:
-    """The class of the errors of ``torch.compile``."""
+    """Return the error class of ``torch.compile``."""
     return torch._dynamo.exc.TorchDynamoException
 
 
 def recompile_limit(limit: int) -> Any:
-    """A context in which ``torch.compile`` compiles one function so many times."""
+    """Set the recompile limit of ``torch.compile``."""
     return torch._dynamo.config.patch(recompile_limit=limit)

@@ -131,7 +131,7 @@ def test_a_fallback_is_asked_for_and_told(message: Messages) -> None:
 
 
 def test_a_wrong_shape_is_refused_at_once_where_inputs_are_known_and_else_at_the_first_call() -> None:
-    gives = r"at '1': .*gives \(4,?\) float32"  # before the values are known the form is written in another way
+    gives = r"at '1': .*returns \(4,?\) float32"  # before the values are known the form is written in another way
     known = slapo.create_schedule(model(), example_inputs=X)
     with pytest.raises(slapo.ApplyError, match=gives):
         known["1"].apply(Bind("slapo_fusion_test::summed", backward=scaled_backward))
@@ -211,7 +211,7 @@ def test_a_kernel_in_the_place_of_matches() -> None:
     slapo.verify(sch, x)
     sch = traced()
     sch["1"].apply(Bind(short_kernel, bias_gelu))
-    with pytest.raises(slapo.ApplyError, match=r"bind\(short_kernel\) at '1': .*gives \(1, 6\) float32"):
+    with pytest.raises(slapo.ApplyError, match=r"bind\(short_kernel\) at '1': .*returns \(1, 6\) float32"):
         sch.model(x)
 
 

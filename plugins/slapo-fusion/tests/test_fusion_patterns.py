@@ -153,7 +153,7 @@ def test_attention_weights_that_are_used_or_are_the_model_s_own_result_keep_the_
     root = slapo.create_schedule(Written(weighted), example_inputs=(Q, K, V)).root
     root.trace(flatten=True)
     for node in (root, traced(used, (Q, K, V))["op"]):
-        with pytest.raises(slapo.PreconditionError, match="gives 2 values"):
+        with pytest.raises(slapo.PreconditionError, match="returns 2 values"):
             node.replace(match="fusion.sdpa")
         assert len(node.records) == 1
 

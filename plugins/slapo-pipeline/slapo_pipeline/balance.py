@@ -15,6 +15,7 @@ from slapo_core import ArgumentError, Node, PreconditionError, TraceError, Viola
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tracing import copied_model
 from slapo_pipeline.private import TorchDispatchMode, pytree
+from slapo_pipeline.rules import root_of
 
 # Floating-point operations of torch's calls, counted as they are dispatched.
 
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Of one dispatched call."""
+    """Return the FLOPs of one dispatched call."""
     packet = getattr(func, "_overloadpacket", None)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         query, key, value = args[:3]
@@ -44,7 +45,7 @@ def _grouped_product(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def container_violations(node: Node, stages: int, other_cuts: Sequence[str]) -> Iterator[Violation]:
-    """Why a node cannot be cut into so many stages, as far as its modules and the mesh say it.
+    """Yield why a node cannot be cut into so many stages.
 
     Args:
         node: the container.
@@ -76,7 +77,7 @@ def container_violations(node: Node, stages: int, other_cuts: Sequence[str]) -> 
 
 
 def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -> tuple[str, ...]:
-    """The blocks after which ``node`` is cut, as paths relative to it: the last one of each stage but the last.
+    """Return the blocks after which ``node`` is cut, as relative paths.
 
     Args:
         node: what :func:`container_violations` says nothing about.
@@ -91,7 +92,7 @@ def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -
     if stages == 1:
         return ()
     full = [_joined(node.path, path) for path in blocks]
-    root = _root(node)
+    root = root_of(node)
 
     try:
         costs = _costs_of(root, node, full, balance, other_cuts)
@@ -109,7 +110,7 @@ def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -
 
 
 def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts: Sequence[str]) -> Sequence[Share]:
-    """What each part costs, by what it is of: before the blocks, each block, after the blocks."""
+    """Return the cost shares before the blocks, of each block, and after."""
     try:
         call = root.example_call()
     except ArgumentError:
@@ -128,7 +129,7 @@ def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts:
 
 
 def _check_same(node: Node, model: nn.Module, blocks: Sequence[str]) -> None:
-    """The reference model must have these blocks too: they are what is measured."""
+    """Require the blocks in the reference model, which is measured."""
     for path in blocks:
         try:
             model.get_submodule(path)
@@ -140,14 +141,8 @@ def _check_same(node: Node, model: nn.Module, blocks: Sequence[str]) -> None:
             ) from None
 
 
-def _root(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node
-
-
 def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | None]:
-    """The blocks at a node, as paths relative to it in the order of the list; or why it is not known which they are.
+    """Return the blocks at a node, as relative paths in list order; or a violation.
 
     They are the children of the node, where it is a ModuleList or a Sequential; else those of the only such list below
     it that is long enough, or, of several, the only one with as many blocks that have parameters. Lists inside of the
@@ -183,7 +178,7 @@ def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | N
 
 
 def lists_of_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each ModuleList and Sequential at or below a module with the names of its children, the outermost ones only."""
+    """Yield each outermost ModuleList and Sequential with its children's names."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         yield path, tuple(name for name, child in module.named_children())
         return
@@ -205,12 +200,12 @@ Share = Mapping[Hashable, float]
 
 
 def flops(sections: Sequence[Section]) -> list[Share]:
-    """Of the forward; the backward has twice as many, everywhere alike."""
+    """Return the forward FLOPs of each section."""
     return [{position: section.flops} for position, section in enumerate(sections)]
 
 
 def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> list[Share]:
-    """Elements of the parameters: of a block, its own and those that it uses; elsewhere, those that are used there.
+    """Return the parameter elements that each section owns or uses.
 
     Those that are not used at all go to the first stage, where their tensors live.
     """
@@ -226,7 +221,7 @@ def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts:
 
 
 def parameters_as_registered(model: nn.Module, blocks: Sequence[str]) -> Sequence[Share]:
-    """The same by the order of the modules, where it is not known what the model is called with.
+    """Return parameter elements by module order, without running the model.
 
     What is registered before the blocks is taken to come before them, and what is registered later to come after.
     """
@@ -254,7 +249,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Section:
-    """What was computed in a part of the run.
+    """Record FLOPs and used parameters of a part of the run.
 
     Attributes:
         flops: of matrix products, convolutions and attention, forward only.
@@ -372,7 +367,7 @@ class _Clock(TorchDispatchMode):
 
 
 def piece_costs(before: Share, blocks: Sequence[Share], after: Share) -> list[list[float]]:
-    """The cost of every piece: ``costs[i][j]`` is that of the blocks ``i`` to ``j - 1``, for ``i < j``.
+    """Return the cost of every piece: ``costs[i][j]`` for blocks ``i`` to ``j - 1``.
 
     Args:
         before: what comes before the first block, and so goes into the piece that begins with it.
@@ -399,7 +394,7 @@ def piece_costs(before: Share, blocks: Sequence[Share], after: Share) -> list[li
 
 
 def best_cuts(costs: Sequence[Sequence[float]], stages: int) -> tuple[int, ...]:
-    """The number of blocks before each cut, e.g. ``(3, 6, 9)`` for 12 equal blocks in 4 stages.
+    """Return the number of blocks before each cut, e.g. ``(3, 6, 9)``.
 
     The largest piece is as small as it can be, and among all cuts of which that is true the sum of the squares is
     smallest: where a huge head decides the largest piece, the others are still balanced.
@@ -415,7 +410,7 @@ def best_cuts(costs: Sequence[Sequence[float]], stages: int) -> tuple[int, ...]:
 def _solve(
     costs: Sequence[Sequence[float]], stages: int, joined: Callable[[float, float], float], limit: float
 ) -> tuple[float, tuple[int, ...]]:
-    """The least joined cost of pieces of at most ``limit`` each, and the cuts that give it; of equals the first."""
+    """Minimize the joined cost of pieces of at most ``limit`` each."""
     count = len(costs)
     # best[j]: of the first j blocks in as many pieces as the round says
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * count]

@@ -1,4 +1,4 @@
-"""What slapo asks this plugin: the stages of a cut model, and what passes between them."""
+"""Hooks: the stages of a cut model, and the values sent between them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from slapo_core import Node, Primitive, Violation, hookimpl
 from slapo_core.spec.pipeline import Liveness, Partition
 from slapo_pipeline.partition.hook import slapo_partition
-from slapo_pipeline.rules import step_violations
+from slapo_pipeline.rules import root_of, step_violations
 from slapo_pipeline.split import PipelineSplit
 
 __all__ = ["slapo_liveness", "slapo_partition", "slapo_preconditions"]
@@ -15,7 +15,7 @@ __all__ = ["slapo_liveness", "slapo_partition", "slapo_preconditions"]
 
 @hookimpl(trylast=True)  # a plugin that names its own liveness replaces this one
 def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness:
-    """A value is live from its producer to the last stage that reads it, or to the last one for a loss.
+    """Keep a value live from its producer to its last reader.
 
     Source: paper section 4, liveness analysis.
     """
@@ -34,13 +34,10 @@ def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness:
 
 @hookimpl
 def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]:
-    """A step must not be put around the calls of a module that a cut spreads over stages."""
-    root = node
-    while root.parent is not None:
-        root = root.parent
+    """Refuse steps around modules that a cut spreads over stages."""
     cuts = {
         path: str(record)
-        for record in root.records_below()
+        for record in root_of(node).records_below()
         if isinstance(record.primitive, PipelineSplit)
         for path in record.primitive.cuts(record.path)
     }

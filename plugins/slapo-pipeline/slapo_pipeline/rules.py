@@ -21,6 +21,13 @@ _REPLACES = ("core.replace", "core.merge")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def root_of(node: Node) -> Node:
+    """Return the root of a node's tree."""
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
 def place_violations(node: Node) -> Iterator[Violation]:
     """Why no model can be cut after this module: it is the root, or is never called.
 

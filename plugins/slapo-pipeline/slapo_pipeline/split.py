@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_pipeline.rules import above_violations, place_violations
+from slapo_pipeline.rules import above_violations, place_violations, root_of
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -95,7 +95,7 @@ class PipelineSplit(Primitive):
         missing = [path for path in self.after if path not in blocks[:-1]]
         if missing:
             yield Violation(
-                f"after= names {missing[0]!r}, which is none of the blocks {blocks[0]!r} to {blocks[-2:][0]!r}",
+                f"after= names {missing[0]!r}, which is not one of the blocks {blocks[0]!r} to {blocks[-2:][0]!r}",
                 f"pipeline_split(stages={stages}) finds them",
             )
         elif [blocks.index(path) for path in self.after] != sorted({blocks.index(path) for path in self.after}):
@@ -112,12 +112,9 @@ class PipelineSplit(Primitive):
 
 def _other_cuts(node: Node) -> tuple[str, ...]:
     """Where the schedule cuts already."""
-    root = node
-    while root.parent is not None:
-        root = root.parent
     return tuple(
         cut
-        for record in root.records_below()
+        for record in root_of(node).records_below()
         if isinstance(record.primitive, PipelineSplit)
         for cut in record.primitive.cuts(record.path)
     )

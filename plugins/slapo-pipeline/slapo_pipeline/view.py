@@ -16,7 +16,7 @@ from torch import nn
 import slapo_core
 from slapo_core import Schedule, TraceError
 from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
-from slapo_core.tracing import FakeMode
+from slapo_core.tracing import FakeMode, children
 from slapo_pipeline.balance import run_in_sections
 from slapo_pipeline.private import pytree
 
@@ -119,27 +119,18 @@ def _crossing(value: Value, boundary: int) -> Crossing:
 def _pieces(partition: Partition) -> Iterator[tuple[str, int]]:
     """The pieces of the output by their names in it, each with the stage that makes it."""
     made = partition.output.assemble({name: name for name in partition.output.pieces})
-    for name, piece in _named("", made, set()):
+    for name, piece in _named("", made):
         if piece in partition.values:
             yield name or "output", partition.values[piece].producer
 
 
-def _named(name: str, part: Any, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Every text in nested values, by where it is; objects by their attributes."""
+def _named(name: str, part: Any) -> Iterator[tuple[str, str]]:
+    """Yield every text in nested values, with its path."""
     if isinstance(part, str):
         yield name, part
         return
-    if isinstance(part, Mapping):
-        below = [(str(key), each) for key, each in part.items()]
-    elif isinstance(part, tuple | list):
-        below = [(str(index), each) for index, each in enumerate(part)]
-    else:
-        below = list(getattr(part, "__dict__", {}).items())
-    if id(part) in seen:  # an object that leads back to itself
-        return
-    seen.add(id(part))
-    for key, each in below:
-        yield from _named(f"{name}.{key}" if name else key, each, seen)
+    for _, key, below in children(part) or ():
+        yield from _named(f"{name}.{key}" if name else str(key), below)
 
 
 def _described(value: Any) -> str:

@@ -11,7 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import slapo_core as slapo
-from slapo_pipeline.drawing import SCHEDULES, PipelineCommands, Work, orders, simulate
+from slapo_pipeline.timeline import SCHEDULES, PipelineCommands, Work, orders, simulate
 from tests.messages import Messages
 
 

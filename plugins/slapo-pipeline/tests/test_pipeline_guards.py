@@ -50,10 +50,10 @@ CHANGES: list[tuple[Callable[[Model], Any], dict[str, Any], tuple[str, ...]]] = 
     (lambda model: None, {"x": torch.rand(2, 4)}, ("stage 0", "'x'", "(2, 4)")),
     (lambda model: None, {"x": torch.rand(3, 4).double()}, ("stage 0", "'x'", "torch.float64")),
     (lambda model: None, {"mask": None}, ("stage 2", "'mask'", "(3, 1)")),
-    (lambda model: model.eval(), {}, ("the model", "mode of train()")),
-    (lambda model: model.drop.eval(), {}, ("'drop'", "mode of train()")),
+    (lambda model: model.eval(), {}, ("the model", "train() mode")),
+    (lambda model: model.drop.eval(), {}, ("'drop'", "train() mode")),
     (lambda model: setattr(model.config, "double", False), {}, ("self.config.double == True",)),
-    (lambda model: rename(model), {}, ("another module", "'b'")),
+    (lambda model: rename(model), {}, ("was replaced", "'b'")),
     (lambda model: model.register_forward_hook(lambda *_: None), {}, ("the root", "hook")),
     (lambda model: model.frozen.requires_grad_(), {}, ("'frozen'", "with a gradient")),
 ]
@@ -75,7 +75,7 @@ def test_each_check(
 
 def test_global_names_autocast_and_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     made = cut(Model(), ["a"], **CALL)
-    with torch.autocast("cpu"), pytest.raises(GuardError, match="another setting of autocast"):
+    with torch.autocast("cpu"), pytest.raises(GuardError, match="another autocast setting"):
         made.run(CALL)
     monkeypatch.setattr(f"{Model.__module__}.FACTOR", 3)
     with pytest.raises(GuardError, match="FACTOR == 2"):

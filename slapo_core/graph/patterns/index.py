@@ -133,7 +133,7 @@ class Indexed:
 
 
 def _state(graph: fx.Graph, module: nn.Module) -> Any:
-    """What the calls of a graph depend on, to be compared later."""
+    """Return the settings that the indexed calls depend on."""
     nodes = [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
     return nodes, [settings(_module_at(module, node.target)) for node, *_ in nodes if node.op == "call_module"]
 

@@ -65,8 +65,6 @@ def any_constant() -> Any:
         def pattern(x, p=ANY):
             return F.dropout(x, p)
     """
-    from slapo_core.graph.patterns.language import active_tracer
-
     tracer = active_tracer()
     return AnyConstant() if tracer is None else tracer.value(AnyConstant())
 
@@ -134,11 +132,8 @@ def any_of(*alternatives: Any) -> Any:
     Raises:
         ArgumentError: there are none.
     """
-    from slapo_core.errors import ArgumentError
-
     if not alternatives:
         raise ArgumentError("any_of needs alternatives (got none)", hint="any_of(pattern, other_pattern)")
-    from slapo_core.graph.patterns.language import active_tracer
 
     tracer = active_tracer()
     return AnyOf(alternatives) if tracer is None else tracer.any_of(alternatives)
@@ -154,8 +149,6 @@ def where(predicate: Callable[..., Any]) -> Any:
     Raises:
         ArgumentError: it is not callable.
     """
-    from slapo_core.errors import ArgumentError
-
     if not callable(predicate):
         raise ArgumentError(
             f"where needs a function of a node (got {predicate!r})", hint="where(lambda node: node.op == 'call_module')"
@@ -164,9 +157,6 @@ def where(predicate: Callable[..., Any]) -> Any:
 
 
 def _tracer() -> Any:
-    from slapo_core.errors import ArgumentError
-    from slapo_core.graph.patterns.language import active_tracer
-
     tracer = active_tracer()
     if tracer is None:
         raise ArgumentError(
@@ -193,8 +183,6 @@ class Proxy:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from slapo_core.graph.patterns.language import active_tracer
-
         return active_tracer().torch_call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:

@@ -365,8 +365,8 @@ class FormMatcher:
         self.tried += 1
         if self.tried > MOST_STEPS:
             raise ArgumentError(
-                f"the pattern can stand in too many ways in this graph (more than {MOST_STEPS} tried)",
-                hint="make it smaller, or say more of what its arguments are",
+                f"pattern too ambiguous: the search in this graph exceeded {MOST_STEPS} steps",
+                hint="use a smaller pattern, or constrain its arguments",
             )
         if step in self._placed or position < self._first or position in self._taken:
             return []

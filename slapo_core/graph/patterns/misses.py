@@ -16,7 +16,7 @@ _Part = tuple[frozenset[int], str | None]
 """Positions of the nodes that fit below a step at a node, and the first difference there; None if all fit."""
 
 
-class _Everywhere(dict[int, Any]):
+class _AnyPosition(dict[int, Any]):
     """Whatever position a step is looked up at, it may stand there: operands are compared one by one instead."""
 
     def __missing__(self, step: int) -> Any:
@@ -27,7 +27,7 @@ class _Everywhere(dict[int, Any]):
 
 
 def nearest_miss(forms: tuple[Form, ...], index: Indexed) -> str | None:
-    """One sentence on the place where most calls of a form stand; None if the graph has no calls.
+    """Describe the closest candidate in one sentence; None for an empty graph.
 
     Args:
         forms: of a pattern that does not match.
@@ -86,7 +86,7 @@ class _Search:
 
     def _ordered(self, found: IndexedCall, rows: list[tuple[str, Any, Any]]) -> _Part:
         for name, operand, value in rows:
-            if not could_be(operand, value, name, found, self.index, _Everywhere()):
+            if not could_be(operand, value, name, found, self.index, _AnyPosition()):
                 return frozenset(), self._operand(found, name, operand, value)
         nodes, difference = frozenset([found.position]), None
         for inner, other in (pair for _, operand, value in rows for pair in pairs_of(operand, value)):

@@ -106,7 +106,7 @@ def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> 
         return forms, str(data["text"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ReplayError(
-            f"this is no saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
+            f"not a saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
         ) from error
 
 
@@ -202,8 +202,6 @@ class GraphPattern:
         Raises:
             SerializationError: it has a predicate that is no function at the top level of a module.
         """
-        from slapo_core.graph.patterns.pattern import to_data
-
         return {"forms": [to_data(form) for form in self.forms], "text": self.text}
 
     @classmethod
@@ -217,8 +215,6 @@ class GraphPattern:
         Raises:
             ReplayError: it is no pattern.
         """
-        from slapo_core.graph.patterns.pattern import pattern_from_data
-
         forms, text = pattern_from_data(data, find_function)
         return cls(forms, text)
 

@@ -68,14 +68,14 @@ def _takes_tensor_first(schema: inspect.Signature) -> bool:
 
 @functools.cache
 def defaults_of(operation: str) -> dict[str, Any]:
-    """What the arguments of an operation are where they are left out."""
+    """Return the defaults of an operation's arguments."""
     found: dict[str, Any] = {}
     unclear: set[str] = set()
     for schema in _schemas(operation):
         for each in schema.parameters.values():
             if each.default is _NO_DEFAULT:
                 continue
-            if each.name in found and not _is_same(found[each.name], each.default):
+            if repr(found.get(each.name, each.default)) != repr(each.default):
                 unclear.add(each.name)
             found.setdefault(each.name, each.default)
     for name in unclear:
@@ -95,10 +95,6 @@ def required_parameters(operation: str) -> tuple[str, ...]:
         if _takes_tensor_first(schema)
     ]
     return min(needed, key=len, default=())
-
-
-def _is_same(left: Any, right: Any) -> bool:
-    return type(left) is type(right) and left == right
 
 
 @functools.lru_cache(maxsize=1024)

@@ -107,7 +107,7 @@ def adapted(
     if gained - parameters.keys() or any(which in lost or isinstance(which, int) for which in passed):
         raise CannotPlace(
             f"the match captured {_listed(place.captured_first)} where the replacement was made, and {_listed(given)} "
-            f"there, which what replaces it cannot take",
+            f"there, which the replacement does not accept",
             "a function with parameters of these names, and defaults for those that may be absent",
         )
     return arguments, (*kept, *((name, name) for name in sorted(gained)))
@@ -254,7 +254,9 @@ class Replacement:
         results = tuple(place.captures[name] for name in self.results) or None
         left = [node for node in outputs if results is not None and node not in results]
         if left:
-            raise CannotPlace(f"the value of '{left[0]}' is used outside of the match, and nothing gives it then")
+            raise CannotPlace(
+                f"the value of '{left[0]}' is used outside the match, and the replacement does not return it"
+            )
         if results is None and self.values not in (None, len(outputs)):
             shown = ", ".join(f"'{node}'" for node in outputs)
             raise CannotPlace(
@@ -324,7 +326,7 @@ def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
     if isinstance(found, tuple) and len(found) == 2 and found[0] == "constant":
         return found[1]
     if found in inside:
-        raise CannotPlace(f"'{which}' is computed inside of the match, as '{found}', and is not there to be passed")
+        raise CannotPlace(f"'{which}' is computed inside the match (as '{found}') and cannot be passed")
     return found
 
 
@@ -343,9 +345,9 @@ def _written_operands(nodes: Sequence[fx.Node], module: nn.Module, effects: Effe
         operands = [value for value in given if effects.roots(value) & written]
         if len(operands) > 1:
             shown = " and ".join(f"'{value}'" for value in operands)
-            raise CannotPlace(f"'{node}' may write in place to what the match is given twice, as {shown}")
+            raise CannotPlace(f"'{node}' may write in place to an input that the match receives twice: {shown}")
         if operands and "example" not in operands[0].meta:
-            raise CannotPlace(f"'{node}' may write in place to a part of '{operands[0]}', which the match is given")
+            raise CannotPlace(f"'{node}' may write in place to a part of '{operands[0]}', an input of the match")
         copied.update(dict.fromkeys(operands))
     return tuple(copied)
 

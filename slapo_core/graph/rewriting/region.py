@@ -80,7 +80,7 @@ def _why(node: fx.Node, back: fx.Node, reasons: dict[fx.Node, str], earlier: lis
             return reasons[present]
         leaving = next((value for value in present.all_input_nodes if value in earlier), None)
         if leaving is not None:
-            return f"the value of '{leaving}' leaves the match, and comes back by '{back}', which '{node}' reads"
+            return f"the match is not convex: '{leaving}' (inside) -> '{back}' (outside) -> '{node}' (inside)"
         seen.add(present)
         stack.extend(value for value in present.all_input_nodes if value not in seen)
     raise AssertionError(f"'{back}' needs nothing of the match")
@@ -104,7 +104,7 @@ def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[str]
             if is_changed(below):
                 place = f"{path}.{name}" if name else path
                 raise CannotPlace(
-                    f"'{node}' calls '{place}', which has hooks or a forward of its own, and would be called no more",
+                    f"'{node}' calls '{place}', which has hooks or a forward of its own that the rewrite would drop",
                     "rewrite first, change the module then; or match what lies around it",
                 )
         yield path

@@ -1,4 +1,4 @@
-"""One rewrite of a graph: where, and what comes there; repeated in every variant of the graph."""
+"""Rewrites of a graph, repeated in every specialization."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rewrite:
 def rewritten(
     recorded: Recorded, module: nn.Module, places: Sequence[Place], action: Action
 ) -> tuple[Recorded, tuple[str, ...]]:
-    """A new graph in which ``action`` has come in each of ``places``; and what is called no more.
+    """Return a new graph with ``action`` at each place, and the absorbed modules.
 
     Raises:
         CannotPlace: one of them is no single call.
@@ -54,7 +54,8 @@ def rewritten(
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(recorded.graph, twins)
-    _copy_output(recorded.graph, graph, twins)
+    output = recorded.graph.output_node()
+    twins[output] = graph.node_copy(output, lambda node: twins[node])
     flags, swallowed = list(recorded.flags), list[str]()
     for place in places:
         call = _rewrite_one(graph, module, _moved(place, twins), action, twins)
@@ -62,11 +63,6 @@ def rewritten(
         swallowed += call.swallowed
     graph.lint()
     return replace(recorded, graph=graph, flags=tuple(flags)), tuple(dict.fromkeys(swallowed))
-
-
-def _copy_output(old: fx.Graph, new: fx.Graph, twins: dict[fx.Node, fx.Node]) -> None:
-    output = next(node for node in reversed(old.nodes) if node.op == "output")
-    twins[output] = new.node_copy(output, lambda node: twins[node])
 
 
 def _moved(place: Place, twins: dict[fx.Node, fx.Node]) -> Place:
@@ -91,7 +87,8 @@ def _rewrite_one(
     nodes = [node for node in graph.nodes if node in inside]
     _drop_type_checks(graph, nodes, inside)
     if action.results_only:
-        _give_none(graph, only_given_out(nodes))
+        given, output = only_given_out(nodes), graph.output_node()
+        output.args = fx.map_arg(output.args, lambda node: None if node in given else node)
     outputs = [node for node in nodes if any(user not in inside for user in node.users)] or nodes[-1:]
     call = action.call(place, nodes, outputs, module, effects)
     after = nodes_after(nodes, effects)
@@ -103,7 +100,11 @@ def _rewrite_one(
         new.meta["location"] = nodes[-1].meta.get("location")
         if call.then is not None:
             new = graph.call_function(call.then, (new,))
-        results = [new] if len(outputs) == 1 else [_item(graph, new, position) for position in range(len(outputs))]
+        results = (
+            [new]
+            if len(outputs) == 1
+            else [graph.call_function(operator.getitem, (new, position)) for position in range(len(outputs))]
+        )
     for moved in after:
         anchor.prepend(moved)
     successors = {}
@@ -136,19 +137,10 @@ def _inserted(graph: fx.Graph, call: NewCall, name: str) -> fx.Node:
     return graph.create_node(call.op, call.target, args, kwargs, name=name)
 
 
-def _item(graph: fx.Graph, node: fx.Node, position: int) -> fx.Node:
-    return graph.call_function(operator.getitem, (node, position))
-
-
 def only_given_out(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Those of a match, all but the last, whose values the graph gives out and does not use outside of the match."""
     inside = set(nodes)
     return [node for node in nodes[:-1] if {user.op for user in node.users if user not in inside} == {"output"}]
-
-
-def _give_none(graph: fx.Graph, given: Sequence[fx.Node]) -> None:
-    output = graph.output_node()
-    output.args = fx.map_arg(output.args, lambda node: None if node in given else node)
 
 
 _DECIDED_BY_INPUTS = ("dtype", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_mkldnn")
@@ -179,7 +171,7 @@ def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) ->
 
 
 def places_of(pattern: GraphPattern, recorded: Recorded, module: nn.Module) -> tuple[list[Place], str | None]:
-    """Every match of a pattern, in the graph's order; and where there is none, what comes nearest."""
+    """Return every match of a pattern in graph order, or the closest candidate."""
     places = [
         Place(
             tuple(found.nodes),
@@ -200,7 +192,7 @@ def _captured(value: Any) -> Any:
 
 
 def by_pattern(matches: Sequence[Match]) -> list[tuple[Any, list[Match]]]:
-    """The matches of each pattern together, in the order in which the patterns first come."""
+    """Group matches by pattern, in order of first appearance."""
     groups: list[tuple[Any, list[Match]]] = []
     for match in matches:
         for pattern, members in groups:
@@ -215,7 +207,7 @@ def by_pattern(matches: Sequence[Match]) -> list[tuple[Any, list[Match]]]:
 def rewrite_of(
     pattern: Any, matches: Sequence[Match], recorded: Recorded, module: nn.Module, action: Action
 ) -> Rewrite:
-    """The rewrite that acts on ``matches`` of one pattern, as they lie in this graph.
+    """Return the rewrite of ``matches`` of one pattern in this graph.
 
     Raises:
         ApplyError: one of them is not there.
@@ -229,7 +221,7 @@ def rewrite_of(
         else:
             index = match.index if match.total == len(places) else None
         if index is None:
-            nearest = f"; nearest to it comes this: {miss}" if miss else ""
+            nearest = f"; closest candidate: {miss}" if miss else ""
             raise ApplyError(
                 f"{match} is not in the graph: the pattern now matches {len(places)} places there{nearest}",
                 path=match.path,
@@ -243,7 +235,7 @@ def rewrite_of(
 def applied(
     rewrite: Rewrite, recorded: Recorded, module: nn.Module, where: str, path: str, *, first: bool
 ) -> tuple[Recorded, tuple[str, ...]]:
-    """The graph of one variant, rewritten.
+    """Rewrite the graph of one specialization.
 
     Args:
         rewrite: what is done.
@@ -260,10 +252,11 @@ def applied(
     places, miss = places_of(rewrite.pattern, recorded, module)
     name = rewrite.action.name
     if len(places) != rewrite.total:
-        nearest = f"; nearest to it comes this: {miss}" if miss else ""
+        nearest = f"; closest candidate: {miss}" if miss else ""
         raise TraceError(
-            f"the rewrite '{name}' of {where} cannot be repeated in another variant of its graph (train or eval, other "
-            f"arguments): its pattern matched {rewrite.total} places, and matches {len(places)} there{nearest}",
+            f"the rewrite '{name}' of {where} cannot be repeated in another specialization of its graph (train or "
+            f"eval, other arguments): its pattern matched {rewrite.total} places, and matches {len(places)} "
+            f"there{nearest}",
             path=path,
             hint="call the module as it was traced, or take a pattern that matches both, e.g. with optional steps",
         )
@@ -279,7 +272,8 @@ def applied(
                 f"the match of '{name}' at {where} cannot be taken out: {error.problem}", path=path, hint=error.hint
             ) from None
         raise TraceError(
-            f"the rewrite '{name}' of {where} cannot be repeated in another variant of its graph: {error.problem}",
+            f"the rewrite '{name}' of {where} cannot be repeated in another specialization of its graph: "
+            f"{error.problem}",
             path=path,
             hint=error.hint,
         ) from None

@@ -1,4 +1,4 @@
-"""Whether something new gives what a match gives: shapes and types, from a run without values; else on random ones."""
+"""Comparison of a replacement's output with a match: shapes and dtypes, on fake tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mismatch(
     *,
     results_only: bool = False,
 ) -> str | None:
-    """How the outputs of ``new`` differ from those of the match; None if they do not, or it cannot be known.
+    """Return how the outputs of ``new`` differ from the match's; None if equal or unknown.
 
     Args:
         recorded: the graph that the match lies in.
@@ -89,7 +89,7 @@ def _key(value: Any) -> Any:
 
 
 def _state_at(graph: fx.Graph, name: str) -> Any:
-    """Gradients and autocast as the graph has switched them before a node; None: as the caller has them."""
+    """Return the gradient and autocast state before a node; None: the caller's."""
     state = None
     for node in graph.nodes:
         if node.name == name:
@@ -126,7 +126,7 @@ def _compare(
         found = list(out)
     else:
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
-        return f"the match gives {len(expected)} values, so a tuple of {len(expected)} is required (got {got})"
+        return f"the match returns {len(expected)} values, so a tuple of {len(expected)} is required (got {got})"
     for number, (wanted, value) in enumerate(zip(expected, found, strict=True)):
         own = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
         if own != wanted:

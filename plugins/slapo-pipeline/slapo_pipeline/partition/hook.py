@@ -11,7 +11,7 @@ from torch import fx, nn
 from slapo_core import TraceError, hookimpl
 from slapo_core.spec.pipeline import Output, Partition, Stage, Value
 from slapo_core.tracing import FlatGraph, compiled, flat
-from slapo_pipeline.partition.places import Places, Uncuttable, title
+from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
 from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
 from slapo_pipeline.rules import above_violations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def slapo_partition(
     schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
-    """The stages between the cuts of :class:`PipelineSplit`.
+    """Return the stages between the cuts of :class:`PipelineSplit`.
 
     Source: paper section 3.3.2, partition propagation.
     """
@@ -54,7 +54,7 @@ def slapo_partition(
 
 
 def _require_calls(schedule: ScheduledModel, cuts: Mapping[str, Record]) -> None:
-    """What came around the modules above a cut after it was made: the user's own hooks, say."""
+    """Refuse hooks that came around modules above a cut."""
     for path, record in cuts.items():
         for violation in above_violations(schedule.root[path]):
             raise TraceError(
@@ -63,7 +63,7 @@ def _require_calls(schedule: ScheduledModel, cuts: Mapping[str, Record]) -> None
 
 
 def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
-    """What the modules above cuts do that cannot be recorded."""
+    """Return the error for modules above cuts that cannot be recorded."""
     first, *others = dict.fromkeys(map(str, cuts.values()))
     more = f" and {len(others)} more" if others else ""
     above = ", ".join(f"'{path}'" if path else "the root" for path in sorted(ancestors(cuts)))
@@ -95,7 +95,7 @@ class _Cutting:
         return _bound([self.flat] * len(programs), programs, values, output)
 
     def name(self, node: fx.Node) -> str:
-        """The name of the value of a node: another one for each."""
+        """Return the unique name of a node's value."""
         if node not in self._names:
             wanted = title(node)
             name, number = wanted, 1
@@ -139,7 +139,7 @@ class _Cutting:
 def _bound(
     flats: Sequence[FlatGraph], programs: Sequence[Program], values: Mapping[str, Value], output: Output
 ) -> Partition:
-    """The stages of copies of one model; ``flats`` has the graph of the copy for each stage."""
+    """Bind programs to copies of one model, one graph per stage."""
     stages = tuple(
         Stage(
             index,
@@ -163,7 +163,7 @@ def _bound(
 
 
 def _containers(flat: FlatGraph, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Lists and dictionaries of modules that code above the cuts may run through; none inside of a called module."""
+    """Yield containers of modules that code above the cuts may iterate."""
     called = {str(node.target) for node in flat.graph.nodes if node.op == "call_module"}
     inside = tuple(f"{path}." for path in called)
     for path, module in modules.items():
@@ -173,17 +173,17 @@ def _containers(flat: FlatGraph, modules: Mapping[str, nn.Module]) -> Iterator[s
 
 
 def _holds_objects(program: Program) -> bool:
-    """Whether a stage is given an object, which may be the model's own."""
+    """Return whether a stage holds an object, possibly the model's own."""
     return any(kind == "constant" and not isinstance(what, torch.Tensor) for kind, what in program.sources)
 
 
 def ancestors(paths: Collection[str]) -> frozenset[str]:
-    """The paths of all modules above ``paths``; the root is ``""``."""
+    """Return the paths of all ancestors of ``paths``; the root is ``""``."""
     return frozenset(path[:end] for path in paths for end in range(len(path)) if path[end] == ".") | {""}
 
 
 def recorded(root: nn.Module, inputs: Mapping[str, Any], cuts: Collection[str]) -> FlatGraph:
-    """The graph of the whole model, in which the modules above cuts are looked through, and all others called.
+    """Record the model: ancestors of cuts inlined, all other modules called.
 
     Args:
         root: the scheduled model.
@@ -199,7 +199,7 @@ def recorded(root: nn.Module, inputs: Mapping[str, Any], cuts: Collection[str]) 
 
 
 def _told_apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """One tensor that is two arguments becomes two: the next batch may have different ones."""
+    """Separate arguments that are one tensor object."""
     seen: set[int] = set()
     found = {}
     for name, value in inputs.items():

@@ -12,22 +12,20 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from slapo_core.tracing import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild, set_state
-from slapo_pipeline.partition.places import (
+from slapo_pipeline.partition.placement import (
     Constants,
     Places,
     Uncuttable,
-    is_check,
     is_constructor,
     is_given,
     is_part,
-    is_switch,
     made_object,
     readers,
 )
 
 
 class Segment:
-    """The graph of one stage in the making.
+    """Build the graph of one stage.
 
     Args:
         index: of the stage.
@@ -62,7 +60,7 @@ class Segment:
         return self._placeholder(f"object_{len(self.sources)}", ("constant", value))
 
     def receive(self, node: fx.Node) -> fx.Node:
-        """A value of an earlier stage."""
+        """Receive a value of an earlier stage."""
         self.uses[node] = self._placeholder(node.name, ("value", node))
         return self.uses[node]
 
@@ -96,7 +94,7 @@ _LASTING = (FunctionType, BuiltinFunctionType, MethodType, type, torch.nn.Module
 
 
 class Segments:
-    """The graphs of all stages.
+    """Build the graphs of all stages.
 
     A call stands in the stage in which it was recorded. What computes no tensor is computed wherever it is needed. A
     tensor of an earlier stage is received, unless it is made of constants, or read from the batch.
@@ -124,16 +122,16 @@ class Segments:
                 stage += 1
                 if now != entry:
                     self.segments[stage].switch(*now)
-            if is_switch(node):
+            if node.target is set_state:
                 now = tuple(node.args)
                 self.segments[position].switch(*now)
-            elif is_check(node):
+            elif node.target is check:
                 self._check(node, position)
             elif places.is_bound(node):
                 self._copy(node, position)
 
     def get(self, node: fx.Node, stage: int) -> Any:
-        """The value of a node in a stage: computed there, read there, or received."""
+        """Return the value of a node in a stage: computed, read, or received."""
         segment = self.segments[stage]
         if node not in segment.known:
             segment.known[node] = self._found(node, segment)
@@ -146,7 +144,7 @@ class Segments:
             home.makes[node] = self.get(node, home.index)
 
     def constant(self, node: fx.Node) -> Any:
-        """What a node gave that is no tensor: the stage that computes it checks that it is that again."""
+        """Return a recorded plain value, guarded in the stage that computes it."""
         value = self.flat.values[node]
         if node not in self._expected and self.places.is_made(node):
             self._expected.add(node)
@@ -211,7 +209,7 @@ class Segments:
         return self._no_tensor(node, value, segment)
 
     def _is_there(self, node: fx.Node, segment: Segment) -> bool:
-        """Whether a number can be computed again of tensors that the stage has anyway."""
+        """Return whether a stage can recompute a number from its own tensors."""
         if is_given(node) or node in segment.known:
             return True
         if self.places.is_bound(node) or (is_part(node, self.flat) and self.flat.values.get(node) is not None):
@@ -267,7 +265,7 @@ class Segments:
     def _cannot_pass(self, node: fx.Node, value: Any, segment: Segment) -> Uncuttable:
         cut = self.places.cuts[segment.index - 1]
         if node not in self.flat.values:
-            problem = f"'{node}' is made before it and used after it, and is no tensor"
+            problem = f"'{node}' is made before it and used after it, and is not a tensor"
             return Uncuttable(cut, problem, "cut where only tensors pass", node.meta.get("location"))
         return made_object(value, cut, "made before it and used after it", node)
 
@@ -276,7 +274,7 @@ _HINT = "write `x = x + y` instead of `x += y` there, or cut elsewhere"
 
 
 def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
-    """Give stages copies of what they receive and write to; refuse what stages would see of each other's writes.
+    """Copy received values that a stage writes to; refuse writes visible to others.
 
     A stage that gets a value has memory of its own. So after a write only that stage has the new contents, in the
     tensors that lie in the memory that it wrote to.
@@ -295,7 +293,7 @@ def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
 
 
 def settle_shared_modules(segments: Segments) -> None:
-    """Refuse a buffer that a called module changes, and another stage needs too: each stage would have its own.
+    """Refuse a buffer that one stage changes and another needs.
 
     Raises:
         Uncuttable: a module that changes it is called on both sides of a cut, or code on one side reads it.
@@ -365,11 +363,12 @@ class _Writes:
                 if self.places.order[user] < order:
                     continue
                 if position == stage and other is not written and self._origins(other, stage) != origins:
-                    raise self._refusal(node, written, other, "shares its memory, and is sent on its own")
-                if is_older and position > stage and user.op != "output" and self.places.home(other) < stage:
-                    raise self._refusal(node, written, other, f"is read in stage {position}, which gets it as it was")
-                if is_older and position > stage and is_given(other) and user.op != "output":
-                    raise self._refusal(node, written, other, f"is read in stage {position}, which gets it as it was")
+                    raise self._refusal(node, written, other, "shares its memory, and is sent separately")
+                is_sent = is_given(other) or self.places.home(other) < stage
+                if is_older and is_sent and position > stage and user.op != "output":
+                    raise self._refusal(
+                        node, written, other, f"is read in stage {position}, which receives the value before that write"
+                    )
             is_returned = other in self.pieces and is_older
             if is_returned and (self.places.home(other) < stage):
                 raise self._refusal(node, written, other, "is returned as it was before")
@@ -414,7 +413,7 @@ Assemble = Callable[[Mapping[str, Any]], Any]
 
 
 class Assembly:
-    """How the output is put together.
+    """Assemble the model's output from named tensors.
 
     Args:
         segments: of all stages.
@@ -436,9 +435,11 @@ class Assembly:
         if isinstance(value, fx.Node):
             return self._of_node(value)
         if isinstance(value, tuple | list):
-            return _sequence(value, [self._of(part) for part in value])
+            kind, below = tuple if isinstance(value, tuple) else list, [self._of(part) for part in value]  # not fx's
+            return lambda pieces: kind([part(pieces) for part in below])
         if isinstance(value, dict):
-            return _mapping({key: self._of(part) for key, part in value.items()})
+            named = {key: self._of(part) for key, part in value.items()}
+            return lambda pieces: {key: part(pieces) for key, part in named.items()}
         if not is_plain(value) and not callable(value):
             raise made_object(value, self.segments.places.cuts[-1], "which it returns", self._output)
         return lambda pieces: value
@@ -472,12 +473,3 @@ class Assembly:
         if value is None:
             return lambda pieces: None
         return self._of_node(self.segments.places.part(whole, how, key, value))
-
-
-def _sequence(value: Any, below: list[Assemble]) -> Assemble:
-    kind = tuple if isinstance(value, tuple) else list  # and not fx's own
-    return lambda pieces: kind([part(pieces) for part in below])
-
-
-def _mapping(below: dict[Any, Assemble]) -> Assemble:
-    return lambda pieces: {key: part(pieces) for key, part in below.items()}

@@ -49,12 +49,12 @@ class Holder(nn.Module):
         return f"of {type(self.__dict__['_ancestor'][0]).__name__}"
 
 
-_HINT = "ask for the stages again after such a change"
+_HINT = "recreate the stages after such a change"
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a stage computes, and what it takes for granted: by names, so that it runs on any copy of the model.
+    """Describe a stage's computation by names, for any copy of the model.
 
     Args:
         code: a function of the stage's module and of what ``sources`` say.
@@ -179,10 +179,10 @@ class CutStage(StageModule):
         links, modes, inlined, lists = self.__dict__["_checked"]
         for table, name, module, path in links:
             if table.get(name) is not module:
-                raise self._error(GuardError(f"made before another module came to '{path}'", hint=_HINT))
+                raise self._error(GuardError(f"made before the module at '{path}' was replaced", hint=_HINT))
         for module, there, path in lists:
             if len(module._modules) != len(there) or any(map(operator.is_not, module._modules.values(), there)):
-                raise self._error(GuardError(f"made before the modules in '{path}' became others", hint=_HINT))
+                raise self._error(GuardError(f"made before the modules in '{path}' changed", hint=_HINT))
         for path, module in inlined:
             if is_around(module):
                 where = f"'{path}'" if path else "the root"
@@ -192,8 +192,8 @@ class CutStage(StageModule):
             if module.training is not training:
                 was, now = ("train", "eval") if training else ("eval", "train")
                 where = f"'{path}'" if path else "the model"
-                problem = f"made with {where} in the mode of {was}(), and now it is in that of {now}()"
-                raise self._error(GuardError(problem, hint="ask for the stages in each mode"))
+                problem = f"made with {where} in {was}() mode, and now it is in {now}() mode"
+                raise self._error(GuardError(problem, hint="create stages for each mode"))
         for owner, ancestor, name in self.__dict__["_own"]:
             _hold(owner, ancestor, name)  # it may have been replaced meanwhile: materialized, moved
         try:
@@ -225,7 +225,7 @@ class CutStage(StageModule):
 
 
 def is_around(module: nn.Module) -> bool:
-    """Whether more happens when ``module`` is called than its forward: hooks, another forward, a compiled one."""
+    """Return whether a module has hooks, another forward, or a compiled one."""
     own = module.__dict__
     if own.get("_compiled_call_impl") is not None or ("forward" in own and not is_merely_traced(module)):
         return True

@@ -1,4 +1,4 @@
-"""Where each node of the flat graph runs: its kind, the stage it is bound to, and what has no place."""
+"""Placement of the flat graph's nodes in stages."""
 
 from __future__ import annotations
 
@@ -17,18 +17,8 @@ _QUERIES = frozenset([
 ])  # fmt: skip
 
 
-def is_check(node: fx.Node) -> bool:
-    """A guard."""
-    return node.target is check
-
-
-def is_switch(node: fx.Node) -> bool:
-    """Gradients or autocast are switched here."""
-    return node.target is set_state
-
-
 def is_given(node: fx.Node) -> bool:
-    """An argument of the model, a captured tensor, a parameter or buffer: there in every stage."""
+    """Return whether a node's value exists in every stage."""
     return node.op in ("placeholder", "get_attr")
 
 
@@ -38,7 +28,7 @@ def is_constructor(node: fx.Node) -> bool:
 
 
 def is_part(node: fx.Node, flat: FlatGraph) -> bool:
-    """Takes a part out of a container: of what a module returned, or of an argument."""
+    """Return whether a node takes an item out of a container."""
     if node.op != "call_function" or node.target not in (operator.getitem, getattr):
         return False
     whole = node.args[0]
@@ -60,7 +50,7 @@ def is_light(node: fx.Node, flat: FlatGraph) -> bool:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that get its value, in containers too; not those that only ask about it."""
+    """Yield the nodes that receive a value, in containers too."""
     for user in node.users:
         if is_constructor(user):
             yield from readers(user)
@@ -69,7 +59,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def title(node: fx.Node) -> str:
-    """A name for its value: of a part, that of the whole with the key."""
+    """Return a name for a node's value."""
     takes_out = (operator.getitem, getattr)
     whole = node.args[0] if node.op == "call_function" and node.target in takes_out else None
     if isinstance(whole, fx.Node) and (whole.op == "call_module" or whole.target in takes_out):
@@ -78,7 +68,7 @@ def title(node: fx.Node) -> str:
 
 
 class Uncuttable(Exception):  # noqa: N818 - becomes a TraceError that names the record
-    """The model cannot be cut at a place.
+    """Signal a place where the model cannot be cut.
 
     Args:
         path: of the module after which it was to be cut.
@@ -95,7 +85,7 @@ class Uncuttable(Exception):  # noqa: N818 - becomes a TraceError that names the
 
 
 class Places:
-    """The stage of every node: calls stand where they were recorded, everything else as early as it can.
+    """Assign each node a stage: calls where recorded, others as early as possible.
 
     Args:
         flat: the graph.
@@ -136,20 +126,20 @@ class Places:
         self._made: dict[fx.Node, bool] = {}
         for stage, path in enumerate(self.cuts):
             after = [node for node, position in self.position.items() if position == stage + 1]
-            if not any(self.is_bound(node) and not is_switch(node) for node in after):
+            if not any(self.is_bound(node) and node.target is not set_state for node in after):
                 problem = "nothing comes after it"
                 if stage + 1 < len(self.cuts):
                     problem += f", before the cut after '{self.cuts[stage + 1]}'"
                 raise Uncuttable(path, problem, "cut after an earlier module")
 
     def is_bound(self, node: fx.Node) -> bool:
-        """Whether it runs in one stage, where it was recorded; other nodes are made again wherever they are needed."""
-        if is_given(node) or is_check(node) or node.op == "output" or node.target is left:
+        """Return whether a node runs in the one stage where it was recorded."""
+        if is_given(node) or node.target is check or node.op == "output" or node.target is left:
             return False
         return not is_light(node, self.flat)
 
     def home(self, node: fx.Node) -> int:
-        """The first stage in which it can be computed."""
+        """Return the first stage in which a node can be computed."""
         known = self._homes.get(node)
         if known is None:
             if self.is_bound(node):
@@ -160,7 +150,7 @@ class Places:
         return known
 
     def is_made(self, node: fx.Node) -> bool:
-        """Whether it is computed of more than what every stage has."""
+        """Return whether a node depends on values that some stage computes."""
         known = self._made.get(node)
         if known is None:
             if is_given(node):
@@ -171,7 +161,7 @@ class Places:
         return known
 
     def part(self, whole: fx.Node, how: str, key: Any, value: Any) -> fx.Node:
-        """The node that takes a part out of what a call returned; a new one where the graph has none.
+        """Return the node that takes an item out of a call's result.
 
         Args:
             whole: gives a container.
@@ -179,8 +169,6 @@ class Places:
             key: of the part.
             value: the part.
         """
-        import operator
-
         function = operator.getitem if how == "item" else getattr
         for user in whole.users:
             if user.target is function and user.args == (whole, key):
@@ -195,7 +183,7 @@ class Places:
 
 
 def made_object(value: Any, cut: str, how: str, node: fx.Node) -> Uncuttable:
-    """The refusal of a model that makes an object which stages would have to share.
+    """Return the error for an object that stages would have to share.
 
     Args:
         value: the object, or what stands for it.
@@ -229,7 +217,7 @@ _CHEAP = frozenset([
 
 
 class Constants:
-    """Of one flat graph.
+    """Find the values that each stage can recompute cheaply.
 
     Args:
         flat: the graph.
@@ -243,7 +231,7 @@ class Constants:
         self._is_switched = any(getattr(node.target, "__name__", "") == "set_state" for node in flat.graph.nodes)
 
     def is_constant(self, node: fx.Node) -> bool:
-        """Whether computing it again gives the same, of what every stage has, and costs next to nothing."""
+        """Return whether every stage can recompute a value cheaply and equally."""
         value = self.flat.values[node]
         return not value.requires_grad and (self._is(node, of_batch=False) or self._is(node, of_batch=True))
 

@@ -305,7 +305,7 @@ def orders(schedule: str, *, stages: int, microbatches: int, pp: int | None = No
     if rest or per_rank < wanted or (exactly and per_rank != wanted):
         what = f"{wanted} {'stage' if wanted == 1 else 'stages'} on each rank{'' if exactly else ' or more'}"
         raise ArgumentError(
-            f"{schedule} runs {what}, and {stages} stages on {pp} ranks are something else",
+            f"{schedule} runs {what}, and got {stages} stages on {pp} ranks",
             hint=f"--stages {wanted * pp} --pp {pp}",
         )
     try:

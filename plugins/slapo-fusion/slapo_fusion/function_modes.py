@@ -1,4 +1,4 @@
-"""Compiled code while a mode watches torch calls, as ``verify`` does to switch dropout off and to see who draws.
+"""Run compiled code under torch-function modes, such as those of ``verify``.
 
 A torch-function mode sees what Python calls, and compiled code calls nothing; and behind a graph break, torch.compile
 (2.13) gives wrong values while a mode is active. So the modes are put aside while compiled code runs:
@@ -49,14 +49,14 @@ _ATTENTION_DROPOUT = 4  # scaled_dot_product_attention(query, key, value, attn_m
 
 
 def is_watched() -> bool:
-    """Whether a torch-function mode other than torch's own default device is active."""
+    """Return whether a torch-function mode other than the default device is active."""
     if not number_of_function_modes():
         return False
     return any(not isinstance(mode, DeviceContext) for mode in function_modes())
 
 
 def is_fake() -> bool:
-    """Whether tensors have no values now: somebody asks for shapes, and compiled code would be made in vain."""
+    """Return whether a fake-tensor mode is active."""
     if not number_of_dispatch_modes():
         return False
     return any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes())
@@ -83,7 +83,7 @@ _WATCHING: ContextVar[Sequence[Any]] = ContextVar("the modes that compiled graph
 
 
 def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Run ``function`` on copies, for the eyes of the active modes only: it leaves nothing changed."""
+    """Run a function on copies, so that active modes see its calls."""
     modules = [below for each in args if isinstance(each, nn.Module) for below in each.modules()]
     buffers = [(module._buffers, dict(module._buffers)) for module in modules]
     try:
@@ -99,7 +99,7 @@ def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def put_back_on_error(args: Any) -> Iterator[None]:
-    """Where a ``RuntimeError`` comes out, buffers of the modules in ``args`` and random states are as before."""
+    """Restore buffers and RNG states after a ``RuntimeError``."""
     buffers = [(each, each.clone()) for module in args if isinstance(module, nn.Module) for each in module.buffers()]
     device = accelerator()
     generators: list[Any] = [torch] if device is None else [torch, torch.get_device_module(device)]
@@ -116,7 +116,7 @@ def put_back_on_error(args: Any) -> Iterator[None]:
 
 
 def drops(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether ``function`` drops anything, on copies of its arguments."""
+    """Return whether a function applies dropout."""
     looking = _Looking()
     with aside(shown=False), looking:
         shown(function, args, kwargs)
@@ -124,7 +124,7 @@ def drops(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 class Watchable:
-    """A compiled graph that tells a watching mode what it draws.
+    """Show active modes the dropout of a compiled graph.
 
     Args:
         captured: the graph, as torch calls.
@@ -170,12 +170,12 @@ class _Looking(TorchFunctionMode):
 
 
 def draws(graph: fx.GraphModule) -> bool:
-    """Whether it calls dropout that drops anything."""
+    """Return whether a graph applies dropout."""
     return any(_is_dropping(node) for part in _parts(graph) for node in part.graph.nodes)
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy in which dropout passes its input on."""
+    """Copy a graph without its dropout."""
     still = copy.deepcopy(graph)
     for part in _parts(still):
         for node in list(part.graph.nodes):
