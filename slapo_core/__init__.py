@@ -127,7 +127,7 @@ _PUBLIC = {
     "build": "slapo_core.building.phases",
     "clip_grad_norm_": "slapo_core.live",
     "create_schedule": "slapo_core.schedule.creation",
-    "estimate": "slapo_core.cli.estimate",
+    "estimate": "slapo_core.estimation.estimates",
     "estimate_functions": "slapo_core.estimation.estimates",
     "fit": "slapo_core.estimation.fit",
     "hookimpl": "slapo_core.spec.hookspecs",

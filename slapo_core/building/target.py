@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, HookError, OptimizerError, SealedError, SlapoError, TraceError
-from slapo_core.pipeline.batches import BatchForm, bound_batch, in_mode
+from slapo_core.pipeline.batches import InputSignature, bound_batch, in_mode
 from slapo_core.pipeline.stages import Staged, needing, staged
 from slapo_core.schedule.consistency import refuse_if_incomplete, sharded_mesh_dims, unused_mesh_dims
 from slapo_core.spec.accelerators import device_of
@@ -272,7 +272,7 @@ class Stages:
         self._schedule = schedule
         self._modules = list(schedule.model.modules())
         self._parameters = list(schedule.model.parameters())
-        self._kept: list[tuple[Any, BatchForm, Staged | None]] = []  # those that came last, last
+        self._kept: list[tuple[Any, InputSignature, Staged | None]] = []  # those that came last, last
 
     def of(
         self,
@@ -284,7 +284,7 @@ class Stages:
     ) -> Staged | None:
         """Find the stages; see :meth:`slapo_core.spec.request.BuildRequest.stages`."""
         with in_mode(self._modules, training=training):
-            form = BatchForm(inputs, [module.training for module in self._modules])
+            form = InputSignature(inputs, [module.training for module in self._modules])
             if not form.is_plain:
                 return ask(self._schedule, inputs, outputs, batch_axes)
             key = (

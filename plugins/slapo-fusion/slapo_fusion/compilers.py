@@ -18,6 +18,7 @@ from slapo_core import ApplyError, ArgumentError, Compiler
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.spec.graph import Region
 from slapo_core.spec.observers import dropout_is_off
+from slapo_fusion.function_modes import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 from slapo_fusion.private import (
     backend_names,
     compile_errors,
