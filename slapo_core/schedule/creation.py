@@ -32,11 +32,11 @@ def create_schedule(
         model: any ``nn.Module``, on any device, ``meta`` included. It is changed in place by the steps, and put back
             by ``undo``.
         mesh: the device mesh, as ``{"dp": 2, "tp": 2}`` (outermost dimension first) or torch's ``DeviceMesh``. In a
-            process without torch.distributed, a dictionary of several ranks makes a *dry* schedule that plays ``rank``.
+            process without torch.distributed, a dictionary of several ranks makes an *abstract* mesh for ``rank``.
         plugins: distributions whose hooks are active from the start; others are once one of their primitives is
             applied.
         example_inputs: one batch, as ``verify`` takes it: a mapping, a tuple, or one argument.
-        rank: for a dry schedule, the global rank to play.
+        rank: on an abstract mesh, this process's global rank.
 
     Raises:
         ArgumentError: ``model`` is not a module; it, a part of it, or a model that it is a part or a copy of carries
