@@ -115,7 +115,7 @@ def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole(message: Message
     for kind, word in (
         ("plain", ""),
         ("hook", "a tensor's hook"),
-        ("checkpoint", "again"),
+        ("checkpoint", "recomputed"),
         ("compiled", "compiled"),
     ):
         module = Hooked(kind)

@@ -200,7 +200,8 @@ def diverged_replicas_are_found(bench: DialectBench) -> None:
     for rank, (name, found) in enumerate(results):
         for call, text in found.items():
             # A runtime may keep a second value for the forward: 'up.weight in the forward'.
-            starts = [f"{kind}: '{name}{end}" for kind in ("ReplicaError", "RankMismatchError") for end in ("'", " ")]
+            kinds = ("ReplicaError: replicas of ", "RankMismatchError: ")
+            starts = [f"{kind}'{name}{end}" for kind in kinds for end in ("'", " ")]
             named = text.startswith(tuple(starts))
             wrong = text != "fine" if "again" in call else not named
             if wrong:
