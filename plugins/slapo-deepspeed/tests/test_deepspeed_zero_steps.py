@@ -291,7 +291,7 @@ def test_what_cannot_train_says_why_and_evaluates(message: Messages) -> None:
         ("no optimizer 0", "built without"),
         ("no gradients", "without gradients"),
         ("closed", "is closed"),
-        ("detached 0", "nothing that is trained"),
+        ("detached 0", "does not require grad"),
         ("Adafactor 1", "Adafactor", "split over"),
     ):
         (told,) = {rank[what] for rank in _both("refusals")}
