@@ -82,7 +82,7 @@ class FlatGraph:
         surroundings: tuple[Flag, ...],
         written: frozenset[str],
         inlined: Mapping[str, nn.Module],
-        stand_in_for: torch.device | None = None,
+        meta_device: torch.device | None = None,
     ) -> None:
         self.module, self.graph, self.captured = module, recorded.graph, recorded.captured
         self.guards = list(recorded.guards)
@@ -93,7 +93,7 @@ class FlatGraph:
         self._tensors = list(_read_tensors(module, self.graph))
         self._checks = Checks((*recorded.flags, *surroundings), index)
         self._default = torch.get_default_dtype()
-        self._stand_in_for = stand_in_for
+        self._meta_device = meta_device
         self._reads_values = notes.is_real or bool(notes.value_reads)
 
     def of_copy(self, module: nn.Module) -> FlatGraph | None:
@@ -112,9 +112,9 @@ class FlatGraph:
         return other if other._checks.violated(other._modules) is None else None
 
     def device(self, node: fx.Node) -> torch.device:
-        """Where the tensor of a node is; that of a stand-in is where what it stands for is."""
+        """Return the device of a node's tensor; of a placeholder on the meta device, the device it represents."""
         device: torch.device = self.values[node].device
-        return self._stand_in_for if device.type == "meta" and self._stand_in_for is not None else device
+        return self._meta_device if device.type == "meta" and self._meta_device is not None else device
 
     def forget(self) -> None:
         """Drop the tensors of the run."""
@@ -220,12 +220,12 @@ def flat(
         surroundings=names.flags,
         written=written,
         inlined=inlined,
-        stand_in_for=home,
+        meta_device=home,
     )
 
 
 def _device(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device | None:
-    """Where tensors are that the meta device has stand-ins of; None if it has none. All of them stand for the CPU."""
+    """Return the device that meta tensors represent; None without meta tensors."""
     tensors = [*tensors_in(dict(arguments)), *module.parameters(), *module.buffers()]
     if not any(tensor.is_meta for tensor in tensors):
         return None

@@ -1,4 +1,4 @@
-"""What the nodes of a graph do besides computing: draw random numbers, write in place, switch gradients off.
+"""What the nodes of a graph do besides computing: use the RNG, write in place, switch gradients off.
 
 Two nodes that were recorded in one order may run in the other only if neither notices. Of torch's functions and modules
 it is seen while they are recorded: the schemas and tags of the operators that they call say it. What is not torch's (a

@@ -94,12 +94,15 @@ class _Seen(TorchFunctionMode):
             with DisableTorchFunction():  # nor by what records
                 return func(*args, **kwargs)
         self._calls += 1
-        given = tuple(self._stand_in(value) for value in args), {key: self._stand_in(kwargs[key]) for key in kwargs}
+        given = (
+            tuple(self._replacement(value) for value in args),
+            {key: self._replacement(kwargs[key]) for key in kwargs},
+        )
         is_known = not any(isinstance(value, torch.Tensor) for value in (*given[0], *given[1].values()))
         self.form = FunctionalForm(func, *given) if is_known and self._calls == 1 else None
         return _RESULT
 
-    def _stand_in(self, value: Any) -> Any:
+    def _replacement(self, value: Any) -> Any:
         if value is self.given:
             return INPUT
         return Own(self._own[id(value)]) if id(value) in self._own else value

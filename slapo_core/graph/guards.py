@@ -98,7 +98,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _of_part(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """A part of a container: with its class, and of objects, which nobody watches there, the settings."""
+    """Snapshot an element of a container: its class, and the settings of objects, which have no guard there."""
     found = fingerprint(value, of_tensor)
     if type(found) is tuple and found[:1] in ((object,), (nn.Module,)):
         found = (*found, _settings(value))
@@ -172,7 +172,7 @@ class Checks:
 
     Args:
         flags: of one recording.
-        index: where the recorded modules stand in the list that :meth:`violated` is given, by path.
+        index: position of the recorded modules, by path, in the list given to :meth:`violated`.
     """
 
     def __init__(self, flags: Iterable[Flag], index: Mapping[str, int]) -> None:

@@ -216,7 +216,7 @@ class AttributeReads:
         self._is_known = self._is_known and (id(found) in self._places or is_told(found))
 
     def _hold(self, value: Any, path: Place, reader: Place) -> None:
-        """Watch an object that is no module: a configuration."""
+        """Watch an object that is not a module: a configuration."""
         if len(path) - len(reader) > 1 or len(path) > _DEPTH + max(map(len, self._recorded)):
             return
         known = self._places.get(id(value))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _CUT = {"split": "split_size", "chunk": "chunks", "unsafe_split": "split_size", "unsafe_chunk": "chunks", "unbind": ""}
 
 
-def guard_pieces(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def guard_elements(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Where ``func`` cuts a tensor into as many parts as its size makes, keep their number.
 
     The guard asks the tensor that is cut, and not the parts, which only the code that was recorded uses.
@@ -263,7 +263,7 @@ class Recorder(TorchFunctionMode):
         if (from_hook := getattr(func, "slapo_from", None)) is not None and (hook := _running_hook()) is not None:
             func = from_hook(Origin(self._path, hook))
         with self.paused():
-            guard_pieces(self.recording, func, args, kwargs)
+            guard_elements(self.recording, func, args, kwargs)
         out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
         if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
             return self.recording.know(args[0], self.recording.node(out))

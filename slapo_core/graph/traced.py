@@ -426,7 +426,7 @@ class TracedForward:
         self.plans.append(plan)
         return len(self.plans) - 1, plan, modules
 
-    @disable_dynamo  # recording is no part of what is compiled: torch.compile breaks its graph here, once
+    @disable_dynamo  # recording is not compiled: torch.compile breaks its graph here, once
     def _specialized(
         self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
     ) -> Specialization:

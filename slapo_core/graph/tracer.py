@@ -30,7 +30,7 @@ from slapo_core.spec.tracer import Recorded, Tracer, Untraceable, check
 def drop_unused(graph: fx.Graph) -> None:
     """Remove unused reads of sizes, parts and parameters, and unused arithmetic on sizes.
 
-    Torch calls stay, used or not: the recorded code made them, and one may draw random numbers or write to a tensor.
+    Torch calls stay, used or not: the recorded code made them, and one may use the RNG or write to a tensor.
     """
     for node in reversed(list(graph.nodes)):
         is_read = is_inert(node) and node.op not in ("placeholder", "output") and node.target is not check

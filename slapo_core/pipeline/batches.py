@@ -112,7 +112,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
     """Set training or evaluation mode; restore the mode of every module.
 
-    As ``train_step`` does it: where some module is in training mode, the modes are somebody's choice.
+    As ``train_step`` does it: where some module is in training mode, the modes stay as chosen.
     """
     modes = [module.training for module in modules]
     changed = (

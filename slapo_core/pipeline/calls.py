@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.primitive import Record
 
 
-# `StagedCalls`: the stages of one scheduled model, made once for every form of a batch and every mode.
+# `StagedCalls`: the stages of one scheduled model, made once for every input signature and every mode.
 
 
 class StagedCalls:
@@ -107,13 +107,13 @@ class Answers:
 class IsolatedStagedCalls:
     """Make each stage of another copy of the modules, with the same tensors.
 
-    What modules leave to each other in attributes of theirs does not pass from one stage to the next then, as it would
+    State that modules keep in attributes does not pass from one stage to the next then, as it would
     not between processes; gradients and the optimizer's steps are those of the one model. The plugins are asked about
     every copy, as they are on every rank, and must say the same.
 
     Args:
         schedule: says where to cut.
-        model: a copy of its model that nobody else runs; the first stage is made of it.
+        model: a private copy of its model; the first stage is made of it.
         answers: see :class:`~slapo_core.pipeline.calls.StagedCalls`.
     """
 

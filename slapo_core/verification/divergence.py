@@ -75,7 +75,7 @@ def diverged(
     Args:
         told: by all ranks.
         reference_model: dropout of the reference model.
-        records: the steps: the one that lets ranks draw differently is named, if it can be said.
+        records: the steps: the one that gives ranks different RNG streams is named, if it can be said.
         dtype: the coarsest type in which the model computes.
     """
     found = next(_divergences(told, math.sqrt(torch.finfo(dtype).eps)), None)

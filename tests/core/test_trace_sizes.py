@@ -216,7 +216,7 @@ def test_a_child_that_gives_something_else_is_noticed(give: Any, use: Any, messa
 def test_without_the_guard_on_pieces_a_row_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     from slapo_core.graph import recorder
 
-    monkeypatch.setattr(recorder, "guard_pieces", lambda *_: None)
+    monkeypatch.setattr(recorder, "guard_elements", lambda *_: None)
     twin = Whole(model(unbinds)())
     slapo.create_schedule(twin, example_inputs=(X,))["below"].trace()
     assert twin(Y).shape[0] == 2 != len(Y)

@@ -86,7 +86,7 @@ class Bind(Primitive):
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         if isinstance(self.kernel, str) and "::" not in self.kernel:
-            yield Violation(f"'{self.kernel}' is no operator's name", f'bind("namespace::{self.kernel}")')
+            yield Violation(f"'{self.kernel}' is not an operator's name", f'bind("namespace::{self.kernel}")')
             return
         if self.match is not None:
             if self.inputs is not None:

@@ -80,7 +80,7 @@ class Backend:
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
 
 
-_IN_PIECES: set[Any] = set()
+_WITH_BREAKS: set[Any] = set()
 """Code in which the compiler leaves something to Python: found out once, and not for each of many equal layers."""
 
 
@@ -133,14 +133,14 @@ class Compiled:
 
     def _watched(self, args: Any, kwargs: Any) -> Any:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
-        if self.fullgraph or code not in _IN_PIECES:
+        if self.fullgraph or code not in _WITH_BREAKS:
             try:
                 with aside(), put_back_on_error(args):
                     return self._run(True, args, kwargs)
             except RuntimeError:  # a graph break; or nothing was compiled, and it ran as it is
                 if self.fullgraph:
                     raise
-                _IN_PIECES.add(code)
+                _WITH_BREAKS.add(code)
         if drops(self.function, args, kwargs):
             if dropout_is_off():
                 return self.function(*args, **kwargs)

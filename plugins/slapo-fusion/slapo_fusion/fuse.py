@@ -130,7 +130,7 @@ class Fuse(Primitive):
         options: for the compiler; of inductor, ``mode`` and torch's own, e.g. ``{"max_autotune": True}``.
 
     Raises:
-        PreconditionError: nothing matches, no such compiler is installed, or ``name`` is no identifier.
+        PreconditionError: nothing matches, no such compiler is installed, or ``name`` is not an identifier.
         StaleError: an earlier step changed the place of a match.
         ApplyError: a match cannot be taken out of the graph; or the compiler failed, then or at a call.
 

@@ -105,7 +105,7 @@ def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -
             path=node.path,
         ) from error
     before, *inside, after = costs
-    cuts = best_cuts(piece_costs(before, inside, after), stages)
+    cuts = best_cuts(segment_costs(before, inside, after), stages)
     return tuple(blocks[cut - 1] for cut in cuts)
 
 
@@ -150,7 +150,7 @@ def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | N
     """
     found = list(lists_of_blocks(node.module))
     enough = [(path, names) for path, names in found if len(names) >= stages]
-    if len(enough) > 1:  # a classifier of Flatten, Dropout and Linear is no rival of the blocks
+    if len(enough) > 1:  # a classifier (Flatten, Dropout, Linear) does not compete with the blocks
         real = [(path, names) for path, names in enough if _with_parameters(node.module, path, names) >= stages]
         enough = real if len(real) == 1 else enough
     if len(enough) == 1:
@@ -366,7 +366,7 @@ class _Clock(TorchDispatchMode):
             self._ended = True
 
 
-def piece_costs(before: Share, blocks: Sequence[Share], after: Share) -> list[list[float]]:
+def segment_costs(before: Share, blocks: Sequence[Share], after: Share) -> list[list[float]]:
     """Return the cost of every piece: ``costs[i][j]`` for blocks ``i`` to ``j - 1``.
 
     Args:
@@ -400,11 +400,11 @@ def best_cuts(costs: Sequence[Sequence[float]], stages: int) -> tuple[int, ...]:
     smallest: where a huge head decides the largest piece, the others are still balanced.
 
     Args:
-        costs: see :func:`piece_costs`.
+        costs: see :func:`segment_costs`.
         stages: number of pieces, from 1 to the number of blocks.
     """
-    largest = _solve(costs, stages, lambda so_far, piece: max(so_far, piece), float("inf"))[0]
-    return _solve(costs, stages, lambda so_far, piece: so_far + piece * piece, largest)[1]
+    largest = _solve(costs, stages, lambda so_far, cost: max(so_far, cost), float("inf"))[0]
+    return _solve(costs, stages, lambda so_far, cost: so_far + cost * cost, largest)[1]
 
 
 def _solve(
@@ -418,10 +418,10 @@ def _solve(
         following: list[tuple[float, tuple[int, ...]] | None] = [None] * (count + 1)
         for end in range(stage, count + 1):
             for start in range(stage - 1, end):
-                left, piece = best[start], costs[start][end]
-                if left is None or piece > limit:
+                left, cost = best[start], costs[start][end]
+                if left is None or cost > limit:
                     continue
-                total = joined(left[0], piece)
+                total = joined(left[0], cost)
                 present = following[end]
                 if present is None or total < present[0]:
                     following[end] = (total, (*left[1], start) if stage > 1 else ())

@@ -1,4 +1,4 @@
-"""Which steps and cuts do not go together: what lies above a cut is no call any more."""
+"""Steps that conflict with cuts: modules above a cut are no longer called."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
             for stage in partition.stages
         ),
         ties=tied,
-        outputs=dict(_pieces(partition)),
+        outputs=dict(_output_producers(partition)),
         notes=notes,
     )
 
@@ -86,12 +86,10 @@ def _ends(model: nn.Module, stage: Stage) -> tuple[str, str]:
 
 
 def _parameters(schedule: Schedule, stage: Stage) -> int:
-    return sum(
-        math.prod(_untouched_shape(schedule, name, parameter)) for name, parameter in stage.module.named_parameters()
-    )
+    return sum(math.prod(_full_shape(schedule, name, parameter)) for name, parameter in stage.module.named_parameters())
 
 
-def _untouched_shape(schedule: Schedule, name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+def _full_shape(schedule: Schedule, name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     path, _, own = name.rpartition(".")
     node: Any = schedule[path] if path else schedule.root
     layout = node.layout(own)
@@ -116,12 +114,12 @@ def _crossing(value: Value, boundary: int) -> Crossing:
     )
 
 
-def _pieces(partition: Partition) -> Iterator[tuple[str, int]]:
+def _output_producers(partition: Partition) -> Iterator[tuple[str, int]]:
     """The pieces of the output by their names in it, each with the stage that makes it."""
     made = partition.output.assemble({name: name for name in partition.output.pieces})
-    for name, piece in _named("", made):
-        if piece in partition.values:
-            yield name or "output", partition.values[piece].producer
+    for name, value in _named("", made):
+        if value in partition.values:
+            yield name or "output", partition.values[value].producer
 
 
 def _named(name: str, part: Any) -> Iterator[tuple[str, str]]:
@@ -172,7 +170,7 @@ class StageView:
         index: from 0.
         first: path of the first module in it.
         last: path of the last one; for all stages but the last one the module after which it is cut.
-        parameters: number of elements of the parameters that it uses, of their untouched sizes; ties count in each
+        parameters: number of elements of the parameters that it uses, of their full sizes; ties count in each
             stage that has them.
         tied: names of the parameters among them that other stages use too.
         flops: operations of the forward of this rank, for the batch: two for each multiplication and addition of
@@ -204,7 +202,7 @@ class Stages:
         batch: what the stages were made for, e.g. ``{"input_ids": "(8, 128) int64"}``.
         stages: in the order in which they run.
         ties: the stages that use it, by the name of a parameter.
-        outputs: the stage that makes it, by the name of a piece of the model's output, e.g. ``"loss"``.
+        outputs: the stage that makes it, by the name of an output of the model, e.g. ``"loss"``.
         notes: what could not be found out, and why.
     """
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from slapo_pipeline.balance import best_cuts, piece_costs
+from slapo_pipeline.balance import best_cuts, segment_costs
 
 
 def _pieces(costs, cuts):
@@ -30,7 +30,7 @@ def test_the_cut_is_the_best_of_all_on_up_to_twelve_blocks():
             for spread in (1, 3, 1000):
                 blocks = [{index: random.randint(1, spread)} for index in range(count)]
                 before, after = {"before": random.randint(0, 3 * spread)}, {"after": random.randint(0, 3 * spread)}
-                costs = piece_costs(before, blocks, after)
+                costs = segment_costs(before, blocks, after)
                 cuts = best_cuts(costs, stages)
                 found = _pieces(costs, cuts)
                 assert len(cuts) == stages - 1
@@ -45,7 +45,7 @@ def test_what_several_blocks_of_a_stage_share_counts_once_in_it():
         sizes = {key: random.randint(1, 100) for key in "abcdef"}
         blocks = [{key: sizes[key] for key in random.sample("abcdef", 2)} for _ in range(8)]
         before, after = {"a": sizes["a"]}, {"a": sizes["a"], "tail": 5}
-        costs = piece_costs(before, blocks, after)
+        costs = segment_costs(before, blocks, after)
         held = set(before) | set(blocks[0]) | set(blocks[1])
         assert costs[0][2] == sum(sizes[key] for key in held)
         assert costs[7][8] == sum({**blocks[7], **after}.values())
@@ -67,4 +67,4 @@ def test_what_several_blocks_of_a_stage_share_counts_once_in_it():
 )
 def test_odd_cases(before, blocks, after, stages, expected):
     shares = [{index: cost} for index, cost in enumerate(blocks)]
-    assert best_cuts(piece_costs({"before": before}, shares, {"after": after}), stages) == expected
+    assert best_cuts(segment_costs({"before": before}, shares, {"after": after}), stages) == expected

@@ -487,7 +487,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
-    """Where the forms of a pattern stand in a graph, none of them sharing a node with another.
+    """Yield the places of a pattern's forms in a graph, none of them sharing a node with another.
 
     The first begins at the earliest possible node; of those that begin there, the one of the earliest form counts. The
     next begins at the earliest node that still leaves one, and so on.

@@ -200,7 +200,7 @@ class GraphPattern:
         """As what JSON can hold.
 
         Raises:
-            SerializationError: it has a predicate that is no function at the top level of a module.
+            SerializationError: it has a predicate that is not a function at the top level of a module.
         """
         return {"forms": [to_data(form) for form in self.forms], "text": self.text}
 
@@ -213,7 +213,7 @@ class GraphPattern:
             find_function: gives a predicate by its name, ``"module:name"``; imports nothing.
 
         Raises:
-            ReplayError: it is no pattern.
+            ReplayError: it is not a pattern.
         """
         forms, text = pattern_from_data(data, find_function)
         return cls(forms, text)

@@ -28,7 +28,7 @@ class NamedCall:
     Args:
         function: what is called.
         name: what the printed graph shows: ``slapo_bias_gelu(x, bias)`` for ``"bias_gelu"``.
-        draws: whether it may draw random numbers; None where that is not known, and neither what it writes to.
+        draws: whether it may use the RNG; None where that is not known, and neither what it writes to.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, draws: bool | None = None) -> None:

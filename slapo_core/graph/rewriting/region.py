@@ -144,7 +144,7 @@ class TakenOut:
         operands: what it is called with, by position.
         flags: attributes of modules that became a part of its code.
         swallowed: paths of modules that are called no more.
-        draws: whether it may draw random numbers.
+        draws: whether it may use the RNG.
     """
 
     region: Callable[..., Any]
@@ -195,7 +195,7 @@ _KEPT = ("batch_norm", "instance_norm")
 """Functions that write to tensors of their module: it stays a call."""
 
 _REGIONS: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakValueDictionary()
-"""What was made for a key, as long as somebody uses it: a cache of a pure function, not a registry."""
+"""Cached results by key, held weakly: a cache of a pure function, not a registry."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def rewritten(
     """Return a new graph with ``action`` at each place, and the absorbed modules.
 
     Raises:
-        CannotPlace: one of them is no single call.
+        CannotPlace: one of them is not a single call.
     """
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
@@ -158,7 +158,7 @@ def _drop_type_checks(graph: fx.Graph, nodes: Sequence[fx.Node], inside: set[fx.
 
 
 def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) -> None:
-    """Remove what only the matched nodes used, as far as nobody can miss it."""
+    """Remove inputs that only the matched nodes used and that have no effects."""
     stack = list(candidates)
     while stack:
         node = stack.pop()

@@ -156,7 +156,7 @@ class Segments:
     # ----------------------------------------------------------------------------------------------------------
 
     def _check(self, node: fx.Node, position: int) -> None:
-        """A guard is checked where what it asks about is made; one that asks about parameters, by nobody here."""
+        """Place a guard at the producer of its value; guards on parameters are not checked in stages."""
         asked = node.args[0]
         if isinstance(asked, fx.Node) and self._is_about_attributes(asked):
             return  # `FlatGraph.require` holds them to what they were, on ranks that do not have them too
@@ -240,7 +240,7 @@ class Segments:
         return segment.graph.call_function(type(value), (), named)
 
     def _object(self, value: Any, node: fx.Node, segment: Segment) -> Any:
-        """An argument that is no node: a constant, or an object that is there before the model is called."""
+        """Convert an argument that is not a node: a constant, or an object that exists before the call."""
         if is_plain(value) and not isinstance(value, Enum) and type(value).__module__ != "numpy":
             return value
         if is_plain(value) or isinstance(value, _LASTING):
