@@ -69,14 +69,14 @@ def micro_batches(
     return [_cut(batch, number * size, size, axes) for number in range(count)]
 
 
-def labels_left_out(pieces: list[Any], *, option: str = "accumulate") -> str | None:
+def labels_left_out(parts: list[Any], *, option: str = "accumulate") -> str | None:
     """Explain why the mean of the micro-batches' losses may differ from the batch's; None if no reason is found.
 
     A mean over labels weighs a micro-batch by its number of labels; their gradients have equal weights.
     """
-    for place, value in _leaves("batch", pieces[0]):
+    for place, value in _leaves("batch", parts[0]):
         if isinstance(value, torch.Tensor) and value.dim() and not value.is_floating_point() and not value.is_complex():
-            others = [dict(_leaves("batch", piece))[place] for piece in pieces]
+            others = [dict(_leaves("batch", part))[place] for part in parts]
             counts = [int((other != _LEFT_OUT).sum()) for other in others]
             if len(set(counts)) > 1:
                 return (
@@ -128,19 +128,19 @@ def _lengths(batch: Any, axes: Mapping[Any, int | None]) -> Iterator[tuple[str, 
 
 def _cut(batch: Any, start: int, size: int, axes: Mapping[Any, int | None]) -> Any:
     """Cut one micro-batch."""
-    pieces = {key: _piece(value, start, size, axes.get(key, 0)) for key, _, value in _parts(batch)}
+    parts = {key: _slice(value, start, size, axes.get(key, 0)) for key, _, value in _parts(batch)}
     if isinstance(batch, Mapping):
-        return pieces
-    return _like(batch, list(pieces.values())) if isinstance(batch, (tuple, list)) else pieces[0]
+        return parts
+    return _like(batch, list(parts.values())) if isinstance(batch, (tuple, list)) else parts[0]
 
 
-def _piece(value: Any, start: int, size: int, axis: int | None) -> Any:
+def _slice(value: Any, start: int, size: int, axis: int | None) -> Any:
     if isinstance(value, torch.Tensor):
         return value.narrow(axis, start, size) if value.dim() and axis is not None else value
     if isinstance(value, Mapping):
-        return {key: _piece(item, start, size, axis) for key, item in value.items()}
+        return {key: _slice(item, start, size, axis) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return _like(value, [_piece(item, start, size, axis) for item in value])
+        return _like(value, [_slice(item, start, size, axis) for item in value])
     return value
 
 

@@ -57,7 +57,7 @@ class StagedBatch:
 
     Args:
         staged: the stages of each micro-batch.
-        batches: the micro-batches, in the form of the batch.
+        batches: the micro-batches, with the batch's structure.
         inputs: of each, the arguments of the model's forward by parameter.
         request: finds the loss.
     """

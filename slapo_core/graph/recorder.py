@@ -63,8 +63,8 @@ def guard_elements(recording: Recording, func: Any, args: tuple[Any, ...], kwarg
         by = -(-length // by)
         if int(concrete(length)) == 0:
             by = 1
-    pieces = length if name == "unbind" else -(-length // by)
-    recording.guard(getattr(pieces.node, "node", None), int(concrete(pieces)))
+    chunks = length if name == "unbind" else -(-length // by)
+    recording.guard(getattr(chunks.node, "node", None), int(concrete(chunks)))
 
 
 def structure_of(value: Any) -> Any:

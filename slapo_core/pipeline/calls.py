@@ -178,4 +178,4 @@ def _as_data(staged: Staged) -> Any:
     """Return the stages' declaration, without modules."""
     partition: Partition = staged.partition
     stages = [(each.index, each.inputs, each.uses, each.makes, each.last) for each in partition.stages]
-    return stages, list(partition.values.items()), partition.ties, partition.output.pieces, staged.liveness
+    return stages, list(partition.values.items()), partition.ties, partition.output.names, staged.liveness

@@ -107,7 +107,7 @@ def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[s
     Args:
         liveness: the answer.
         partition: what it was asked about.
-        outputs: pieces of the output that the last stage needs.
+        outputs: values of the output that the last stage needs.
         plugin: whose answer it is.
 
     Raises:

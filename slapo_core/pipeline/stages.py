@@ -53,15 +53,15 @@ class Staged:
         """
         own = [_copied({name: inputs[name] for name in stage.inputs if name in inputs}) for stage in self._stages]
         shared = SharedState(self._stages)
-        pieces: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
         received: dict[str, torch.Tensor] = {}
         for stage, given in zip(self._stages, own, strict=True):
             made = self._made(stage, given, {name: received[name] for name in stage.uses})
             self._refuse(stage, shared.changed())
-            pieces.update((name, made[name]) for name in self.partition.output.pieces if name in made)
+            values.update((name, made[name]) for name in self.partition.output.names if name in made)
             there = {**received, **made}
             received = {name: self._sent(name, there[name]) for name in self.liveness.sent(stage.index)}
-        return self.partition.output.assemble(pieces)
+        return self.partition.output.assemble(values)
 
     @property
     def _stages(self) -> tuple[Stage, ...]:
@@ -100,7 +100,7 @@ def staged(
     Args:
         schedule: its model is in the mode that is asked for.
         inputs: the arguments of the model's forward, by parameter.
-        outputs: pieces of the output that the last stage needs; None: all of them.
+        outputs: values of the output that the last stage needs; None: all of them.
         batch_axes: as the hook `slapo_partition` says.
 
     Raises:
@@ -123,7 +123,7 @@ def staged(
             f"{plugin} changes {', '.join(changed[:3])} while it makes the stages (slapo_partition)", plugin=plugin
         )
     check_partition(partition, plugin, schedule.model)
-    needed = tuple(partition.output.pieces if outputs is None else outputs)
+    needed = tuple(partition.output.names if outputs is None else outputs)
     return needing(schedule, Staged(partition, Liveness(()), plugin), needed)
 
 
@@ -133,7 +133,7 @@ def needing(schedule: Schedule | ScheduledCopy, found: Staged, outputs: Sequence
     Args:
         schedule: that they were asked for.
         found: the stages.
-        outputs: pieces of the output that the last stage needs.
+        outputs: values of the output that the last stage needs.
 
     Raises:
         HookError: as for :func:`staged`.

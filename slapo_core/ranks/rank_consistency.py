@@ -58,9 +58,9 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Give the bytes of all elements as 64-bit integers; the last one is padded with zeros."""
     rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    for piece in _pieces(tensor):
-        own = torch.empty(piece.numel(), dtype=piece.dtype, device=piece.device)
-        own.view(piece.shape).copy_(piece)  # resolves strides, conjugation and negation
+    for block in _blocks(tensor):
+        own = torch.empty(block.numel(), dtype=block.dtype, device=block.device)
+        own.view(block.shape).copy_(block)  # resolves strides, conjugation and negation
         joined = torch.cat([rest, own.view(torch.uint8)])
         whole = joined.numel() // _WORD * _WORD
         yield joined[:whole].view(torch.int64)
@@ -69,8 +69,8 @@ def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield torch.cat([rest, rest.new_zeros(_WORD - rest.numel())]).view(torch.int64)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor in row-major order, cut so that a copy of a piece is small."""
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor in row-major order, cut so that a copy of a block is small."""
     if tensor.numel() <= _CHUNK:
         if tensor.numel():
             yield tensor
@@ -79,7 +79,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     else:
         rows = _CHUNK // (tensor.numel() // tensor.shape[0])
         for part in tensor.split(max(rows, 1)):
-            yield from _pieces(part if rows else part[0])
+            yield from _blocks(part if rows else part[0])
 
 
 _NOTHING = "(nothing)"
@@ -144,7 +144,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 def first_difference(
     by_rank: Mapping[int, Sequence[RankFact]], parts: Mapping[str | None, Iterable[Sequence[int]]]
 ) -> str | None:
-    """The first fact that ranks disagree about, with everybody's value; None if there is none.
+    """The first fact that ranks disagree about, with the values of all ranks; None if there is none.
 
     Args:
         by_rank: global rank -> its facts. The list of some rank may be longer: a step that another rank lacks is

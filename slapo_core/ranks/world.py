@@ -90,7 +90,7 @@ class World:
             if dims is not None and mesh is not None:
                 self.ranks = tuple(next(row for row in self._parts(*dims) if mesh.global_rank in row))
         self.rank = 0
-        self._was_told = False  # of a failure on some rank: everybody ends, and nobody waits for another message
+        self._was_told = False  # of a failure on some rank: all ranks end, and no further message follows
 
     def __enter__(self) -> World:
         if self._device_mesh is not None:
@@ -135,7 +135,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._group is not None and error is not None:
-            with contextlib.suppress(RuntimeError):  # it ended with its rank, and nobody can be told
+            with contextlib.suppress(RuntimeError):  # it ended with its rank
                 self._store.set(f"left {self.rank}", f"{describe_failure(self.rank, error)}")
             self._drop()
         self._group = None
@@ -262,7 +262,7 @@ class World:
             raise  # the other ranks know of it, or wait elsewhere for one that has failed, and not for this one
         except Exception as caught:  # noqa: BLE001 - raised again below, when every rank knows of it
             error = caught
-        if self._was_told:  # inside of this block, and so the other ranks: nobody waits for another message
+        if self._was_told:  # inside of this block, as on the other ranks: no further message follows
             if error is None and not self.is_alone:
                 error = BuildError(f"{what} went on after a failure that ended the other ranks")
             if error is not None:

@@ -47,7 +47,7 @@ class Place:
 
 
 def gathered(
-    piece: torch.Tensor, offset: int, shape: tuple[int, ...], groups: Iterable[Any], *, device: torch.device
+    shard: torch.Tensor, offset: int, shape: tuple[int, ...], groups: Iterable[Any], *, device: torch.device
 ) -> torch.Tensor:
     """All-gather a parameter from its flat shards, bit for bit.
 
@@ -55,7 +55,7 @@ def gathered(
     NaNs.
 
     Args:
-        piece: this rank's elements, flat; of one type on all ranks. No other rank has the same ones.
+        shard: this rank's elements, flat; of one type on all ranks. No other rank has the same ones.
         offset: of its first element, in row-major order.
         shape: of the whole one.
         groups: the replicas are the product of these; none for one alone.
@@ -64,10 +64,10 @@ def gathered(
     import torch
 
     count = math.prod(shape)
-    size = count * piece.element_size()
+    size = count * shard.element_size()
     memory = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
-    whole = memory.view(torch.uint8)[:size].view(piece.dtype)
-    whole[offset : offset + piece.numel()].copy_(piece.detach())
+    whole = memory.view(torch.uint8)[:size].view(shard.dtype)
+    whole[offset : offset + shard.numel()].copy_(shard.detach())
     for group in groups:
         import torch.distributed as dist
 
@@ -97,14 +97,14 @@ def send_buffers(model: nn.Module, group: Any) -> None:
     if group is None or not buffers:
         return
     with torch.no_grad():
-        pieces = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
-        flat = torch.cat(pieces)
+        shards = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
+        flat = torch.cat(shards)
         dist.broadcast(flat, group=group, group_src=0)
         if dist.get_rank(group) == 0:
             return
-        for buffer, piece in zip(buffers, flat.split([piece.numel() for piece in pieces]), strict=True):
+        for buffer, shard in zip(buffers, flat.split([shard.numel() for shard in shards]), strict=True):
             # The bytes of one may start where its type may not be read: a copy starts where memory does.
-            buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
+            buffer.copy_(shard.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def buckets(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

@@ -22,8 +22,8 @@ Region = Callable[..., Any]
 class Match:
     """A place in the graph of a traced module where a pattern was found.
 
-    It holds as long as its nodes stand in the present graph of the module; then StaleError names the step that
-    ended it.
+    It is valid while its nodes are part of the present graph of the module; after that StaleError names the step
+    that ended it.
 
     Args:
         path: of the traced module, e.g. ``"encoder.layer.0.output"``.

@@ -235,7 +235,7 @@ def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | N
 
     Args:
         partition: of the model; must not be changed.
-        outputs: names of the pieces of the output that the last stage needs, for a loss.
+        outputs: names of the values of the output that the last stage needs, for a loss.
 
     Returns:
         what is sent; None to leave it to others.
@@ -249,6 +249,5 @@ def slapo_doctor() -> Iterable[Fact | Problem] | None:
     First result: no.
 
     Returns:
-        what it is that the plugin finds here, and what is wrong, each with the command that mends it; nothing or None
-        if there is nothing to say.
+        facts about the environment, and problems, each with the command that fixes it; nothing or None for none.
     """

@@ -192,7 +192,7 @@ class Node(Protocol):
 
         Raises:
             TraceError: nothing at or below this node is traced.
-            ArgumentError: it is no pattern, or one that cannot be traced.
+            ArgumentError: it is not a pattern, or one that cannot be traced.
         """
         ...
 

@@ -129,9 +129,9 @@ class P2PMessage:
         if self.carries_gradient:
             shapes = [_real_shape(value) for value in self._with]
             dtypes = [_REAL.get(value.dtype, value.dtype) for value in self._with]
-            link, *pieces = _Unpacked.apply(rest.pop(0), shapes, dtypes)  # type: ignore[no-untyped-call]
-            for value, piece in zip(self._with, pieces, strict=True):
-                values[value.name] = torch.view_as_complex(piece) if value.dtype in _REAL else piece
+            link, *views = _Unpacked.apply(rest.pop(0), shapes, dtypes)  # type: ignore[no-untyped-call]
+            for value, view in zip(self._with, views, strict=True):
+                values[value.name] = torch.view_as_complex(view) if value.dtype in _REAL else view
         for value, offset in zip(self._without, self._offsets, strict=True):
             assert attachment is not None
             values[value.name] = _place(attachment, value, offset).clone()
@@ -160,7 +160,7 @@ class _Packed(torch.autograd.Function):
         ctx.shapes = [tensor.shape for tensor in tensors]
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         ctx.mark_dirty(flat)
-        for tensor, place in zip(tensors, _pieces(flat, ctx.shapes), strict=True):
+        for tensor, place in zip(tensors, _views(flat, ctx.shapes), strict=True):
             place.copy_(tensor)
         return flat
 
@@ -168,8 +168,8 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.begins()
         gradient = gradient.clone()  # a runtime may receive the next one in the same memory
-        pieces = _pieces(gradient, ctx.shapes)
-        found = [piece.to(dtype) for piece, dtype in zip(pieces, ctx.dtypes, strict=True)]
+        views = _views(gradient, ctx.shapes)
+        found = [view.to(dtype) for view, dtype in zip(views, ctx.dtypes, strict=True)]
         link = None if ctx.link is None else gradient.new_zeros(0, dtype=ctx.link)
         return None, None, link, *found
 
@@ -183,14 +183,14 @@ class _Unpacked(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.like, ctx.shapes = (flat.shape, flat.dtype, flat.device), shapes
-        pieces = [piece.to(dtype, copy=True) for piece, dtype in zip(_pieces(flat, shapes), dtypes, strict=True)]
-        return flat.new_zeros(0), *pieces
+        views = [view.to(dtype, copy=True) for view, dtype in zip(_views(flat, shapes), dtypes, strict=True)]
+        return flat.new_zeros(0), *views
 
     @staticmethod
     def backward(ctx: Any, _: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         shape, dtype, device = ctx.like
         flat = torch.zeros(shape, dtype=dtype, device=device)
-        for place, gradient in zip(_pieces(flat, ctx.shapes), gradients, strict=True):
+        for place, gradient in zip(_views(flat, ctx.shapes), gradients, strict=True):
             if gradient is not None:
                 place.copy_(gradient)
         return flat, None, None
@@ -208,7 +208,7 @@ class _Attached(torch.autograd.Function):
         return gradient, torch.zeros(0, dtype=dtype, device=device)
 
 
-def _pieces(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     found, start = [], 0
     for shape in shapes:
         size = math.prod(shape)

@@ -112,24 +112,24 @@ class Output:
     """The model's output, assembled from the stages' values.
 
     Args:
-        pieces: names of the values, each of :attr:`Partition.values`; several stages may make them.
-        assemble: makes the output of its pieces by name, whatever stands for them: tensors, or anything else. A piece
-            that is missing is None there.
+        names: of the values, each of :attr:`Partition.values`; several stages may make them.
+        assemble: makes the output of its values by name: of tensors, or of anything in their place. A missing value is
+            None there.
     """
 
-    pieces: tuple[str, ...]
+    names: tuple[str, ...]
     assemble: Callable[[Mapping[str, Any]], Any] = field(repr=False)
 
     @property
     def loss(self) -> str | None:
-        """The name of the piece that is the model's own loss: the output itself, or its ``loss``; None without one."""
-        names = self.assemble({name: name for name in self.pieces})
+        """The name of the value that is the model's own loss: the output itself, or its ``loss``; None without one."""
+        names = self.assemble({name: name for name in self.names})
         if isinstance(names, str):
             return names
         found = getattr(names, "loss", None)
         if found is None and isinstance(names, Mapping):
             found = names.get("loss")
-        return found if isinstance(found, str) and found in self.pieces else None
+        return found if isinstance(found, str) and found in self.names else None
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Partition:
 
     Args:
         stages: in the order in which they run.
-        values: everything that stages read of each other, and the pieces of the output, by name.
+        values: everything that stages read of each other, and the values of the output, by name.
         ties: parameters that several stages use.
         output: of the model.
         bind: makes the same partition of copies of the model, one for each stage, whose modules and tensors it finds

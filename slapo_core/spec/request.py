@@ -197,7 +197,7 @@ class BuildRequest(Protocol):
         Args:
             inputs: as :meth:`inputs_of` gives them, of a micro-batch.
             training: for the mode of a training step, else for an evaluation; the model's own mode comes back.
-            outputs: names of the pieces of the output that the last stage needs, or a function that picks them; None:
+            outputs: names of the values of the output that the last stage needs, or a function that picks them; None:
                 all of them.
             batch_axes: as the hook `slapo_partition` says.
 
@@ -283,7 +283,7 @@ class BuildRequest(Protocol):
         optimizer that the factory makes of any, with empty groups.
 
         Args:
-            partitioned: whether the runtime gives the optimizer pieces of parameters, besides what the schedule splits.
+            partitioned: whether the runtime gives the optimizer parts of parameters, besides what the schedule splits.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -303,7 +303,7 @@ class BuildRequest(Protocol):
         axes: Mapping[str, int | None] | None = None,
         option: str = "",
     ) -> list[Any]:
-        """Cut a batch into ``accumulate`` pieces of one size, along the first axis of every tensor.
+        """Cut a batch into ``accumulate`` micro-batches of equal size, along the first axis of every tensor.
 
         Each goes through :meth:`compute_loss` and backward, its loss divided by their number, and after the last one
         come :meth:`clip_gradients` and the optimizer's step. For a dialect with ``accumulates = True``.

@@ -113,7 +113,7 @@ class Work:
         chunk: of the form.
         batch: cut.
         at: is told what runs, for the message of an error.
-        stand_in: a parameter that gets a gradient of zeros in every backward pass, on a rank where nothing else does.
+        placeholder: a parameter that gets zero gradients in every backward pass, on a rank where no other does.
 
     Attributes:
         form: of its micro-batches.
@@ -128,12 +128,12 @@ class Work:
         chunk: ModelChunk,
         batch: StagedBatch,
         at: Callable[[str], None],
-        stand_in: nn.Parameter | None = None,
+        placeholder: nn.Parameter | None = None,
     ) -> None:
-        self.form, self.chunk, self._batch, self._at, self._stand_in = form, chunk, batch, at, stand_in
+        self.form, self.chunk, self._batch, self._at, self._placeholder = form, chunk, batch, at, placeholder
         self.seed: int | None = None
         self.drew = False
-        self._names: list[str] = []  # pieces of the output that the last rank has
+        self._names: list[str] = []  # values of the output that the last rank has
 
     def forward(self, received: tuple[torch.Tensor, ...], number: int) -> tuple[torch.Tensor, ...]:
         """The passes of the chunk's stages.
@@ -147,8 +147,8 @@ class Work:
         """
         chunk = self.chunk
         there, link = chunk.coming.unpack(received) if chunk.coming is not None else ({}, None)
-        if self._stand_in is not None and torch.is_grad_enabled():
-            link = _touched(link, self._stand_in)
+        if self._placeholder is not None and torch.is_grad_enabled():
+            link = _touched(link, self._placeholder)
         inputs = self._batch.inputs[number]
         for stage in chunk.stages:
             self._at(f"stage {stage.index} in the forward of micro-batch {number}")
@@ -162,9 +162,9 @@ class Work:
                 device=self.form.device,
                 backward_begins=lambda: self._at(f"{last} in the backward of micro-batch {number}"),
             )
-        self._names = [name for name in self.form.partition.output.pieces if name in there]
-        pieces = tuple(there[name] for name in self._names)
-        return pieces if link is None else (link, *pieces)
+        self._names = [name for name in self.form.partition.output.names if name in there]
+        values = tuple(there[name] for name in self._names)
+        return values if link is None else (link, *values)
 
     def _made(
         self, stage: Stage, inputs: Mapping[str, Any], there: Mapping[str, torch.Tensor], number: int
@@ -188,8 +188,8 @@ class Work:
         last = f"stage {self.chunk.stages[-1].index}"
         self._at(f"{last} in the loss of micro-batch {number}")
         link = outputs[0] if len(outputs) > len(self._names) else None
-        pieces = outputs if link is None else outputs[1:]
-        loss = attached(self._batch.loss(number, dict(zip(self._names, pieces, strict=True))), link)
+        values = outputs if link is None else outputs[1:]
+        loss = attached(self._batch.loss(number, dict(zip(self._names, values, strict=True))), link)
         self._at(f"{last} in the backward of micro-batch {number}")
         return loss
 

@@ -73,7 +73,7 @@ class ShardedState:
     """The shards of a checkpoint that one rank writes.
 
     Args:
-        description: everything that is no tensor, as JSON; the same on every rank.
+        description: everything but the tensors, as JSON; the same on every rank.
         own: every element of every tensor is in a piece of exactly one rank.
     """
 
@@ -268,7 +268,7 @@ class ModelState(Protocol):
     def keep_in(self, storage: TensorStorage) -> None:
         """Use a runtime's storage of tensors from now on; called by a dialect during the build.
 
-        What it partitions over replicas is no copy along ``dp`` any more, and is compared along the other dimensions.
+        Tensors that it partitions over replicas are not compared along ``dp``, only along the other dimensions.
         """
         ...
 

@@ -39,7 +39,7 @@ class Flag:
     Args:
         path: from the traced module to the object that has it, e.g. ``("config",)``.
         attribute: its name.
-        expected: its value; of one that is no plain value, what identifies it.
+        expected: its value; of an object, its identity.
         owner: None for attributes of the traced module and what it holds; for a global name, the module that has it,
             e.g. ``"my_model.blocks"``.
     """

@@ -111,8 +111,8 @@ def advice(told: Sequence[Told], reference_model: Sequence[Draw]) -> str | None:
         reference_model: dropout of the reference model.
     """
     shapes = {place: draw.shape for place, draw in _placed(reference_model).items()}
-    pieces = [place for group in _groups(told) for place in _shared(group) if _is_shard(place, group[0], shapes)]
-    alike = [path for path, number in dict.fromkeys(pieces) if _drawn_alike(told, (path, number))]
+    shards = [place for group in _groups(told) for place in _shared(group) if _is_shard(place, group[0], shapes)]
+    alike = [path for path, number in dict.fromkeys(shards) if _drawn_alike(told, (path, number))]
     paths = list(dict.fromkeys(alike))
     if not paths:
         return None
@@ -219,14 +219,14 @@ def _forking(records: Sequence[Record], path: str) -> Record | None:
 def _instead(step: Record, told: Sequence[Told], shapes: Mapping[Place, tuple[int, ...]]) -> str:
     """Suggest to move the step to the modules below it that drop only shards."""
     whole = _whole(told, shapes)
-    pieces = [
+    shards = [
         path
         for group in _groups(told)
         for path, number in _shared(group)
         if is_below(path, step.path) and _is_shard((path, number), group[0], shapes)
     ]
-    places = [path for path in dict.fromkeys(pieces) if not any(is_below(other, path) for other in whole)]
-    own = " by a module of its own" if pieces else ""
+    places = [path for path in dict.fromkeys(shards) if not any(is_below(other, path) for other in whole)]
+    own = " by a module of its own" if shards else ""
     calls = ", ".join(f"sch['{path}'].{step.primitive}" for path in places[:_SHOWN])
     place = f"'{step.path}'" if step.path else "the root"
     remove = f"remove {step.primitive} at {place}"

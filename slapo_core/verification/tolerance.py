@@ -151,8 +151,8 @@ def gap(before: torch.Tensor, after: torch.Tensor) -> float:
     an infinite difference."""
     wide = torch.complex128 if before.is_complex() else torch.float64
     found = 0.0
-    pieces = zip(before.reshape(-1).split(_CHUNK), after.reshape(-1).split(_CHUNK), strict=True)
-    for one, other in ((one.to(wide), other.to(wide)) for one, other in pieces):
+    chunks = zip(before.reshape(-1).split(_CHUNK), after.reshape(-1).split(_CHUNK), strict=True)
+    for one, other in ((one.to(wide), other.to(wide)) for one, other in chunks):
         apart = largest(one - other) if one.numel() else 0.0
         if not math.isfinite(apart):
             same = (one == other) | (one.isnan() & other.isnan())

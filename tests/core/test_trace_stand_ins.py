@@ -33,7 +33,7 @@ def facts(model: nn.Module, cut: str, inputs: dict[str, Any]) -> Any:
     assert found is not None
     parts = found.partition
     stages = [(s.inputs, s.uses, s.makes, sorted(dict(s.module.named_parameters()))) for s in parts.stages]
-    return stages, parts.values, parts.ties, parts.output.pieces, found.liveness
+    return stages, parts.values, parts.ties, parts.output.names, found.liveness
 
 
 def without_memory(model: nn.Module, names: tuple[str, ...]) -> nn.Module:

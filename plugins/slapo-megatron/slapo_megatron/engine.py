@@ -216,8 +216,8 @@ class MegatronEngine(StatefulEngine):
         from slapo_megatron.state.sharded import ShardedDirectory
 
         self._settle()
-        pieces = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
-        ShardedDirectory(Path(directory), self._request).write(pieces)
+        shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
+        ShardedDirectory(Path(directory), self._request).write(shards)
 
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
         """Load a checkpoint of :meth:`save_sharded`: each rank its shards. A collective over all processes.

@@ -116,7 +116,7 @@ def _crossing(value: Value, boundary: int) -> Crossing:
 
 def _output_producers(partition: Partition) -> Iterator[tuple[str, int]]:
     """The pieces of the output by their names in it, each with the stage that makes it."""
-    made = partition.output.assemble({name: name for name in partition.output.pieces})
+    made = partition.output.assemble({name: name for name in partition.output.names})
     for name, value in _named("", made):
         if value in partition.values:
             yield name or "output", partition.values[value].producer

@@ -129,7 +129,7 @@ def run_apart(made: Staged, inputs: Mapping[str, Any], loss: Callable[[Any], tor
         for name, tensor in received.items():
             assert torch.equal(tensor, before[name]), f"stage {stage.index} wrote to '{name}', which it may relay"
         runs.append((stage, out, given))
-        pieces.update((name, sent(name, out[name])) for name in partition.output.pieces if name in out)
+        pieces.update((name, sent(name, out[name])) for name in partition.output.names if name in out)
         there = {**received, **out}
         received = {name: sent(name, there[name]) for name in made.liveness.sent(stage.index)}
     value = loss(partition.output.assemble(pieces))

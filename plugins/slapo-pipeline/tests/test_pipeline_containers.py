@@ -150,7 +150,7 @@ def test_untouched_paths_and_objects() -> None:
 def test_containers_that_calls_return_are_handed_on_whole(cuts: list[str]) -> None:
     torch.manual_seed(0)
     made = compare(Whole().double(), cuts, torch.rand(2, 3, 6, dtype=torch.float64))
-    assert set(made.partition.output.pieces) == {"last_sum", "last_nested_0", "last_nested_1_0"}
+    assert set(made.partition.output.names) == {"last_sum", "last_nested_0", "last_nested_1_0"}
 
 
 def test_a_sequential_model_is_cut_anywhere() -> None:
@@ -165,7 +165,7 @@ def test_a_sequential_model_is_cut_anywhere() -> None:
 def test_output_can_be_put_together_of_anything() -> None:
     made = cut(Loop(), ["blocks.0"], torch.rand(2, 3, 6))
     out = made.partition.output
-    named = out.assemble({name: name for name in out.pieces})
+    named = out.assemble({name: name for name in out.names})
     assert isinstance(named, Out)
     assert named.everything[1] == "blocks_0_0"
     assert named.extra["blocks"] == 3

@@ -72,7 +72,7 @@ def test_hidden_states_of_several_stages(make: Any) -> None:
     schedule.undo(to=0)
     model(**batch)
     made = compare(model, cuts, **batch)
-    named = made.partition.output.assemble({name: name for name in made.partition.output.pieces})
+    named = made.partition.output.assemble({name: name for name in made.partition.output.names})
     states = named.decoder_hidden_states if make is t5 else named.hidden_states
     makers = {made.partition.values[name].producer for name in states}
     assert len(makers) > 1, f"the hidden states come from the stages {makers}"

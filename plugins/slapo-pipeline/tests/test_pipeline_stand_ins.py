@@ -32,7 +32,7 @@ def described(made: Any) -> Any:
     partition = made.partition
     stages = [(each.inputs, each.uses, each.makes, each.last) for each in partition.stages]
     values = {name: (each.shape, each.dtype, each.requires_grad) for name, each in partition.values.items()}
-    return stages, values, partition.ties, partition.output.pieces, made.liveness
+    return stages, values, partition.ties, partition.output.names, made.liveness
 
 
 class OfItsParameter(nn.Module):

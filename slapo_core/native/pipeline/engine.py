@@ -115,8 +115,8 @@ def gather_output(
     Returns:
         the output, and, the same on every rank, why it cannot be assembled; "" if it can.
     """
-    pieces, problem = {}, ""
-    for name in partition.output.pieces:
+    values, problem = {}, ""
+    for name in partition.output.names:
         value, owner = partition.values[name], ranks[partition.values[name].producer]
         shape = whole.values[name].shape
         axis = _axis(value.shape, shape, count)
@@ -134,8 +134,8 @@ def gather_output(
             continue
         joined = _together(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
         _broadcast(joined, owner, group)
-        pieces[name] = joined
-    return (None, problem) if problem else (partition.output.assemble(pieces), "")
+        values[name] = joined
+    return (None, problem) if problem else (partition.output.assemble(values), "")
 
 
 def _together(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
@@ -302,7 +302,7 @@ class PipelineEngine(StatefulEngine):
     def _whole(self, batch: Any, partition: Partition) -> Partition:
         """Return the stages for the uncut batch, which say the shapes of the whole output."""
         whole = self._request.staged(batch, 1, training=False, axes=self._axes).staged.partition
-        if whole.output.pieces != partition.output.pieces:
+        if whole.output.names != partition.output.names:
             raise BuildError(
                 "the output of the whole batch has other tensors than that of a micro-batch: the outputs of the "
                 "micro-batches cannot be combined",

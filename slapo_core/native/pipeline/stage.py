@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Received:
     """One value of one micro-batch.
 
-    What the stage's module reads is no leaf, so it may write to it; and no copy. Its gradient, of all that uses it, is
+    The tensor that the stage's module reads is not a leaf, so the module may write to it; nor a copy. Its gradient is
     kept here instead of going into a leaf: of the stage's own uses, of later writes to it, and of what comes back for
     it from behind where it is relayed.
 
@@ -147,7 +147,7 @@ class RunningStage(StageBase):
         self._stage, self._ranks, self._count = stage, tuple(ranks), count
         self._coming = [partition.values[name] for name in liveness.received(index)]
         self._going = [partition.values[name] for name in liveness.sent(index)]
-        self._output_pieces = partition.output.pieces
+        self._output_names = partition.output.names
         self._kept = _storages(stage.module)
         self._flights: dict[int, _Flight] = {}
         self._back: dict[int, list[torch.Tensor]] = {}  # gradients that go back
@@ -239,13 +239,13 @@ class RunningStage(StageBase):
         made = self._made(fwd_chunk_id, there)
         there.update(made)
         if self.work.keep_outputs:
-            for name in self._output_pieces:
+            for name in self._output_names:
                 if name in made:
                     self.work.outputs.setdefault(name, {})[fwd_chunk_id] = made[name].detach()
         if self.is_last:
             self._at("the loss", fwd_chunk_id)
-            pieces = {name: there[name] for name in self._output_pieces if name in there}
-            flight.loss = self.work.loss(fwd_chunk_id, pieces)
+            values = {name: there[name] for name in self._output_names if name in there}
+            flight.loss = self.work.loss(fwd_chunk_id, values)
             self.work.losses[fwd_chunk_id] = flight.loss.detach()
             if not self.has_backward:
                 del self._flights[fwd_chunk_id]

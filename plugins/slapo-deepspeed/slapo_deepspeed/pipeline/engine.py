@@ -124,7 +124,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
-        work = Work(form, form.chunk, cut, self._stand, stand_in=self._placeholder)
+        work = Work(form, form.chunk, cut, self._stand, placeholder=self._placeholder)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work

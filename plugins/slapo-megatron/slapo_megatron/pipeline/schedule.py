@@ -63,7 +63,7 @@ def messages_of(form: RankStages, rank: int, size: int, order: Sequence[int]) ->
         size: of that mesh dimension.
         order: as :func:`order_of` gives it; gradients come with the last stage first.
     """
-    lengths = {stage: parcel.length for stage, parcel in form.messages.items()}
+    lengths = {stage: message.length for stage, message in form.messages.items()}
     previous, following = (rank - 1) % size, (rank + 1) % size
     last = max(order)
     sent = (chunk * size + previous for chunk in order)

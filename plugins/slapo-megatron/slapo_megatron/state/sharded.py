@@ -45,7 +45,7 @@ class ShardedDirectory:
     def label(self) -> str:
         return f"the sharded checkpoint '{self._path}'"
 
-    def write(self, pieces: ShardedState) -> None:
+    def write(self, state: ShardedState) -> None:
         """Write to a temporary directory, and rename it when complete: a collective.
 
         Raises:
@@ -65,8 +65,8 @@ class ShardedDirectory:
                 _refuse_other(self._path)
                 shutil.rmtree(new, ignore_errors=True)
                 new.mkdir(parents=True)
-        about = {_OURS: json.dumps(pieces.description)}
-        dist_checkpointing.save({**_sharded(pieces.own), **about}, str(new))
+        about = {_OURS: json.dumps(state.description)}
+        dist_checkpointing.save({**_sharded(state.own), **about}, str(new))
         with self._request.together(f"writing {self.label}"):
             if is_first:
                 _put(new, self._path)

@@ -87,11 +87,11 @@ class _Cutting:
     def partition(self) -> Partition:
         assembly = Assembly(self.segments, self.name)
         settle_shared_modules(self.segments)
-        settle_writes(self.segments, assembly.pieces)
+        settle_writes(self.segments, assembly.names)
         values = {self.name(node): self._value(node) for each in self.segments.segments for node in each.makes}
         programs = [self._program(segment, values) for segment in self.segments.segments]
         self.flat.forget()
-        output = Output(tuple(assembly.pieces.values()), assembly.assemble)
+        output = Output(tuple(assembly.names.values()), assembly.assemble)
         return _bound([self.flat] * len(programs), programs, values, output)
 
     def name(self, node: fx.Node) -> str:

@@ -273,7 +273,7 @@ class Segments:
 _HINT = "write `x = x + y` instead of `x += y` there, or cut elsewhere"
 
 
-def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
+def settle_writes(segments: Segments, returned: Iterable[fx.Node]) -> None:
     """Copy received values that a stage writes to; refuse writes visible to others.
 
     A stage that gets a value has memory of its own. So after a write only that stage has the new contents, in the
@@ -281,12 +281,12 @@ def settle_writes(segments: Segments, pieces: Iterable[fx.Node]) -> None:
 
     Args:
         segments: of all stages.
-        pieces: nodes whose values the model returns.
+        returned: nodes whose values the model returns.
 
     Raises:
         Uncuttable: another stage, or another tensor of the stage, would have to see a write.
     """
-    writes = _Writes(segments, frozenset(pieces))
+    writes = _Writes(segments, frozenset(returned))
     for node, written in segments.flat.writes.items():
         for tensor in written:
             writes.settle(node, tensor)
@@ -339,9 +339,9 @@ def _attribute(root: nn.Module, path: str) -> object:
 
 
 class _Writes:
-    def __init__(self, segments: Segments, pieces: frozenset[fx.Node]) -> None:
+    def __init__(self, segments: Segments, returned: frozenset[fx.Node]) -> None:
         self.segments, self.flat, self.places = segments, segments.flat, segments.places
-        self.pieces = pieces
+        self.returned = returned
         self.sharing: dict[int, list[fx.Node]] = {}
         for node, storage in self.flat.storages.items():
             if node in self.places.order:  # others were dropped: nothing uses them
@@ -369,7 +369,7 @@ class _Writes:
                     raise self._refusal(
                         node, written, other, f"is read in stage {position}, which receives the value before that write"
                     )
-            is_returned = other in self.pieces and is_older
+            is_returned = other in self.returned and is_older
             if is_returned and (self.places.home(other) < stage):
                 raise self._refusal(node, written, other, "is returned as it was before")
         segment = self.segments.segments[stage]
@@ -420,13 +420,13 @@ class Assembly:
         name: gives a value its name.
 
     Attributes:
-        pieces: the nodes whose values are pieces, in the order of the output.
+        names: the nodes whose values are in the output, in the order of the output.
         assemble: see :class:`slapo_core.spec.pipeline.Output`.
     """
 
     def __init__(self, segments: Segments, name: Callable[[fx.Node], str]) -> None:
         self.segments, self._name = segments, name
-        self.pieces: dict[fx.Node, str] = {}
+        self.names: dict[fx.Node, str] = {}
         self._output = next(node for node in segments.flat.graph.nodes if node.op == "output")
         self.assemble = self._of(self._output.args[0])
 
@@ -436,40 +436,40 @@ class Assembly:
             return self._of_node(value)
         if isinstance(value, tuple | list):
             kind, below = tuple if isinstance(value, tuple) else list, [self._of(part) for part in value]  # not fx's
-            return lambda pieces: kind([part(pieces) for part in below])
+            return lambda values: kind([part(values) for part in below])
         if isinstance(value, dict):
             named = {key: self._of(part) for key, part in value.items()}
-            return lambda pieces: {key: part(pieces) for key, part in named.items()}
+            return lambda values: {key: part(values) for key, part in named.items()}
         if not is_plain(value) and not callable(value):
             raise made_object(value, self.segments.places.cuts[-1], "which it returns", self._output)
-        return lambda pieces: value
+        return lambda values: value
 
     def _of_node(self, node: fx.Node) -> Assemble:
         flat, places = self.segments.flat, self.segments.places
         value = flat.values.get(node)
         if isinstance(value, torch.Tensor):
-            if node not in self.pieces:
+            if node not in self.names:
                 self.segments.give(node)
-                self.pieces[node] = self._name(node)
-            name = self.pieces[node]
-            return lambda pieces: pieces.get(name)
+                self.names[node] = self._name(node)
+            name = self.names[node]
+            return lambda values: values.get(name)
         if is_constructor(node):
             args = [self._of(part) for part in node.args]
             kwargs = {key: self._of(part) for key, part in node.kwargs.items()}
             target: Any = node.target
-            return lambda pieces: target(
-                *[part(pieces) for part in args], **{key: part(pieces) for key, part in kwargs.items()}
+            return lambda values: target(
+                *[part(values) for part in args], **{key: part(values) for key, part in kwargs.items()}
             )
         parts = None if isinstance(value, Opaque) else children(value)
         if isinstance(value, Opaque) or node not in flat.values or (parts is None and not is_plain(value)):
             raise made_object(value, places.cuts[-1], "which it returns", node)
         if parts is None:
             self.segments.constant(node)
-            return lambda pieces: value
+            return lambda values: value
         below = [self._of_part(node, how, key, concrete(part)) for how, key, part in list(parts)]
-        return lambda pieces: rebuild(value, [part(pieces) for part in below])
+        return lambda values: rebuild(value, [part(values) for part in below])
 
     def _of_part(self, whole: fx.Node, how: str, key: Any, value: Any) -> Assemble:
         if value is None:
-            return lambda pieces: None
+            return lambda values: None
         return self._of_node(self.segments.places.part(whole, how, key, value))
