@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
+from slapo_core.private import parameters_of
 from slapo_core.ranks.world import together
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.weights.checkpoint import as_written, writing
@@ -88,7 +89,9 @@ def clip_grad_norm_(
             f"norm_type must be positive (got {norm_type})", hint="norm_type=2.0, or math.inf for the largest value"
         )
     kept, modules = sch.kept("clip_grad_norm_"), correspondence.tree.index.modules.values()
-    held = [tuple(map(id, module._parameters.values())) for module in modules]  # others after load_state_dict(assign)
+    held = [
+        tuple(map(id, parameters_of(module).values())) for module in modules
+    ]  # others after load_state_dict(assign)
     settings = (float(max_norm), norm_type, error_if_nonfinite)
     if kept.get(_CLIPPER_KEY, ())[:2] != (held, settings):
         clipper = GradientClipper(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     DynamicOutputShapeException as DynamicOutputShapeException,
@@ -19,7 +21,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 from torch.utils.flop_counter import flop_registry
 
 
@@ -150,3 +156,14 @@ def new_group_among(original: Any, store: Any, name: str, timeout: timedelta) ->
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """Set the timeout of a group's collectives."""
     distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
+
+
+tree_flatten, tree_leaves = pytree.tree_flatten, pytree.tree_leaves
+tree_map_only, tree_unflatten = pytree.tree_map_only, pytree.tree_unflatten
+
+# -- tables of nn.Module -----------------------------------------------------------------------------------------
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")

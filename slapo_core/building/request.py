@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.building.agreement import FirstSteps
 from slapo_core.building.batches import LossCall, labels_left_out, micro_batches, trained
@@ -21,6 +20,7 @@ from slapo_core.building.target import Stages
 from slapo_core.errors import BuildError
 from slapo_core.pipeline.batches import bound_batch
 from slapo_core.pipeline.stages import Part
+from slapo_core.private import tree_map_only
 from slapo_core.ranks.world import together
 from slapo_core.weights.gradients import GradientClipper, TiedGradients
 

@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core.graph.leaves import is_inlined
 from slapo_core.graph.recorder import is_recording
 from slapo_core.graph.session import PATCHING
-from slapo_core.private import current_autograd_node, next_sequence_number
+from slapo_core.private import current_autograd_node, next_sequence_number, parameters_of
 from slapo_core.spec.observers import Origin, attributed
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
@@ -76,7 +76,7 @@ class Place:
         paths = {id(module): path for path, module in modules.items()}
         owners: dict[int, str] = {}
         for path, module in modules.items():
-            for parameter in module._parameters.values():
+            for parameter in parameters_of(module).values():
                 if parameter is not None:
                     owners.setdefault(id(parameter), path)
         return cls(paths, owners)

@@ -18,6 +18,7 @@ from slapo_core.errors import ArgumentError, FitError, PreconditionError, Sealed
 from slapo_core.estimation.estimates import estimate_source
 from slapo_core.estimation.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
+from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.schedule.records import caller_location
 from slapo_core.spec.device import format_bytes, parse_bytes
 from slapo_core.spec.mesh import Mesh
@@ -120,7 +121,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
 
 def _blocks(module: nn.Module, path: str, alike: set[type]) -> Iterable[tuple[str, nn.Module]]:
     groups = {id(child): group for group in _block_groups(module) for _, child in group}
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is None:
             continue
         child_path = full_name(path, name)
@@ -139,7 +140,7 @@ def _siblings(model: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
 def _block_groups(module: nn.Module) -> Iterable[list[tuple[str, nn.Module]]]:
     """Children with numbers for names, by class; at least two of each."""
     by_class: dict[type, list[tuple[str, nn.Module]]] = {}
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None and name.isdigit():
             by_class.setdefault(type(child), []).append((name, child))
     return (group for group in by_class.values() if len(group) > 1)
@@ -153,11 +154,11 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules of the same classes, whose tensors have the same shapes and types."""
     tensors = tuple(
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        for table in (module._parameters, module._buffers)
+        for table in (parameters_of(module), buffers_of(module))
         for name, tensor in table.items()
         if tensor is not None
     )
-    children = tuple((name, _structure(child)) for name, child in module._modules.items() if child is not None)
+    children = tuple((name, _structure(child)) for name, child in children_of(module).items() if child is not None)
     return (type(module), tensors, children)
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 import slapo_core
 from slapo_core.building.batches import micro_batches
@@ -28,7 +27,15 @@ from slapo_core.estimation.roofline import TimeTracker
 from slapo_core.estimation.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
 from slapo_core.estimation.training_step import pipeline_of, train, train_stages
 from slapo_core.estimation.values import Unknown, Values, is_followed
-from slapo_core.private import FakeStore, FakeTensor, FakeTensorMode, UnsupportedOperatorException, attention_of_cuda
+from slapo_core.private import (
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    attention_of_cuda,
+    buffers_of,
+    tree_map_only,
+)
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.weights.correspondence import Correspondence
 
@@ -65,9 +72,9 @@ def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> 
         install = edit.set_parameter if live.is_parameter else edit.set_buffer
         install(node, live.own_name, _fake(live.tensor, mode, values))
     for module in schedule.model.modules():
-        for name, buffer in module._buffers.items():  # those that no state dict has
+        for name, buffer in buffers_of(module).items():  # those that no state dict has
             if buffer is not None and not isinstance(buffer, FakeTensor):
-                module._buffers[name] = _fake(buffer, mode, values)
+                buffers_of(module)[name] = _fake(buffer, mode, values)
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode, values: Values, assumptions: Assumptions) -> Any:

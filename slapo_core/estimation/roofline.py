@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import ArgumentError
 from slapo_core.estimation.trackers import CollectiveTracker, FlopTracker, wait_operations
+from slapo_core.private import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
 from slapo_core.estimation.values import Following, is_followed
+from slapo_core.private import buffers_of, parameters_of, tree_map_only
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.verification.child_processes import Sent, sent
 
@@ -30,7 +30,7 @@ def stripped(modules: Iterable[nn.Module]) -> None:
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that its id stays its own
     for root in modules:
         for module in root.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (parameters_of(module), buffers_of(module)):
                 for name, tensor in table.items():
                     if tensor is None or nn.parameter.is_lazy(tensor):
                         continue

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import EstimateError
 from slapo_core.estimation.results import Collective, Memory
 from slapo_core.graph.session import PATCHING
-from slapo_core.private import FakeTensor, flop_formulas, is_traceable_wrapper_subclass, ranks_of_group
+from slapo_core.private import (
+    FakeTensor,
+    TorchDispatchMode,
+    flop_formulas,
+    is_traceable_wrapper_subclass,
+    ranks_of_group,
+    tree_leaves,
+)
 
 if TYPE_CHECKING:
     from slapo_core.estimation.attribution import Place

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from slapo_core.building.batches import LossCall, micro_batches
 from slapo_core.building.target import Arguments, Target, stages_of_build
@@ -18,7 +17,7 @@ from slapo_core.estimation.trackers import Watch
 from slapo_core.estimation.values import Values, seen_as_plain
 from slapo_core.pipeline.batches import bound_batch
 from slapo_core.pipeline.stages import Staged, needing
-from slapo_core.private import FakeTensorMode, bucket_assignment
+from slapo_core.private import FakeTensorMode, bucket_assignment, tree_leaves
 from slapo_core.weights.correspondence import Correspondence, placed
 from slapo_core.weights.gradients import TiedGradients
 

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from slapo_core.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
     unset_fake_temporarily,
 )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_core.errors import ApplyError
+from slapo_core.private import buffers_of, non_persistent_buffers_of
 from slapo_core.spec.edit import Edit, Forward
 from slapo_core.spec.graph import Region, by_place
 from slapo_core.spec.node import Node
@@ -163,7 +164,7 @@ class _Holder:
         return iter(self._modules.values())
 
     def buffers(self) -> Iterator[Any]:
-        return (buffer for module in self.modules() for buffer in module._buffers.values() if buffer is not None)
+        return (buffer for module in self.modules() for buffer in buffers_of(module).values() if buffer is not None)
 
 
 def _call(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,8 +182,8 @@ class _FirstRunCounts:
         self._state = {
             id(buffer): buffer.detach().clone()
             for below in module.modules()
-            for name, buffer in below._buffers.items()
-            if buffer is not None and name not in below._non_persistent_buffers_set
+            for name, buffer in buffers_of(below).items()
+            if buffer is not None and name not in non_persistent_buffers_of(below)
         }
         self._ran = False
 
@@ -190,7 +191,7 @@ class _FirstRunCounts:
         if not self._ran:
             self._ran = True
             return forward(module, *args, **kwargs)
-        tables = [below._buffers for below in module.modules() if below._buffers]
+        tables = [buffers_of(below) for below in module.modules() if buffers_of(below)]
         kept = [dict(table) for table in tables]
         # Other tensors in their place: writing to the originals would invalidate what autograd saved of them.
         copies: dict[int, Any] = {}

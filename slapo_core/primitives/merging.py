@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core.private import parameters_of
 from slapo_core.spec.hookspecs import hookimpl
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Violation
@@ -133,11 +134,11 @@ class PartsBack:
         from torch import nn
 
         merged = module.get_submodule(self.child)
-        slots = [module.get_submodule(path)._parameters for path in self.paths]
+        slots = [parameters_of(module.get_submodule(path)) for path in self.paths]
         before = [dict(slot) for slot in slots]
         try:
             for name in self.names:
-                whole = merged._parameters[name]
+                whole = parameters_of(merged)[name]
                 assert whole is not None
                 shards = sum(self.sizes) // whole.shape[0]
                 values = whole.detach().split([size // shards for size in self.sizes])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import PathError, SlapoError, TraceError
+from slapo_core.private import children_of
 from slapo_core.spec.edit import Edit, goes_around
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Equivalence, Primitive, Record, Violation
@@ -190,5 +191,5 @@ def _graphs_of_peers(node: Node) -> Iterator[Any]:
 def _module_at(node: Node, below: str) -> Any:
     module: Any = node.module
     for name in below.split(".") if below else ():
-        module = module._modules.get(name) if module is not None else None
+        module = children_of(module).get(name) if module is not None else None
     return module

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.private import is_functorch_wrapped
+from slapo_core.private import is_functorch_wrapped, pytree
 from slapo_core.ranks.rank_consistency import RankFact, checksum, describe_tensor
 from slapo_core.ranks.rng_state import synchronize_and_warn
 from slapo_core.ranks.world import World
@@ -330,9 +329,9 @@ def _tensors(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a call's arguments with names: ``"args[0]"``, ``"input_ids"``."""
     args, kwargs = inputs
     for tree, start in ((args, "args"), (kwargs, "")):
-        for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, torch.Tensor):
-                name = start + _pytree.keystr(path)
+                name = start + pytree.keystr(path)
                 yield name if start else name.removeprefix("['").replace("']", "", 1), leaf
 
 

@@ -242,7 +242,8 @@ def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
         axes: as :func:`checked_axes` gives them.
     """
     import torch
-    from torch.utils._pytree import tree_leaves
+
+    from slapo_core.private import tree_leaves
 
     items = inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]
     found = set()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError
+from slapo_core.private import parameters_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +42,9 @@ class StepInvariants:
         self._trained = [live.tensor.requires_grad for live in self._parameters]
         trained = {id(live.tensor): live for live in self._parameters}
         self._places = [
-            (trained[id(parameter)], module._parameters, name)
+            (trained[id(parameter)], parameters_of(module), name)
             for module in request.schedule.model.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in parameters_of(module).items()
             if id(parameter) in trained
         ]
         self.note()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.private import buffers_of, parameters_of
+
 MISSING: Any = object()
 
 
@@ -62,7 +64,7 @@ _Contents = list[tuple[Any, Any]]  # (container, shallow copy)
 def _contents(module: nn.Module, *, plain: bool) -> _Contents:
     own = module.__dict__
     if plain:  # torch's own __setattr__ writes to these only
-        return [(container, dict(container)) for container in (own, module._parameters, module._buffers)]
+        return [(container, dict(container)) for container in (own, parameters_of(module), buffers_of(module))]
     inner = [value for value in own.values() if isinstance(value, (dict, list))]
     return [
         (container, list(container) if isinstance(container, list) else dict(container)) for container in (own, *inner)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ApplyError, TraceError
+from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.spec.edit import goes_around
 from slapo_core.tree.assignment import gradient_hooks
 from slapo_core.tree.index import full_name
@@ -154,7 +155,7 @@ class TreeEdit:
     def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
         module = node.module
         if isinstance(value, (nn.Module, nn.Parameter)) or any(
-            name in registered for registered in (module._parameters, module._buffers, module._modules)
+            name in registered for registered in (parameters_of(module), buffers_of(module), children_of(module))
         ):
             raise ApplyError(
                 f"set_attribute takes plain values: '{name}' of '{node.path}' is a parameter, buffer or child, "
@@ -337,7 +338,9 @@ class TreeEdit:
 
 
 def _slot(node: NodeProtocol, kind: str, name: str) -> torch.Tensor | None:
-    slots: Mapping[str, torch.Tensor | None] = node.module._parameters if kind == "parameter" else node.module._buffers
+    slots: Mapping[str, torch.Tensor | None] = (
+        parameters_of(node.module) if kind == "parameter" else buffers_of(node.module)
+    )
     if name not in slots:
         raise ApplyError(
             f"'{node.path}' has no {kind} '{name}'", path=node.path, hint=f"it has {', '.join(slots) or 'none'}"
@@ -346,7 +349,7 @@ def _slot(node: NodeProtocol, kind: str, name: str) -> torch.Tensor | None:
 
 
 def _tensor(node: NodeProtocol, name: str) -> torch.Tensor:
-    tensor = _slot(node, "parameter" if name in node.module._parameters else "buffer", name)
+    tensor = _slot(node, "parameter" if name in parameters_of(node.module) else "buffer", name)
     if tensor is None:
         raise ApplyError(f"'{name}' of '{node.path}' is None", path=node.path)
     return tensor

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from slapo_core.private import buffers_of, children_of, parameters_of
+
 
 class ModuleIndex:
     """Every module of a model under its canonical path, the first one in registration order.
@@ -34,7 +36,7 @@ class ModuleIndex:
                 continue
             canonical[id(module)] = path
             modules[path] = module
-            children = module._modules
+            children = children_of(module)
             if children:
                 prefix = f"{path}." if path else ""
                 stack.extend(
@@ -53,7 +55,7 @@ class ModuleIndex:
         """The parameter or buffer of a full name whose module's path is canonical; None if there is none."""
         path, _, own_name = name.rpartition(".")
         module = self.modules.get(path)
-        return {**module._parameters, **module._buffers}.get(own_name) if module is not None else None
+        return {**parameters_of(module), **buffers_of(module)}.get(own_name) if module is not None else None
 
     @functools.cached_property
     def all_aliases(self) -> dict[str, str]:
@@ -67,7 +69,7 @@ class ModuleIndex:
         if target in inside:
             return  # a module that contains itself
         found[alias] = target
-        for name, child in self.modules[target]._modules.items():
+        for name, child in children_of(self.modules[target]).items():
             if child is not None:
                 path = self._canonical[id(child)]
                 self._expand(full_name(alias, name), path, found, inside=(*inside, target))
@@ -109,7 +111,7 @@ class TensorSites:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensors in (module._parameters, module._buffers):
+    for tensors in (parameters_of(module), buffers_of(module)):
         for name, tensor in tensors.items():
             if tensor is not None:
                 yield name, tensor

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slapo_core._vocabulary import OnNodes
 from slapo_core.errors import PathError
+from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import full_name, shape_of
 
@@ -67,17 +68,17 @@ class TreeNode(OnNodes):
     def children(self) -> tuple[TreeNode, ...]:
         return tuple(
             self._tree.node(full_name(self.path, name))
-            for name, child in self.module._modules.items()
+            for name, child in children_of(self.module).items()
             if child is not None
         )
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        return {name: tensor for name, tensor in self.module._parameters.items() if tensor is not None}
+        return {name: tensor for name, tensor in parameters_of(self.module).items() if tensor is not None}
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        return {name: tensor for name, tensor in self.module._buffers.items() if tensor is not None}
+        return {name: tensor for name, tensor in buffers_of(self.module).items() if tensor is not None}
 
     @property
     def wrappers(self) -> tuple[Callable[[Forward], Forward], ...]:
@@ -127,7 +128,7 @@ class TreeNode(OnNodes):
         return tuple(full_name(*site) for site in self._tree.sites.of(self._tensor(name)))
 
     def _tensor(self, name: str) -> torch.Tensor:
-        tensors = {**self.module._parameters, **self.module._buffers}
+        tensors = {**parameters_of(self.module), **buffers_of(self.module)}
         tensor = tensors.get(name)
         if tensor is None:
             where = f"'{self.path}'" if self.path else "the root"
@@ -167,7 +168,7 @@ class TreeNode(OnNodes):
             node = self._tree.node(path)
             yield node
             modules = self._tree.index.modules
-            below = [full_name(path, name) for name, child in node.module._modules.items() if child is not None]
+            below = [full_name(path, name) for name, child in children_of(node.module).items() if child is not None]
             stack.extend(child for child in reversed(below) if child in modules)
 
     def find(self, pattern: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slapo_core.private import children_of, parameters_of
 from slapo_core.spec.layout import Layout
 from slapo_core.spec.primitive import Record
 from slapo_core.tree.index import full_name, shape_of
@@ -40,7 +41,7 @@ def render_tree(tree: Tree, records: Sequence[Record]) -> str:
 def _draw(tree: Tree, path: str, applied: Callable[[str], list[str]]) -> _Drawn:
     module = tree.index.modules[path]
     parts = [type(module).__name__]
-    for name, tensor in module._parameters.items():
+    for name, tensor in parameters_of(module).items():
         if tensor is not None:
             first = full_name(*tree.sites.of(tensor)[0])
             tied = f" tied to {first}" if first != full_name(path, name) else ""
@@ -50,7 +51,7 @@ def _draw(tree: Tree, path: str, applied: Callable[[str], list[str]]) -> _Drawn:
     if steps:
         label += "  <- " + ", ".join(steps)
     children: list[tuple[str, _Drawn]] = []
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         child_path = full_name(path, name)
         if child is None:
             continue

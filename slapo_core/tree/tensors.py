@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import WeightsError
+from slapo_core.private import buffers_of, non_persistent_buffers_of, parameters_of
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, full_name
 
@@ -90,7 +91,7 @@ class TensorTable:
                 continue  # of a wrapper: FullyShardedDataParallel's flat parameter
             layout = self.layout(tensor, full_name(path, name))
             apart = {one for one, _ in layout.shards()} | set(layout.partials())
-            is_persistent = name not in self._tree.index.modules[path]._non_persistent_buffers_set
+            is_persistent = name not in non_persistent_buffers_of(self._tree.index.modules[path])
             if mesh_dim not in apart and is_persistent and not tensor.is_meta:
                 found.setdefault(id(tensor), (full_name(path, name), tensor))
         return dict(found.values())
@@ -149,7 +150,7 @@ class TensorTable:
                 self._tree.structure_changed()
             return
         for path, module in fresh.modules.items():
-            own = [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
+            own = [one for one in (*parameters_of(module).values(), *buffers_of(module).values()) if one is not None]
             if id(module) not in self._modules and not all(map(self.is_known, own)):
                 raise _changed(path, f"the {type(module).__name__} '{path}' was put into the model")
             for tensor in own if not self._shapes else ():
@@ -202,7 +203,7 @@ def _identities(root: nn.Module) -> dict[str, int]:
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:
     """The parameters and buffers of a module, without those of its children."""
-    tables = (module._parameters, module._buffers)
+    tables = (parameters_of(module), buffers_of(module))
     return (tensor for table in tables for tensor in table.values() if tensor is not None)
 
 
@@ -216,7 +217,7 @@ def _changed(path: str, what: str) -> WeightsError:
 
 def _live(tree: Tree) -> Iterator[tuple[str, str, torch.Tensor]]:
     for path, module in tree.index.modules.items():
-        for table in (module._parameters, module._buffers):
+        for table in (parameters_of(module), buffers_of(module)):
             for name, tensor in table.items():
                 if tensor is not None:
                     yield path, name, tensor

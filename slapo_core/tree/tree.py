@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from slapo_core.errors import ApplyError, PathError, StaleError
+from slapo_core.private import children_of
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.forward import Calls
 from slapo_core.tree.index import ModuleIndex, TensorSites
@@ -186,7 +187,7 @@ class Tree:
     def _walk_to(self, path: str) -> nn.Module | None:
         module: nn.Module | None = self.root
         for name in path.split(".") if path else ():
-            module = module._modules.get(name) if module is not None else None
+            module = children_of(module).get(name) if module is not None else None
         return module
 
     def _canonical(self, path: str) -> str:

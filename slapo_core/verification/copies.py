@@ -13,6 +13,7 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.graph.examples import made_beforehand
+from slapo_core.private import buffers_of, parameters_of
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.primitive import Record
@@ -498,7 +499,7 @@ def _fill(model: nn.Module, value: Any) -> None:
     """Give the tensors on the meta device their values, ties kept."""
     made: dict[int, torch.Tensor] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):
+        for table in (parameters_of(module), buffers_of(module)):
             for own, tensor in table.items():
                 if tensor is None or not tensor.is_meta:
                     continue

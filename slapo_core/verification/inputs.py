@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from slapo_core.errors import ArgumentError
+from slapo_core.private import pytree
 from slapo_core.ranks.rank_consistency import RankFact, describe, describe_tensor
 from slapo_core.verification.precision import is_inexact
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from slapo_core.private import pytree
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.verification.dropout import DropoutMode
 from slapo_core.verification.inputs import Batch, Batches, Inputs

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from slapo_core.private import TorchDispatchMode, pytree
 
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
 """Operators that choose by the size of numbers, and the position of their axis argument; default: the last axis."""

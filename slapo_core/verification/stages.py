@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from slapo_core.errors import HookError, TraceError
 from slapo_core.pipeline.batches import bound_call
 from slapo_core.pipeline.calls import Answers, IsolatedStagedCalls, StagedCalls
 from slapo_core.pipeline.stages import Staged
+from slapo_core.private import pytree
 from slapo_core.schedule.read_only import ScheduledCopy
 from slapo_core.verification.inputs import Batch
 from slapo_core.verification.kinds import KINDS

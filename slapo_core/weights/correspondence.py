@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import WeightsError
+from slapo_core.private import parameters_of
 from slapo_core.ranks.rank_consistency import RankFact, describe
 from slapo_core.spec.state import LiveTensor, Placement
 from slapo_core.weights.mapping import Survey, TensorSpec, Translations, own_tensors, survey
@@ -188,7 +189,7 @@ class Correspondence:
                 continue
             layout = table.layout(tensor, f"{path}.{own_name}" if path else own_name)
             spec = self.survey.carried_by(layout)
-            is_parameter = own_name in self.tree.index.modules[path]._parameters
+            is_parameter = own_name in parameters_of(self.tree.index.modules[path])
             reference_names = (spec.name,) if spec is not None else ()
             found[id(tensor)] = LiveTensor(path, own_name, tensor, layout, is_parameter, persistent, reference_names)
         if self.placement is None or self.mesh is None:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import HookError, WeightsError
+from slapo_core.private import TorchDispatchMode, tree_leaves
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 from slapo_core.weights.initializers import SKIP_MARK, InitializerCall, Initializers, Rerun, copy_on_meta, copy_with

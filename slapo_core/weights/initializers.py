@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import WeightsError
+from slapo_core.private import buffers_of, parameters_of
 from slapo_core.tree.assignment import Assignment
 from slapo_core.tree.index import ModuleIndex, TensorSites
 
@@ -186,9 +187,9 @@ class Rerun:
 
     def _present(self, path: str, own_name: str) -> torch.Tensor:
         module = self._index.modules[path]
-        present: torch.Tensor | None = module._parameters.get(own_name)
+        present: torch.Tensor | None = parameters_of(module).get(own_name)
         if present is None:
-            present = module._buffers[own_name]
+            present = buffers_of(module)[own_name]
         assert present is not None
         return present
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import HookError, WeightsError
+from slapo_core.private import buffers_of, non_persistent_buffers_of, parameters_of
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 
@@ -151,12 +152,12 @@ def _renamed(key: str, value: torch.Tensor, missing: Mapping[str, torch.Tensor])
 def own_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
     """``(module path, own name, tensor, whether it belongs into a state dict)``, parameters before buffers."""
     for path, module in modules.items():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 yield path, name, parameter, True
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
-                yield path, name, buffer, name not in module._non_persistent_buffers_set
+                yield path, name, buffer, name not in non_persistent_buffers_of(module)
 
 
 _OUT, _IN = "slapo_to_reference", "slapo_from_reference"

@@ -24,6 +24,8 @@ from slapo_core.private import (
     active_function_modes,
     attention_of_cuda,
     bucket_assignment,
+    buffers_of,
+    children_of,
     current_autograd_node,
     default_store,
     flop_formulas,
@@ -31,6 +33,8 @@ from slapo_core.private import (
     is_traceable_wrapper_subclass,
     new_group_among,
     next_sequence_number,
+    non_persistent_buffers_of,
+    parameters_of,
     ranks_of_group,
     set_timeout,
     unset_fake_temporarily,
@@ -196,10 +200,10 @@ def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("scratch", torch.zeros(1), persistent=False)
     module.add_module("child", nn.Identity())
-    assert [*module._parameters] == ["weight", "bias"]
-    assert {*module._buffers} == {"running_mean", "running_var", "num_batches_tracked", "scratch"}
-    assert [*module._modules] == ["child"]
-    assert module._non_persistent_buffers_set == {"scratch"}
+    assert [*parameters_of(module)] == ["weight", "bias"]
+    assert {*buffers_of(module)} == {"running_mean", "running_var", "num_batches_tracked", "scratch"}
+    assert [*children_of(module)] == ["child"]
+    assert non_persistent_buffers_of(module) == {"scratch"}
     assert module._compiled_call_impl is None
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     module.register_forward_pre_hook(len, with_kwargs=True)
@@ -212,7 +216,7 @@ def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
     assert {*module._forward_pre_hooks_with_kwargs} == {*module._forward_pre_hooks}
     assert {*module._forward_hooks_with_kwargs} == {*module._forward_hooks}
     weight = nn.Parameter(torch.ones(2))
-    module._parameters["weight"] = weight
+    parameters_of(module)["weight"] = weight
     assert module.weight is weight
 
 

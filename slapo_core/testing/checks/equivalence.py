@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from slapo_core.errors import RankFailedError, VerifyError
+from slapo_core.private import tree_leaves
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.testing.bench import Bench, build_inputs, build_model, call, prepare
 from slapo_core.testing.case import Case, made

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.building.batches import LossCall, micro_batches
 from slapo_core.building.phases import build
@@ -17,6 +16,7 @@ from slapo_core.errors import SlapoError
 from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
+from slapo_core.private import tree_map_only
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.testing.bench import SEED, seeded
 from slapo_core.testing.check import CheckError

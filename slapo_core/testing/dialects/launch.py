@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from slapo_core.errors import RankFailedError, WeightsError
+from slapo_core.private import tree_map_only
 from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.spec.mesh import MESH_DIMS, Mesh
 from slapo_core.testing.bench import seeded

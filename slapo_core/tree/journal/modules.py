@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from slapo_core.private import children_of
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks
 from slapo_core.tree.index import full_name
@@ -84,7 +85,7 @@ class ReplaceModule(Entry):
 
     def _set(self, module: nn.Module) -> None:
         for parent, name in self.holders:
-            parent._modules[name] = module
+            children_of(parent)[name] = module
         self.tree.structure_changed()
 
     @property
@@ -108,14 +109,14 @@ class AddModule(Entry):
         self.before: list[Layout | None] = []
 
     def redo(self) -> None:
-        self.parent._modules[self.name] = self.new
+        children_of(self.parent)[self.name] = self.new
         path = full_name(self.tree.index.path_of(self.parent) or "", self.name)
         self.tree.structure_changed()
         self.tree.tensors.exchange(path, None, self.new)
         self.before = [self.tree.tensors.assign(tensor, layout) for tensor, layout in self.assigned]
 
     def undo(self) -> None:
-        self.parent._modules.pop(self.name, None)
+        children_of(self.parent).pop(self.name, None)
         self.tree.structure_changed()
         self.tree.tensors.exchange("", self.new, None)
         for (tensor, _), layout in zip(self.assigned, self.before, strict=False):

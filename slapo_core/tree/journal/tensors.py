@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
+from slapo_core.private import buffers_of, parameters_of
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks
 from slapo_core.tree.index import full_name
@@ -65,7 +66,7 @@ class SetTensor(Entry):
 
     def undo(self) -> None:
         for holder, site in zip(self.holders, self.sites, strict=True):
-            if not any(holder.name in table for table in (holder.module._parameters, holder.module._buffers)):
+            if not any(holder.name in table for table in (parameters_of(holder.module), buffers_of(holder.module))):
                 raise ApplyError(
                     f"'{full_name(*site)}' is no longer a parameter or buffer (a parametrization, perhaps)"
                 )

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slapo_core.errors import BuildError
+from slapo_core.private import tree_leaves, tree_map_only
 from slapo_core.spec.engine import StepResult
 from slapo_core.testing.bench import seeded
 from slapo_core.testing.check import CheckError, NotApplicable
