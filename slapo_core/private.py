@@ -110,6 +110,12 @@ def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[
     return [list(bucket) for bucket in buckets]
 
 
+def run_backward(roots: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...]) -> None:
+    """Run autograd's engine itself, with the active torch-function modes."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(roots, cotangents, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """Operator, with all its overloads -> floating-point operations, by its arguments and ``out_val``, its result."""
     return dict(flop_registry)
@@ -157,6 +163,9 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
     """Set the timeout of a group's collectives."""
     distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
 
+
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
+"""The operator that reads the value of a tensor of one element."""
 
 tree_flatten, tree_leaves = pytree.tree_flatten, pytree.tree_leaves
 tree_map_only, tree_unflatten = pytree.tree_map_only, pytree.tree_unflatten

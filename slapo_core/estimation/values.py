@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.private import (
+    LOCAL_SCALAR,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 _LARGEST = 2**24  # elements of a tensor whose values are followed
 _VALUE = "_slapo_value"
 _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_READS = frozenset(
-    {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default}
-)
+_READS = frozenset({LOCAL_SCALAR, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default})
 
 
 def is_followed(tensor: torch.Tensor) -> bool:
@@ -96,7 +95,7 @@ class Values:
         try:
             return func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            number = self.otherwise() if func is torch.ops.aten._local_scalar_dense.default else None
+            number = self.otherwise() if func is LOCAL_SCALAR else None
             if number is None:
                 raise Unknown(str(func)) from None
             return number

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.private import pytree
+from slapo_core.private import pytree, run_backward
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.verification.dropout import DropoutMode
 from slapo_core.verification.inputs import Batch, Batches, Inputs
@@ -143,11 +143,9 @@ class Conditions:
 
 
 def _backward(roots: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...]) -> None:
-    # The engine itself: torch.autograd.backward is a torch function, and within one no torch-function mode holds, so
-    # that recomputed activations would be computed without the mode that switches dropout off.
-    torch.autograd.Variable._execution_engine.run_backward(
-        roots, cotangents, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    # torch.autograd.backward is a torch function, within which no torch-function mode is active: recomputed activations
+    # would run without the mode that switches dropout off.
+    run_backward(roots, cotangents)
 
 
 def _cotangent(leaf: torch.Tensor, position: int, seed: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.private import TorchDispatchMode, pytree
+from slapo_core.private import LOCAL_SCALAR, TorchDispatchMode, pytree
 
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
 """Operators that choose by the size of numbers, and the position of their axis argument; default: the last axis."""
@@ -72,7 +72,7 @@ class DtypeObserver(TorchDispatchMode):
             )
         choice = Choice.of(func, args, kwargs or {}, result)
         self.choices += [] if choice is None else [choice]
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is LOCAL_SCALAR:
             self._scalars = coarsest([self._scalars, way])
         return result
 

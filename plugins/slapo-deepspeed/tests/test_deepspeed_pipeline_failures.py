@@ -50,7 +50,7 @@ def test_an_optimizer_that_one_rank_cannot_make_ends_the_build_on_all() -> None:
 
 
 def test_what_is_taken_of_deepspeed_is_there() -> None:
-    """See pipeline/private.py and pipeline/module.py."""
+    """See private.py and pipeline/module.py."""
     from deepspeed.runtime.pipe import engine
 
     source = inspect.getsource(engine)

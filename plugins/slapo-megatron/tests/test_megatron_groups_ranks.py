@@ -33,8 +33,8 @@ def mesh_of(**sizes: int) -> Any:
 def kept_and_let_go() -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.private import groups_of_megatron, is_alive, timeout_minutes
     from slapo_megatron.groups.process_groups import given_back, start
+    from slapo_megatron.private import groups_of_megatron, is_alive, timeout_minutes
 
     found: dict[str, Any] = {}
     before = set(dist.distributed_c10d._world.pg_map)
@@ -70,8 +70,8 @@ def half_made() -> list[Any]:
     """Making the groups fails in the middle, on every rank; then nothing is left, and they can be made."""
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.private import groups_of_megatron
     from slapo_megatron.groups.process_groups import start
+    from slapo_megatron.private import groups_of_megatron
 
     create, made = parallel_state.create_group, []
 

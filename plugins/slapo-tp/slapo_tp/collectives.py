@@ -28,15 +28,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._guards import detect_fake_mode
 from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Mesh, MeshError
 from slapo_core.spec.observers import Origin, run_from
+from slapo_tp.private import FUNCTIONAL, detect_fake_mode
 
-_ops = torch.ops._c10d_functional  # each by its overload: resolving one costs microseconds a call
+_ops = FUNCTIONAL  # each by its overload: resolving one costs microseconds a call
 
 
 @dataclass(frozen=True)

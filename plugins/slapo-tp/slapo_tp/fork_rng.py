@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.accelerators import accelerator
 from slapo_core.spec.edit import Forward
 from slapo_core.spec.preconditions import Distributed
+from slapo_tp.private import FakeTensor
 from slapo_tp.splits import mesh_size
 
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that the ranks' seeds differ in their low 32 bits, all that CPU seeding uses

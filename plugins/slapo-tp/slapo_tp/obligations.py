@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from slapo_core import Change, Node, Record, Suggestion, Violation
 from slapo_core.spec.node import only_looks
@@ -14,6 +13,7 @@ from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of
+from slapo_tp.private import has_global_forward_hooks
 from slapo_tp.splits import (
     as_tuple,
     bias_is_left_out,
@@ -89,7 +89,7 @@ def missing_gradient_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iter
     assert schedule.mesh is not None
     if any(not _is_known(schedule, record) for record in schedule.records):
         return
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    if has_global_forward_hooks():
         return
     group, found = RankGroup.along(schedule.mesh, mesh_dim), dict[str, Violation]()
     for sequence in schedule.root.walk():
@@ -230,7 +230,7 @@ def _others_may_reduce(
     schedule: ScheduledModel, nodes: Sequence[Node], partial: Sequence[Node], group: RankGroup
 ) -> bool:
     """Whether an unknown hook or forward at or around the partial outputs may reduce one of them."""
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+    if has_global_forward_hooks():
         return True
     if any(not _is_known(schedule, record) for record in schedule.records):
         return True

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import slapo_core as slapo
 from slapo_core.spec.mesh import DATA_DIMS
+from slapo_tune.private import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from slapo_core import Schedule

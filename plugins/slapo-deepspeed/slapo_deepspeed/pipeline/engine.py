@@ -16,8 +16,8 @@ from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.grad_norm_marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
 from slapo_deepspeed.initialization import has_optimizer, initialize
 from slapo_deepspeed.pipeline.frozen_ranks import bare_ranks, placeholder
-from slapo_deepspeed.pipeline.private import forget, losses_of, prepare
 from slapo_deepspeed.pipeline.ties import Ties
+from slapo_deepspeed.private import forget, losses_of, prepare
 from slapo_deepspeed.process_groups import start
 from slapo_deepspeed.zero.gradients import forget_gradients, unused_parameters
 

@@ -79,7 +79,7 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
     from megatron.core import parallel_state
 
     from slapo_megatron.groups.order import compare, compare_virtual, differences
-    from slapo_megatron.groups.private import groups_of_megatron, is_alive
+    from slapo_megatron.private import groups_of_megatron, is_alive
 
     if not dist.is_initialized():
         start_single_process_group(device_type or "cpu")
@@ -132,7 +132,7 @@ def _still_there() -> _Made | None:
     global _made
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.private import groups_of_megatron, is_alive
+    from slapo_megatron.private import groups_of_megatron, is_alive
 
     if _made is None:
         return None
@@ -154,7 +154,7 @@ def _make(mesh: Mesh) -> _Made:
     global _made
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.private import groups_of_megatron, timeout_minutes
+    from slapo_megatron.private import groups_of_megatron, timeout_minutes
 
     order = order_of(mesh)
     try:
@@ -212,7 +212,7 @@ def _let_go(made: _Made) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.private import is_alive
+    from slapo_megatron.private import is_alive
 
     parallel_state.destroy_model_parallel()
     for group in made.groups:

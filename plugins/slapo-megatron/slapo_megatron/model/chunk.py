@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from megatron.core.enums import ModelType
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from slapo_megatron.private import tree_map
 
 _LOW = (torch.float16, torch.bfloat16)
 

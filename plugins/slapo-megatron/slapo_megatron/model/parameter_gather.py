@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from slapo_megatron.private import tree_leaves
 
 
 class Gathering:

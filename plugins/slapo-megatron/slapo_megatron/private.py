@@ -1,7 +1,4 @@
-"""Access private names of Megatron and torch about process groups: only here.
-
-Imports Megatron: import it in functions.
-"""
+"""Names of Megatron and torch that are not public and that this plugin needs: what a new version may change is here."""
 
 from __future__ import annotations
 
@@ -9,11 +6,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
+from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
 
 
 def groups_of_megatron() -> list[Any]:
     """Every process group of Megatron's that this rank is in, each once, in the order in which they were made."""
+    from megatron.core import parallel_state
+
     found = parallel_state._global_process_group_list or []
     return [group for group in found if group is not None]
 

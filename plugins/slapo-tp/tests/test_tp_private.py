@@ -1,0 +1,48 @@
+"""The names of torch that are not public mean what this plugin takes them for, and are in one module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from slapo_tp import private
+from tests.private_names import private_names
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    assert private_names(Path(private.__file__).parent) == []
+
+
+def test_hooks_of_every_module_are_seen() -> None:
+    assert not private.has_global_forward_hooks()
+    for register in (register_module_forward_hook, register_module_forward_pre_hook):
+        handle = register(lambda *_: None)  # type: ignore[arg-type,return-value]
+        assert private.has_global_forward_hooks()
+        handle.remove()
+    assert not private.has_global_forward_hooks()
+
+
+def test_tensors_without_memory_are_detected() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = nn.Linear(2, 2).weight
+    assert private.detect_fake_mode(fake) is not None
+    assert private.detect_fake_mode(torch.ones(2)) is None
+    assert isinstance(fake.detach(), private.FakeTensor)
+    assert not private.is_traceable_wrapper_subclass(torch.ones(2))
+
+
+def test_trees_are_flattened_and_mapped() -> None:
+    leaves, spec = private.tree_flatten({"a": [1, (2,)]})
+    assert leaves == [1, 2]
+    assert private.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
+    assert private.tree_map_only(int, lambda value: -value, ["x", 1]) == ["x", -1]
+
+
+def test_functional_collectives_have_one_overload_each() -> None:
+    for name in ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
+        assert getattr(private.FUNCTIONAL, name).overloads() == ["default"]
