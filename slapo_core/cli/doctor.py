@@ -7,9 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.spec.hookspecs import Fact, Problem
 
@@ -34,35 +32,8 @@ class Report:
         return asdict(self)
 
 
-def register(root: typer.Typer, plugins: typer.Typer) -> None:
-    """Add the command of this file."""
-    root.command("doctor")(doctor)
-
-
-def doctor(
-    ask: Annotated[
-        list[str] | None,
-        typer.Option("--ask", help="A plugin whose own slapo_doctor hook to ask as well; may be repeated."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
-) -> None:
-    """Look over the environment; exit 1 if something is wrong.
-
-    Imports torch, and no plugin but those named with --ask.
-    """
-    from slapo_core.cli.output import print_json
-    from slapo_core.plugins import current_registry
-
-    report = diagnose(current_registry(), ask=ask or ())
-    if as_json:
-        print_json(report.as_json())
-    else:
-        _print(report)
-    if report.problems:
-        raise typer.Exit(1)
-
-
-def _print(report: Report) -> None:
+def print_report(report: Report) -> None:
+    """Print facts, then problems with their fixes."""
     width = max(len(fact.what) for fact in report.facts) + 2
     for fact in report.facts:
         print(f"{fact.what:<{width}}{fact.value}")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import device, doctor, estimate, new, plugins, stubs, vocabulary
+from slapo_core.cli import device, estimate, new, plugins, stubs, vocabulary
 from slapo_core.errors import SlapoError
 
 
@@ -107,7 +107,7 @@ def _registry() -> Any:
     return current_registry()
 
 
-_FAMILIES = (plugins, new, vocabulary, stubs, doctor, estimate, device)
+_FAMILIES = (plugins, new, vocabulary, stubs, estimate, device)
 
 
 def make_app() -> typer.Typer:
@@ -136,7 +136,32 @@ def make_app() -> typer.Typer:
 
     for module in _FAMILIES:
         module.register(root, family)
+    root.command("doctor")(_doctor)
     return root
+
+
+def _doctor(
+    ask: Annotated[
+        list[str] | None,
+        typer.Option("--ask", help="A plugin whose own slapo_doctor hook to ask as well; may be repeated."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+) -> None:
+    """Look over the environment; exit 1 if something is wrong.
+
+    Imports torch, and no plugin but those named with --ask.
+    """
+    from slapo_core.cli.doctor import diagnose, print_report
+    from slapo_core.cli.output import print_json
+    from slapo_core.plugins import current_registry
+
+    report = diagnose(current_registry(), ask=ask or ())
+    if as_json:
+        print_json(report.as_json())
+    else:
+        print_report(report)
+    if report.problems:
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -182,5 +182,5 @@ def test_blocks_traced_with_other_leaves_or_at_other_places_are_told_apart() -> 
 def test_leaves_are_named_by_class_name_path_or_glob(leaves: Any) -> None:
     sch = traced(Stack(), flatten=True, leaves=leaves)
     assert "self.inner(x)" in str(sch["layers.0"].graph)
-    with pytest.raises(slapo.PreconditionError, match=r"no class of modules"):
+    with pytest.raises(slapo.PreconditionError, match=r"not a module class"):
         traced(Stack(), flatten=True, leaves=(int,))

@@ -121,7 +121,7 @@ CAUGHT = [
     ("meta_model_is_given_its_values", case(kit.InitializesItself), "than for target 'torch'"),
     ("weights_are_read", case(kit.KeepsItsValues), "(from a mapping)"),
     ("unsupported_mesh_is_refused", case(kit.SupportsText), "supports is not a set"),
-    ("replicas_train_as_one_process", case(engines.AveragesNothing, **DP), "'up.weight' is not the same"),
+    ("replicas_train_as_one_process", case(engines.AveragesNothing, **DP), "replicas of 'up.weight' differ"),
     ("replicas_train_as_one_process", case(engines.EvaluatesOnTheFirstRank, **DP), "(evaluation)"),
     (
         "replicas_train_as_one_process",

@@ -147,7 +147,7 @@ def test_what_is_refused_says_what_to_write(message: Messages) -> None:
         (("ArgumentError: ", "one batch"), lambda: sch.estimate(optimizer=adam)),
         (("ArgumentError: rank ", "0 to 1", "got 2"), lambda: sch.estimate(X, rank=2)),
         (("ArgumentError: accumulate ", "got 0"), lambda: sch.estimate(X, accumulate=0)),
-        (("BuildError: 16 samples", "accumulate=3"), lambda: sch.estimate(X, accumulate=3)),
+        (("BuildError: the batch has 16 samples", "accumulate=3"), lambda: sch.estimate(X, accumulate=3)),
         (
             ("ArgumentError: optimizer ", "got SGD"),
             lambda: sch.estimate(X, optimizer=torch.optim.SGD(sch.model.parameters(), lr=1.0)),

@@ -42,7 +42,7 @@ def test_a_scheduler_goes_on_where_it_was(found: Found) -> None:
         told, without, torch_told, cold = rank["schedulers"]["told"]
         assert told == "fine"
         for text in (without, torch_told):
-            assert "not used of the checkpoint" in text
+            assert "ignored, unknown to this engine" in text
             assert text.endswith(": lr_scheduler")
         assert "no state of a scheduler" in cold
         assert "WarmupLR" in cold

@@ -231,7 +231,7 @@ def test_other_forms_of_a_batch_and_evaluations_between_steps_are_right(ranks: l
 
 def test_outputs_are_put_together_along_the_axis_of_the_samples_or_not_at_all(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert found["gathered"].startswith("the piece 'sum")
+        assert found["gathered"].startswith("output 'sum")
         assert "the micro-batches cannot be combined" in found["gathered"]
 
 

@@ -73,7 +73,7 @@ SAYS = {
     "in place, on another rank": ("'down.bias'", "in place"),
     "frozen": ("'down.weight'", "frozen"),
     "unfrozen": ("'frozen.weight'", "unfrozen"),
-    "another one": ("'up.weight'", "another parameter"),
+    "another one": ("'up.weight'", "replaced after build()"),
     "by hand": ("1 of 2", "accumulation window"),
     "accumulation": ("accumulates 4", "2 a step"),
 }

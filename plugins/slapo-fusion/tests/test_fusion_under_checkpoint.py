@@ -78,6 +78,6 @@ def test_a_part_that_gives_more_than_its_kernel_is_refused_when_it_becomes_a_cal
     sch = slapo.create_schedule(nn.Sequential(Drops()), example_inputs=torch.randn(2, 3, 8))
     sch["0"].trace(flatten=True)
     sch["0"].replace(lambda x, y: x.softmax(-1) * y, match=lambda x, y: x.softmax(-1) * y)
-    with pytest.raises(slapo.ApplyError, match="part of what was rewritten"):
+    with pytest.raises(slapo.ApplyError, match="part of a rewritten region"):
         sch["0.inner"].checkpoint()
     slapo.verify(sch)

@@ -125,9 +125,9 @@ def test_sizes_are_those_of_the_untouched_model():
     sch["layer.2"].shard(["weight", "bias"], axis=0)
     node = sch["layer.2"]
     assert tuple(node.module.weight.shape) == (4, 8)
-    from slapo_pipeline.view import _untouched_shape
+    from slapo_pipeline.view import _full_shape
 
-    assert _untouched_shape(sch, "layer.2.weight", node.module.weight) == (8, 8)
+    assert _full_shape(sch, "layer.2.weight", node.module.weight) == (8, 8)
 
 
 def test_operations_that_cannot_be_counted_are_said_to_be_unknown():
