@@ -24,7 +24,7 @@ _HEAD = """# Predicted and counted peaks of memory
 
 Written by `tools/estimate_accuracy.py`. Each row is one schedule: the peak over two training steps that
 `slapo_core.estimate` predicts without memory, and what torch's `MemTracker` counts for the same steps on real tensors
-in a process of the same kind (the "fake" process group, one rank's pieces on the CPU). Bytes of tensors, all of them.
+in a process of the same kind (the "fake" process group, one rank's shards on the CPU). Bytes of tensors, all of them.
 
 MemTracker refuses a second step in one run ("multiple iterative calls"), so that its `reset_mod_stats` is called in
 between; within a step it refuses several forward passes (`accumulate`), and frozen parameters ("cannot register a hook

@@ -53,7 +53,7 @@ PAGE = Page(
             sequence_cells(),
             COLUMNS,
             "Sequence parallelism",
-            "Between the pairs of matrices each rank along `tp` has a piece of the sequence; words are split, too.",
+            "Between the pairs of matrices each rank along `tp` has a shard of the sequence; words are split, too.",
             say=SAY,
         ),
         Table(
