@@ -14,7 +14,6 @@ from slapo_core.ranks.world import World
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["make_optimizer", "same_groups"]
 
 _ELEMENTWISE = {
     "torch": ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adagrad"],

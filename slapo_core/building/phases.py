@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.dialect import Plan
     from slapo_core.spec.engine import Engine
 
-__all__ = ["build"]
 
 _SAME_ADDED = (
     "call torch.manual_seed(0) on every rank before the step that adds it, or give it values that draw nothing"

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from slapo_core.native.pipeline.runner import Runner
     from slapo_core.spec.request import BuildRequest, ScheduledModel, StagedModel
 
-__all__ = ["TorchDialect"]
 
 _REPLICATED: dict[str, Any] = {
     "find_unused_parameters": False,

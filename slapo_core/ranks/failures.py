@@ -12,8 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from slapo_core.errors import RankFailedError
 
-__all__ = ["Attempt", "Failure", "causes", "chain_of", "describe_failure", "lost_rank"]
-
 T = TypeVar("T")
 
 # What gloo and NCCL say to a rank whose partner is gone; neither has an exception class of its own for it.

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["Job", "describe", "make_importable", "origin", "run_rank", "trace_file"]
-
 
 @dataclass(frozen=True)
 class Job:

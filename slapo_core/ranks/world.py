@@ -18,14 +18,13 @@ import torch
 
 from slapo_core.errors import BuildError, RankFailedError, RankMismatchError
 from slapo_core.private import default_store
-from slapo_core.ranks.failures import Attempt, Failure, causes, chain_of, describe_failure, lost_rank
+from slapo_core.ranks.failures import Attempt, causes, chain_of, describe_failure, lost_rank
 from slapo_core.ranks.rank_consistency import RankFact, first_difference
 from slapo_core.ranks.trial_mesh import TrialMesh
 
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["Attempt", "Failure", "World", "together"]
 
 T = TypeVar("T")
 

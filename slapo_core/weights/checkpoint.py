@@ -34,16 +34,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.state import LiveTensor, OptimizerStorage
     from slapo_core.weights.state import Loading, TensorState
 
-__all__ = [
-    "as_written",
-    "collected",
-    "give",
-    "load_checkpoint",
-    "prepared",
-    "refuse_not_json",
-    "save_checkpoint",
-    "writing",
-]
 
 FORMAT = 1
 MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"

@@ -16,8 +16,6 @@ from slapo_core.spec.accelerators import device_of
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
 
-__all__ = ["collect", "exchange_device", "spread", "sum_among"]
-
 
 def exchange_device(mesh: Mesh) -> torch.device:
     """Return the device from which the mesh's groups send tensors."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.spec.state import Placement
 
-__all__ = ["Materialization"]
-
 
 class Materialization:
     """Give the model its values, one tensor after the other; it can be taken back.

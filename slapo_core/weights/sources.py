@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.weights.mapping import Survey, TensorSpec
 
-__all__ = [
-    "MappingSource",
-    "SafetensorsSource",
-    "Source",
-    "Wider",
-    "check_names",
-    "open_source",
-    "placed",
-    "read_tensor",
-]
-
 
 class Source(ABC):
     """Full tensors by name; a rank reads its own shards."""

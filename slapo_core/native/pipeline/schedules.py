@@ -8,8 +8,6 @@ from typing import Any
 
 from slapo_core import BuildError
 
-__all__ = ["SCHEDULES", "Schedule", "schedule_named", "schedule_of"]
-
 
 @dataclass(frozen=True)
 class Schedule:

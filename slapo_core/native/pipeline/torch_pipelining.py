@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-__all__ = ["CALLED", "StageBase", "make_schedule", "recomputes", "step"]
-
 
 class StageBase:
     """The interface of a stage for torch's schedules, with empty defaults.
