@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slapo_core.ranks.world import Failure
+from slapo_core.ranks.failures import Failure
 from slapo_core.spec.primitive import Record
 from slapo_core.verification.compare import Difference
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.ranks.failures import Failure
 from slapo_core.ranks.rank_consistency import RankFact, describe, describe_tensor
-from slapo_core.ranks.world import Attempt, Failure, World
+from slapo_core.ranks.world import Attempt, World
 from slapo_core.schedule.consistency import SAME_SCRIPT, obligations, schedule_facts
 from slapo_core.verification.approximate import without_approximate_steps
 from slapo_core.verification.blame import Blame

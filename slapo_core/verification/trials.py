@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError, VerifyError
-from slapo_core.ranks.world import Attempt, Failure, World
+from slapo_core.ranks.failures import Failure
+from slapo_core.ranks.world import Attempt, World
 from slapo_core.spec.primitive import Equivalence
 from slapo_core.verification.blame import Blame, find_steps, suggestions
 from slapo_core.verification.compare import Comparison, Difference, compare, compare_dropout
