@@ -311,7 +311,7 @@ def stages_of_build(
     Raises:
         BuildError: stages and mesh do not go together, there are no example inputs, or the dialect's answer is none.
         TraceError: the model cannot be cut there.
-        HookError: the answer of a plugin cannot be right.
+        HookError: a plugin's answer is invalid.
     """
     pp = schedule.mesh.size("pp") if schedule.mesh is not None else 1
     if pp == 1:

@@ -55,7 +55,7 @@ class StagedCalls:
 
         Raises:
             TraceError: it cannot be cut there.
-            HookError: an answer of a plugin cannot be right, or contradicts that for a batch of another size.
+            HookError: a plugin's answer is invalid, or contradicts that for a batch of another size.
         """
         form = InputSignature(inputs, [module.training for module in self._schedule.model.modules()])
         for known, stages in self._known:

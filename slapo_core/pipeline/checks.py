@@ -143,7 +143,7 @@ def _require_type(hook: str, plugin: str, answer: Any, kind: type) -> None:
 
 def _refuse(hook: str, plugin: str, problems: list[str]) -> None:
     if problems:
-        raise HookError(f"the answer of {plugin} to {hook} cannot be right: {'; '.join(problems)}", plugin=plugin)
+        raise HookError(f"the answer of {plugin} to {hook} is invalid: {'; '.join(problems)}", plugin=plugin)
 
 
 def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:

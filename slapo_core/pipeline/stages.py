@@ -105,7 +105,7 @@ def staged(
 
     Raises:
         TraceError: it cannot be cut there.
-        HookError: an answer cannot be right, or there is one about the partition and none about liveness.
+        HookError: an answer is invalid, or there is one about the partition and none about liveness.
     """
     before = {name: StateMark(tensor) for name, tensor in held_by(schedule.model)}
     random = torch.get_rng_state()
@@ -258,7 +258,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
     Raises:
         ArgumentError: there is no batch, or no step cuts the model.
         TraceError: it cannot be cut there.
-        HookError: the answer of a plugin cannot be right.
+        HookError: a plugin's answer is invalid.
     """
     batch = schedule.example_inputs if batch is None else batch
     if batch is None:

@@ -206,7 +206,7 @@ class BuildRequest(Protocol):
 
         Raises:
             TraceError: it cannot be cut there.
-            HookError: the answer of a plugin cannot be right.
+            HookError: a plugin's answer is invalid.
         """
         ...
 

@@ -294,7 +294,7 @@ class Subjects:
     Raises:
         SealedError: the originals were dropped.
         WeightsError: a tensor on the meta device has no initializer, or one of a lazy module no shape.
-        HookError: a plugin's answer about a tensor cannot be right.
+        HookError: a plugin's answer about a tensor is invalid.
     """
 
     def __init__(self, schedule: Schedule, *, device: torch.device, seed: int) -> None:

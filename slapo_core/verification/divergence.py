@@ -226,11 +226,10 @@ def _instead(step: Record, told: Sequence[Told], shapes: Mapping[Place, tuple[in
         if is_below(path, step.path) and _is_shard((path, number), group[0], shapes)
     ]
     places = [path for path in dict.fromkeys(shards) if not any(is_below(other, path) for other in whole)]
-    own = " by a module of its own" if shards else ""
     calls = ", ".join(f"sch['{path}'].{step.primitive}" for path in places[:_SHOWN])
     place = f"'{step.path}'" if step.path else "the root"
     remove = f"remove {step.primitive} at {place}"
-    return f"{remove}; where shards are dropped: {calls}" if calls else f"{remove}: no module in it drops shards{own}"
+    return f"{remove}; where shards are dropped: {calls}" if calls else f"{remove}: no module in it drops shards only"
 
 
 # -- numbers --------------------------------------------------------------------------------------------------

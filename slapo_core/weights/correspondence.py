@@ -63,7 +63,7 @@ class Correspondence:
             SealedError: the originals were dropped.
             WeightsError: a lazy module has not been run yet.
             WeightsError: the model was changed outside of the schedule.
-            HookError: a plugin's answer about a tensor cannot be right.
+            HookError: a plugin's answer about a tensor is invalid.
         """
         schedule.tree.tensors.check_unchanged()
         surveyed, reference = survey(schedule)

@@ -96,7 +96,7 @@ def _compilers(device: str) -> Iterator[Fact | Problem]:
         missing = [] if found else ["a C++ compiler"]
     if missing:
         yield Problem(
-            f"DeepSpeed's own Adam is compiled when it is first used, and {' and '.join(missing)} was not found",
+            f"DeepSpeed compiles its own Adam at first use; not found: {', '.join(missing)}",
             'optimizer=lambda params: torch.optim.AdamW(params, ...) of build, or "torch_adam": true among '
             '"optimizer.params" of the configuration; or install it, and set CUDA_HOME',
         )
