@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.graph.leaves import is_changed, is_predefined
 from slapo_core.graph.private import DisableTorchFunction
+from slapo_core.private import buffers_of, parameters_of
 
 
 class INPUT:
@@ -84,7 +85,7 @@ class _Seen(TorchFunctionMode):
         super().__init__()
         self.given = given
         self.form: FunctionalForm | None = None
-        self._own = {id(tensor): name for name, tensor in (*module._buffers.items(), *module._parameters.items())}
+        self._own = {id(tensor): name for name, tensor in (*buffers_of(module).items(), *parameters_of(module).items())}
         self._own.pop(id(None), None)
         self._calls = 0
 

@@ -14,6 +14,7 @@ from slapo_core.graph.examples import made_beforehand
 from slapo_core.graph.sharing import structure
 from slapo_core.pipeline.batches import InputSignature
 from slapo_core.pipeline.stages import Staged, staged
+from slapo_core.private import buffers_of
 from slapo_core.schedule.read_only import ScheduledCopy
 from slapo_core.spec.pipeline import Partition
 
@@ -165,8 +166,8 @@ class IsolatedStagedCalls:
                     owner = self._model.get_submodule(path)
                 except AttributeError:  # a constant of the stage's own
                     continue
-                if own in owner._buffers:
-                    owner._buffers[own] = buffer
+                if own in buffers_of(owner):
+                    buffers_of(owner)[own] = buffer
 
 
 def _around_the_same_tensors(model: nn.Module) -> nn.Module:

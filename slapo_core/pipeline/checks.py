@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_core.errors import HookError
 from slapo_core.graph.leaves import walk
+from slapo_core.private import buffers_of, parameters_of
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 # Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.
@@ -19,7 +20,7 @@ def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer under each of its names."""
     for path, module in walk(model):
         prefix = f"{path}." if path else ""
-        for table in (module._parameters, module._buffers):
+        for table in (parameters_of(module), buffers_of(module)):
             yield from ((f"{prefix}{name}", tensor) for name, tensor in table.items() if tensor is not None)
 
 

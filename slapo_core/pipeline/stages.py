@@ -13,6 +13,7 @@ from slapo_core.errors import ArgumentError, HookError
 from slapo_core.graph.private import pytree
 from slapo_core.pipeline.batches import bound_batch, in_mode
 from slapo_core.pipeline.checks import SharedState, StateMark, check_liveness, check_partition, held_by, made_problems
+from slapo_core.private import buffers_of, children_of, non_persistent_buffers_of, parameters_of
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 if TYPE_CHECKING:
@@ -204,14 +205,14 @@ class _Above(nn.Module):
 
 
 def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
-    for name, parameter in stage._parameters.items():
-        if name not in into._parameters:
+    for name, parameter in parameters_of(stage).items():
+        if name not in parameters_of(into):
             into.register_parameter(name, parameter)
-    for name, buffer in stage._buffers.items():
-        if name not in into._buffers:
-            into.register_buffer(name, buffer, persistent=name not in stage._non_persistent_buffers_set)
-    for name, child in stage._modules.items():
-        there = into._modules.get(name)
+    for name, buffer in buffers_of(stage).items():
+        if name not in buffers_of(into):
+            into.register_buffer(name, buffer, persistent=name not in non_persistent_buffers_of(stage))
+    for name, child in children_of(stage).items():
+        there = children_of(into).get(name)
         if child is None or there in own:
             continue
         if child in own:

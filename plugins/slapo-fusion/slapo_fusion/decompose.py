@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Carried
 from slapo_fusion.bind import is_bound
+from slapo_fusion.private import buffers_of, non_persistent_buffers_of, parameters_of
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -82,9 +83,9 @@ def decomposed(module: nn.Module) -> nn.Module:
     nn.Module.__init__(new)
     own = {name: value for name, value in vars(module).items() if name not in vars(new) and name != "forward"}
     vars(new).update(own, training=module.training)
-    new._parameters.update(module._parameters)
-    new._buffers.update(module._buffers)
-    new._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+    parameters_of(new).update(parameters_of(module))
+    buffers_of(new).update(buffers_of(module))
+    non_persistent_buffers_of(new).update(non_persistent_buffers_of(module))
     return new  # type: ignore[no-any-return]
 
 

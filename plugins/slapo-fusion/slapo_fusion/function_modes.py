@@ -26,6 +26,7 @@ from slapo_core.spec.observers import dropout_is_off
 from slapo_fusion.private import (
     DeviceContext,
     FakeTensorMode,
+    buffers_of,
     dispatch_modes,
     function_modes,
     number_of_dispatch_modes,
@@ -85,7 +86,7 @@ _WATCHING: ContextVar[Sequence[Any]] = ContextVar("the modes that compiled graph
 def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Run a function on copies, so that active modes see its calls."""
     modules = [below for each in args if isinstance(each, nn.Module) for below in each.modules()]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    buffers = [(buffers_of(module), dict(buffers_of(module))) for module in modules]
     try:
         for table, own in buffers:
             table.update({name: None if each is None else each.clone() for name, each in own.items()})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C import (
     _dispatch_has_kernel_for_dispatch_key as has_kernel_for,
     _len_torch_dispatch_stack as number_of_dispatch_modes,
@@ -34,6 +35,7 @@ __all__ = [
     "OpOverloadPacket",
     "StopRecomputation",
     "backend_names",
+    "buffers_of",
     "compile_errors",
     "compile_with_inductor",
     "dispatch_modes",
@@ -42,8 +44,10 @@ __all__ = [
     "inductor_modes",
     "inductor_options",
     "lookup_backend",
+    "non_persistent_buffers_of",
     "number_of_dispatch_modes",
     "number_of_function_modes",
+    "parameters_of",
     "pop_function_mode",
     "push_function_mode",
     "recompile_limit",
@@ -51,6 +55,10 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
 ]
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 # The compiler is imported when something is compiled: it takes seconds.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Carried, runs_own_forward
+from slapo_fusion.private import parameters_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,7 +107,7 @@ class Quantize(Primitive):
         if self.activation is not None:
             activation = IntxFakeQuantizeConfig(types[self.activation], "per_token", is_symmetric=False)
         new = FakeQuantizedLinear.from_linear(module, activation_config=activation, weight_config=weight)
-        new._parameters.update(module._parameters)  # on the meta device too, where torchao makes its own
+        parameters_of(new).update(parameters_of(module))  # on the meta device too, where torchao makes its own
         new.slapo_stays_a_call = True  # its forward keeps the scales of the last call
         return new.train(module.training)
 
@@ -115,7 +116,7 @@ def _linears(node: Node) -> list[Node]:
     from torch import nn
 
     found = [below for below in node.walk() if type(below.module) is nn.Linear]
-    return [below for below in found if below.module._parameters["weight"] is not None]  # not merged into another
+    return [below for below in found if parameters_of(below.module)["weight"] is not None]  # not merged into another
 
 
 def slapo_cases() -> list[Case]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -81,3 +82,11 @@ def test_the_compiler_says_what_it_knows() -> None:
 def test_trees() -> None:
     assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
     assert private.tree_map_only(int, lambda value: value + 1, [1, "x"]) == [2, "x"]
+
+
+def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert [*private.parameters_of(module[0])] == ["weight", "bias"]
+    assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
+    assert private.non_persistent_buffers_of(module[0]) == {"scratch"}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
+
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def groups_of_megatron() -> list[Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from slapo_megatron import private
 from tests.private_names import private_names
 
@@ -15,3 +18,9 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
 def test_trees_are_flattened_and_mapped() -> None:
     assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
     assert private.tree_map(lambda value: -value, {"a": [1, (2,)]}) == {"a": [-1, (-2,)]}
+
+
+def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert [*private.children_of(module)] == ["0"]

@@ -7,6 +7,7 @@ from typing import Any
 
 from slapo_core import Node, Primitive, Violation
 from slapo_core.spec.node import only_looks
+from slapo_pipeline.private import children_of
 
 _AROUND_CALLS = {
     "core.checkpoint": "recomputes its whole forward",
@@ -41,7 +42,7 @@ def place_violations(node: Node) -> Iterator[Violation]:
         return
     module = node.module
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
-        below = f"{node.path}.{next(iter(module._modules), '0')}"
+        below = f"{node.path}.{next(iter(children_of(module)), '0')}"
         yield Violation(
             f"{type(module).__name__} has no forward of its own: it is never called",
             f"cut after one of its modules, sch[{below!r}].pipeline_split(), or into balanced pieces of all: "

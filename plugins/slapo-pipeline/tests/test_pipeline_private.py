@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from slapo_pipeline import private
 from tests.private_names import private_names
@@ -43,3 +44,11 @@ def test_actions_of_a_schedule() -> None:
     assert all(action.sub_actions is None for action in work)
     with pytest.raises(ValueError, match="NoSuchSchedule"):
         private.schedule_actions("NoSuchSchedule", 2, 4, 1)
+
+
+def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
+    assert [*private.children_of(module)] == ["0"]
+    assert private.non_persistent_buffers_of(module[0]) == {"scratch"}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from slapo_core import ArgumentError, Violation
 from slapo_core.spec.edit import Forward
 from slapo_tp.forwards import fresh
+from slapo_tp.private import children_of, parameters_of
 
 Role = Literal["output", "input", "hidden", "vocabulary", "channel"]
 
@@ -80,7 +81,7 @@ class LayerType:
             known = [f"axis={position} ({part.role})" for position, part in enumerate(self.axes) if part]
             what = f"is a kernel axis of {self.name}" if axis >= len(self.axes) else f"of {self.name} cannot be split"
             yield Violation(f"axis {axis} of '{self.weight}' {what}", f"use {' or '.join(known)}")
-        if self.sums_over(axis) and self.without_bias is None and module._parameters.get("bias") is not None:
+        if self.sums_over(axis) and self.without_bias is None and parameters_of(module).get("bias") is not None:
             yield Violation(
                 f"{self.name} adds its bias on every rank, and its layer type gives no forward without it",
                 "register_layer(..., LayerType(..., without_bias=lambda layer, x: ...))",
@@ -145,7 +146,7 @@ def partial_axis(kind: LayerType) -> int | None:
 def reads_weights_itself(module: nn.Module, child: nn.Module) -> bool:
     """Whether ``module`` is nn.MultiheadAttention, which does not call ``child``, its output projection (or is it)."""
     is_attention = getattr(type(module), "forward", None) is nn.MultiheadAttention.forward
-    return is_attention and (child is module or child is module._modules.get("out_proj"))
+    return is_attention and (child is module or child is children_of(module).get("out_proj"))
 
 
 # -- forwards with the bias left out; argument names are those of the originals -------------------------------

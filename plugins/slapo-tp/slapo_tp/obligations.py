@@ -13,7 +13,7 @@ from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of
-from slapo_tp.private import has_global_forward_hooks
+from slapo_tp.private import children_of, has_global_forward_hooks
 from slapo_tp.splits import (
     as_tuple,
     bias_is_left_out,
@@ -113,7 +113,7 @@ def _in_order(node: Node) -> list[Node]:
     if type(node.module) is not nn.Sequential or _is_unknown_code(node):
         return []
     found = []
-    for name in node.module._modules:
+    for name in children_of(node.module):
         member: Node = node[name]
         inside = [] if member.hooks or member.wrappers else _in_order(member)
         found += inside or [member]

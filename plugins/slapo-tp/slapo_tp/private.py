@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
+
 import torch
+from torch import nn
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.nn.modules import module as _module
@@ -12,6 +16,10 @@ from torch.utils._pytree import (
     tree_map_only as tree_map_only,
     tree_unflatten as tree_unflatten,
 )
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 FUNCTIONAL = torch.ops._c10d_functional
 """The functional collectives as operators."""

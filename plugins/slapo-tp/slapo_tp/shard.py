@@ -16,7 +16,7 @@ from slapo_core.spec.edit import runs_own_forward
 from slapo_core.spec.preconditions import Distributed, Divisible
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows
 from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
-from slapo_tp.private import is_traceable_wrapper_subclass
+from slapo_tp.private import buffers_of, is_traceable_wrapper_subclass, parameters_of
 from slapo_tp.splits import (
     as_tuple,
     mesh_size,
@@ -108,7 +108,7 @@ def _can_be_padded(node: Node, name: str, axis: int) -> bool:
 
 def _missing(node: Node, name: str) -> Violation:
     module = node.module
-    if name in module._parameters or name in module._buffers:
+    if name in parameters_of(module) or name in buffers_of(module):
         return Violation(f"'{name}' is None in this {type(module).__name__}", f"leave '{name}' out")
     tensors = {**node.parameters, **node.buffers}
     if not tensors:

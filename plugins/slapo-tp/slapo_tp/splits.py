@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from slapo_core import Node
 from slapo_tp.layers import LayerType, layer_type_of
+from slapo_tp.private import buffers_of, parameters_of
 
 
 def mesh_size(node: Node, mesh_dim: str) -> int:
@@ -23,8 +24,8 @@ def mesh_size(node: Node, mesh_dim: str) -> int:
 def own_tensor(node: Node, name: str) -> Tensor | None:
     """The module's own parameter or buffer; None if it has none of that name."""
     module = node.module
-    tensor = module._parameters.get(name)
-    return module._buffers.get(name) if tensor is None else tensor
+    tensor = parameters_of(module).get(name)
+    return buffers_of(module).get(name) if tensor is None else tensor
 
 
 def sites(node: Node, name: str) -> tuple[tuple[Node, str], ...]:
@@ -87,7 +88,7 @@ def has_split_below(node: Node, mesh_dim: str) -> bool:
     return any(
         split_axis(below, name, mesh_dim) is not None
         for below in node.walk()
-        for name in (*below.module._parameters, *below.module._buffers)
+        for name in (*parameters_of(below.module), *buffers_of(below.module))
     )
 
 

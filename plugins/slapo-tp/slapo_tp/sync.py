@@ -14,6 +14,7 @@ from slapo_core.spec.preconditions import Distributed
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
+from slapo_tp.private import children_of
 from slapo_tp.splits import (
     bias_is_left_out,
     has_split_below,
@@ -209,7 +210,7 @@ def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Viola
 
 def _biases_below(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
     """A reduction further up does not know of the bias that a layer left out."""
-    if not node.module._modules:
+    if not children_of(node.module):
         return []
     call = f'sync("fwd_post", "{op}"{_axis(axis) if op == "reduce_scatter" else ""})'
     return [

@@ -15,6 +15,7 @@ from slapo_core.spec.edit import Forward
 from slapo_core.spec.preconditions import Distributed
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
+from slapo_tp.private import parameters_of
 from slapo_tp.splits import as_tuple, bias_is_left_out, has_split_below, mesh_size, split_axis
 
 
@@ -120,7 +121,7 @@ def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGro
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_grad_enabled():
             return forward(module, *args, **kwargs)
-        own = module._parameters
+        own: dict[str, Any] = parameters_of(module)  # type: ignore[assignment]
         kept = {name: own[name] for name in names}
         try:
             for name, parameter in kept.items():

@@ -46,3 +46,11 @@ def test_trees_are_flattened_and_mapped() -> None:
 def test_functional_collectives_have_one_overload_each() -> None:
     for name in ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
         assert getattr(private.FUNCTIONAL, name).overloads() == ["default"]
+
+
+def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module[0].register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert [*private.parameters_of(module[0])] == ["weight", "bias"]
+    assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
+    assert [*private.children_of(module)] == ["0"]

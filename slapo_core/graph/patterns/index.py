@@ -12,6 +12,7 @@ from torch.fx.node import map_aggregate
 from slapo_core.graph.patterns.data import Attribute, Call, Items, Slice, parts
 from slapo_core.graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
 from slapo_core.graph.regions import set_state
+from slapo_core.private import children_of
 from slapo_core.spec.tracer import check
 
 _KEPT = "_slapo_calls"
@@ -141,7 +142,7 @@ def _state(graph: fx.Graph, module: nn.Module) -> Any:
 def _module_at(module: nn.Module, path: Any) -> nn.Module:
     found: Any = module
     for name in path.split("."):
-        found = found._modules[name]
+        found = children_of(found)[name]
     return found  # type: ignore[no-any-return]
 
 

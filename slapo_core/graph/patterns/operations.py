@@ -19,6 +19,7 @@ from slapo_core.graph.patterns.data import Attribute, Call, Items, Slice
 from slapo_core.graph.patterns.schemas import bind_function, bind_schema, defaults_of
 from slapo_core.graph.private import NN, VF, OpOverload, OpOverloadPacket
 from slapo_core.graph.structure import is_plain
+from slapo_core.private import buffers_of, parameters_of
 
 _IN_TORCH = {
     "truediv": "div",
@@ -265,7 +266,7 @@ def is_plain_module(module: nn.Module) -> bool:
 def settings(module: nn.Module) -> Any:
     """What :func:`module_call` depends on, to be compared later: class, hooks, settings, which tensors there are."""
     own = [(name, value) for name, value in vars(module).items() if isinstance(value, _COMPARED)]
-    tensors = [*module._parameters.items(), *module._buffers.items()]
+    tensors = [*parameters_of(module).items(), *buffers_of(module).items()]
     return type(module), is_changed(module), own, [name for name, tensor in tensors if tensor is not None]
 
 

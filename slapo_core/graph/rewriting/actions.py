@@ -17,6 +17,7 @@ from torch import fx, nn
 from slapo_core.graph.effects import Effects, is_inert
 from slapo_core.graph.private import tree_map_only
 from slapo_core.graph.rewriting.region import CannotPlace, refuse_changed, settings_of, take_out
+from slapo_core.private import children_of
 from slapo_core.spec.tracer import Flag
 
 # Functions that a rewritten graph calls, under a name that the printed graph shows.
@@ -282,17 +283,17 @@ def as_before(action: Action, module: nn.Module) -> Iterator[None]:
     """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
     undone, new = (action.undone, action.new) if isinstance(action, Replacement) else (None, None)
     with undone(module) if undone is not None else contextlib.nullcontext():
-        if not isinstance(new, str) or new not in module._modules:
+        if not isinstance(new, str) or new not in children_of(module):
             yield
             return
         # A forward that goes through all children must not meet the one that came with the rewrite.
-        children = dict(module._modules)
-        del module._modules[new]
+        children = dict(children_of(module))
+        del children_of(module)[new]
         try:
             yield
         finally:
-            module._modules.clear()
-            module._modules.update(children)
+            children_of(module).clear()
+            children_of(module).update(children)
 
 
 def _is_written_later(output: fx.Node, effects: Effects) -> bool:

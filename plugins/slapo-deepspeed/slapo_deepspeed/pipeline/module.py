@@ -12,6 +12,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
+from slapo_deepspeed.private import buffers_of, children_of, non_persistent_buffers_of, parameters_of
+
 if TYPE_CHECKING:
     from slapo_core.spec.mesh import Mesh
     from slapo_core.spec.stage_runner import Work
@@ -39,12 +41,12 @@ class _Layer(nn.Module):
 
     def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter], placeholder: nn.Parameter | None) -> None:
         super().__init__()
-        for name, child in part._modules.items():
+        for name, child in children_of(part).items():
             self.add_module(name, child)
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             self.register_parameter(name, parameter)
-        for name, buffer in part._buffers.items():
-            self.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
+        for name, buffer in buffers_of(part).items():
+            self.register_buffer(name, buffer, persistent=name not in non_persistent_buffers_of(part))
         self.unused = nn.ParameterDict({name.replace(".", "/"): one for name, one in unused.items()})
         self.placeholder = placeholder
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from slapo_megatron.model.assembly import assemble
 from slapo_megatron.model.chunk import Chunk, raised, working_dtype
+from slapo_megatron.private import children_of
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -101,7 +102,7 @@ def _tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
         *path, last = name.split(".")
         module = root
         for part in path:
-            if part not in module._modules:
+            if part not in children_of(module):
                 module.add_module(part, nn.Module())
             module = module.get_submodule(part)
         module.register_parameter(last, parameter)

@@ -14,6 +14,7 @@ from slapo_core import GuardError
 from slapo_core.spec.node import only_looks
 from slapo_core.spec.pipeline import Stage, StageModule, Tie
 from slapo_core.tracing import FlatGraph, GuardViolation, children, is_merely_traced, set_state, state
+from slapo_pipeline.private import children_of, non_persistent_buffers_of
 
 
 class Holder(nn.Module):
@@ -106,7 +107,7 @@ class CutStage(StageModule):
     def _hold_module(self, path: str, module: nn.Module) -> None:
         """Put a module of the model at its path."""
         owner, name = self._owner(path)
-        if name not in owner._modules:
+        if name not in children_of(owner):
             owner.add_module(name, module)
 
     def _hold_tensor(self, path: str) -> None:
@@ -124,12 +125,12 @@ class CutStage(StageModule):
         links = []
         for path in (*filter(None, flat.inlined), *program.called):
             owner, _, name = path.rpartition(".")
-            links.append((root.get_submodule(owner)._modules, name, root.get_submodule(path), path))
+            links.append((children_of(root.get_submodule(owner)), name, root.get_submodule(path), path))
         modes = [(module, module.training, path) for path, module in flat.inlined.items() if self._has(path)]
         modes += [(root.get_submodule(path), root.get_submodule(path).training, path) for path in program.called]
         containers = map(root.get_submodule, program.lists)
         lists = [
-            (each, list(each._modules.values()), path) for each, path in zip(containers, program.lists, strict=True)
+            (each, list(children_of(each).values()), path) for each, path in zip(containers, program.lists, strict=True)
         ]
         return links, modes, list(flat.inlined.items()), lists
 
@@ -181,7 +182,7 @@ class CutStage(StageModule):
             if table.get(name) is not module:
                 raise self._error(GuardError(f"made before the module at '{path}' was replaced", hint=_HINT))
         for module, there, path in lists:
-            if len(module._modules) != len(there) or any(map(operator.is_not, module._modules.values(), there)):
+            if len(children_of(module)) != len(there) or any(map(operator.is_not, children_of(module).values(), there)):
                 raise self._error(GuardError(f"made before the modules in '{path}' changed", hint=_HINT))
         for path, module in inlined:
             if is_around(module):
@@ -209,7 +210,7 @@ class CutStage(StageModule):
     def _has(self, path: str) -> bool:
         here: Any = self
         for name in path.split(".") if path else ():
-            here = here._modules.get(name) if isinstance(here, nn.Module) else None
+            here = children_of(here).get(name) if isinstance(here, nn.Module) else None
         return here is not None
 
     def _owner(self, path: str) -> tuple[nn.Module, str]:
@@ -217,10 +218,10 @@ class CutStage(StageModule):
         owner: nn.Module = self
         ancestor: nn.Module = self.__dict__["_ancestor"][0]
         for part in above:
-            ancestor = ancestor._modules[part]  # type: ignore[assignment]
-            if part not in owner._modules:
+            ancestor = children_of(ancestor)[part]  # type: ignore[assignment]
+            if part not in children_of(owner):
                 owner.add_module(part, Holder(ancestor))
-            owner = owner._modules[part]  # type: ignore[assignment]
+            owner = children_of(owner)[part]  # type: ignore[assignment]
         return owner, name
 
 
@@ -239,8 +240,8 @@ def _hold(owner: nn.Module, ancestor: nn.Module, name: str) -> None:
     for table in ("_parameters", "_buffers"):
         if name in ancestor.__dict__[table]:
             owner.__dict__[table][name] = ancestor.__dict__[table][name]
-            if name in ancestor._non_persistent_buffers_set:
-                owner._non_persistent_buffers_set.add(name)
+            if name in non_persistent_buffers_of(ancestor):
+                non_persistent_buffers_of(owner).add(name)
             return
     owner.__dict__[name] = getattr(ancestor, name)
 
