@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -172,7 +171,22 @@ tree_map_only, tree_unflatten = pytree.tree_map_only, pytree.tree_unflatten
 
 # -- tables of nn.Module -----------------------------------------------------------------------------------------
 
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the live table of a module's own parameters by name; None for unset ones."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live table of a module's own buffers by name; None for unset ones."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the live table of a module's children by name; None for unset ones."""
+    return module._modules
+
+
+def non_persistent_buffers_of(module: nn.Module) -> set[str]:
+    """Return the live table of the names of a module's buffers that state dicts leave out."""
+    return module._non_persistent_buffers_set

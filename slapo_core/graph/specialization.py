@@ -11,7 +11,6 @@ from torch import fx, nn
 from slapo_core.graph import regions
 from slapo_core.graph.guards import Checks
 from slapo_core.graph.leaves import LeafRule, around, inlined_modules, is_changed
-from slapo_core.private import children_of
 from slapo_core.spec.tracer import Flag, Recorded
 
 # The function of a graph.
@@ -44,13 +43,13 @@ class Plan:
                 index[_parent(path)],
                 _name(path),
                 type(module),
-                len(children_of(module)),
+                len(module._modules),
                 around(module) if is_changed(module) else None,
             )
             for path, module in inlined.items()
             if path
         ]
-        self._root = (type(root), len(children_of(root)))
+        self._root = (type(root), len(root._modules))
         self._leaves = leaves
         self._below: list[tuple[int, str, str, tuple[type[nn.Module], bool] | None]] = []
         where = dict(index)
@@ -70,17 +69,17 @@ class Plan:
         was hooked or got another forward, or one that was called would be looked into now.
         """
         found = [root]
-        if self._root != (type(root), len(children_of(root))):
+        if self._root != (type(root), len(root._modules)):
             return None
         for parent, name, cls, count, steps in self._inlined:
-            module: Any = children_of(found[parent]).get(name)
-            if type(module) is not cls or len(children_of(module)) != count:
+            module: Any = found[parent]._modules.get(name)
+            if type(module) is not cls or len(module._modules) != count:
                 return None
             if _differs(module, steps):
                 return None
             found.append(module)
         for parent, name, path, was in self._below:
-            module = children_of(found[parent]).get(name)
+            module = found[parent]._modules.get(name)
             if module is None:
                 return None
             is_new = was is not None and (was[1] or type(module) is not was[0] or is_changed(module))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
-
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode as detect_fake_mode
@@ -17,10 +14,6 @@ from torch.utils._pytree import (
     tree_unflatten as tree_unflatten,
 )
 
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-
 FUNCTIONAL = torch.ops._c10d_functional
 """The functional collectives as operators."""
 
@@ -28,3 +21,18 @@ FUNCTIONAL = torch.ops._c10d_functional
 def has_global_forward_hooks() -> bool:
     """Return whether a hook is registered for the forward of every module."""
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the live table of a module's own parameters by name; None for unset ones."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live table of a module's own buffers by name; None for unset ones."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the live table of a module's children by name; None for unset ones."""
+    return module._modules
