@@ -47,7 +47,7 @@ def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(installation, "_device", lambda: "cuda")
     facts, (problem,) = examined()
     assert facts["nvcc"] == "none"
-    message(problem.message, "Adam", "C++ compiler and nvcc")
+    message(problem.message, "Adam", "C++ compiler, nvcc")
     assert problem.hint is not None
     assert "CUDA_HOME" in problem.hint
     assert '"torch_adam": true' in problem.hint
