@@ -21,7 +21,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """Compute a 64-bit checksum of a tensor's bits, in order (not cryptographic).
 
     Neither the type nor the shape counts, only the elements in row-major order, wherever they lie in memory. It is
-    computed on the tensor's device, shard by shard, and is the same number on every kind of device.
+    computed on the tensor's device, block by block, and is the same number on every kind of device.
 
     Args:
         tensor: of any type; of a sparse one the indices and the values count, of one on the meta device the size.
