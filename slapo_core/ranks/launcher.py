@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -171,6 +172,14 @@ def _typed_in(name: str) -> LaunchError:
     )
 
 
+class ServerEndedError(LaunchError):
+    """The server that ranks are forked from ended, e.g. was killed; the next call starts another one."""
+
+
+def _server() -> int:
+    return int(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
+
+
 @dataclass
 class _Run:
     """The ranks of one call: their processes, and what has come back so far."""
@@ -188,21 +197,21 @@ class _Run:
     ended: dict[int, str] = field(default_factory=dict)
     called: set[int] = field(default_factory=set)
     unprepared: bool = False
+    server: int = 0
     first: int | None = None
 
     def start(self, context: ForkServerContext, job: Job) -> None:
         self.deadline = time.monotonic() + self.timeout
+        forkserver.ensure_running()
+        self.server = _server()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=run_rank, args=(rank, theirs, job), name=f"rank {rank}")
             try:
                 process.start()
-            except (BrokenPipeError, ConnectionResetError) as error:  # it ended before it had read its arguments
+            except (EOFError, ConnectionError) as error:  # it, or the server, ended before it had read its arguments
                 ours.close()
-                raise import_error() from error
-            except (EOFError, ConnectionRefusedError) as error:
-                ours.close()
-                raise LaunchError("the server that ranks are forked from ended while a rank was started") from error
+                raise self._not_started() from error
             finally:
                 theirs.close()  # ours must be the only other end, so that a death shows as its closing
             self.connections.append(ours)
@@ -242,7 +251,7 @@ class _Run:
     def results(self) -> list[Any]:
         """Every rank's result, or the error that tells what happened to all of them."""
         if self.unprepared:
-            raise import_error()
+            raise self._not_started()
         if self.failures or self.ended:
             cause = self.causes[min(self.causes)] if self.causes else None
             raise self._error() from cause
@@ -250,6 +259,13 @@ class _Run:
             return [pickle.loads(self.returned[rank]) for rank in range(self.world_size)]
         except Exception as error:
             raise LaunchError(f"a result of {self.name} cannot be read back: {error}") from error
+
+    def _not_started(self) -> LaunchError:
+        time.sleep(0.1)  # a killed process closes its files before it has ended
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if _server() != self.server or os.waitid(os.P_PID, self.server, flags) is not None:
+            return ServerEndedError("the server that ranks are forked from ended while a rank was started")
+        return import_error()
 
     def _pending(self) -> list[int]:
         reported = self.returned.keys() | self.failures.keys()

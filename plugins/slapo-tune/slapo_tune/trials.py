@@ -25,8 +25,8 @@ import psutil
 import torch
 
 import slapo_core as slapo
-from slapo_core import LaunchError, RankFailedError
-from slapo_core.ranks.launcher import MAIN_HINT, is_importing_script, preload_modules, run_ranks
+from slapo_core import RankFailedError
+from slapo_core.ranks.launcher import MAIN_HINT, ServerEndedError, is_importing_script, preload_modules, run_ranks
 from slapo_core.ranks.process import make_importable
 from slapo_core.spec.mesh import DATA_DIMS, Mesh
 from slapo_tune.errors import StudyError
@@ -105,7 +105,7 @@ class Trials:
 
         Raises:
             StudyError: the ranks cannot import the study's functions.
-            LaunchError: the ranks cannot import the script.
+            LaunchError: the ranks cannot import the script, or the server that they are forked from keeps ending.
         """
         study, accelerator = self._study, accelerator_of(self._study)
         output.parent.mkdir(exist_ok=True)
@@ -146,7 +146,7 @@ class Trials:
 
 def _launched(job: _Job, ranks: int, timeout: float, backend: str) -> list[dict[str, Any]]:
     for _ in range(_LAUNCHES - 1):
-        with contextlib.suppress(LaunchError):  # the server that ranks are forked from may have been killed
+        with contextlib.suppress(ServerEndedError):
             return run_ranks(run_job, job, world_size=ranks, timeout=timeout, backend=backend)
     return run_ranks(run_job, job, world_size=ranks, timeout=timeout, backend=backend)
 

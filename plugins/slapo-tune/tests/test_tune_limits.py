@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slapo_core import ArgumentError, Sampler, UnknownNameError
-from slapo_tune import LogError, Study, StudyError, read_log, search as tuning
+from slapo_core import ArgumentError, LaunchError, Sampler, UnknownNameError
+from slapo_core.ranks.launcher import ServerEndedError
+from slapo_tune import LogError, Study, StudyError, read_log, search as tuning, trials
 from slapo_tune.outcomes import Outcome
 from slapo_tune.search import Event, Finished, Note, Started, search
 from tests.messages import Messages
@@ -140,3 +142,22 @@ def test_a_mesh_of_another_size_is_refused_where_it_is(settings: dict[str, Any],
         3: "refused",
     }
     message(result.trials[0].reason, "{'dp': 1}", "world_size is 2")
+
+
+@pytest.mark.parametrize(("error", "launches"), [(LaunchError, 1), (ServerEndedError, 3)])
+def test_ranks_are_launched_again_only_if_their_server_ended(
+    error: type[LaunchError], launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def launch(*args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        calls.append(args)
+        if len(calls) < 3:
+            raise error("not started")
+        return [{"steps": 0}]
+
+    monkeypatch.setattr(trials, "run_ranks", launch)
+    runs = trials.Trials(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
+    with pytest.raises(LaunchError) if launches == 1 else contextlib.nullcontext():
+        runs.run("check", {}, None, output=tmp_path / "output" / "0001.txt", timeout=10.0)
+    assert len(calls) == launches
