@@ -76,8 +76,14 @@ def current_autograd_node() -> Any:
 
 
 def next_sequence_number() -> int:
-    """Return the ``_sequence_nr()`` of this thread's next autograd node."""
+    """Return the number of this thread's next autograd node."""
     number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def sequence_number(node: Any) -> int:
+    """Return the position of an autograd node in its thread's order of creation; ``2**64 - 1`` for leaves."""
+    number: int = node._sequence_nr()
     return number
 
 
@@ -166,6 +172,18 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 """The operator that reads the value of a tensor of one element."""
 
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+)
+ATTENTION_BACKWARD = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward,
+)
+MATRIX_PRODUCTS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm, torch.ops.aten._int_mm)
+ADDED_PRODUCT = torch.ops.aten._addmm_activation
+"""Operators without a formula in ``flop_formulas``."""
+
 tree_flatten, tree_leaves = pytree.tree_flatten, pytree.tree_leaves
 tree_map_only, tree_unflatten = pytree.tree_map_only, pytree.tree_unflatten
 
@@ -190,3 +208,79 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     """Return the live table of the names of a module's buffers that state dicts leave out."""
     return module._non_persistent_buffers_set
+
+
+TENSOR_TABLES = ("_parameters", "_buffers")
+"""Attributes of a module that hold its tensors by name."""
+HOOK_TABLES: dict[str, tuple[str, ...]] = {
+    "forward_pre": ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    "forward": ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "full_backward_pre": ("_backward_pre_hooks",),
+    "full_backward": ("_backward_hooks",),
+}
+"""Kind of hook -> the tables that its registration writes to, the functions' first."""
+ALL_HOOK_TABLES = {
+    **HOOK_TABLES,
+    "state_dict_pre": ("_state_dict_pre_hooks",),
+    "load_state_dict_pre": ("_load_state_dict_pre_hooks",),
+}
+TENSOR_HOOK_TABLES = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+"""Table of a tensor's hooks -> the method that registers one."""
+
+
+def hooks_of(module: nn.Module) -> dict[Any, dict[int, Callable[..., Any]]]:
+    """Return the live hook tables of a module by kind."""
+    return {kind: getattr(module, tables[0]) for kind, tables in HOOK_TABLES.items()}
+
+
+def full_backward_flag(module: nn.Module) -> bool | None:
+    """Return False if the backward hooks are of the deprecated kind; None if none was ever registered."""
+    return module._is_full_backward_hook
+
+
+def set_full_backward_flag(module: nn.Module, flag: bool | None) -> None:
+    """Set the kind of a module's backward hooks."""
+    module._is_full_backward_hook = flag
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Convert a module's parameters and buffers in place, as ``module.to`` does."""
+    return module._apply(function)
+
+
+def refresh_flat_weights(module: nn.RNNBase) -> None:
+    """Refresh the further references to its parameters that an RNN keeps."""
+    module._init_flat_weights()
+
+
+def active_ddp() -> Any:
+    """Return the DistributedDataParallel whose forward runs; None outside."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module  # type: ignore[attr-defined]
+
+
+# -- tensors and operators ---------------------------------------------------------------------------------------
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Return a number that changes with every in-place write to a tensor or its views."""
+    return tensor._version
+
+
+def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return the identity of a storage, which views share; of a tensor itself if it is not strided."""
+    if isinstance(holder, torch.Tensor):
+        return holder.untyped_storage()._cdata if holder.layout is torch.strided else id(holder)
+    return holder._cdata
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values of a COO tensor, coalesced or not."""
+    return tensor._indices(), tensor._values()
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator overload; None for another callable."""
+    return getattr(operator, "_schema", None)

@@ -21,6 +21,7 @@ from slapo_core.graph.examples import copied_model
 from slapo_core.graph.fake import FakeMode
 from slapo_core.graph.guards import Checks, describe, fingerprint
 from slapo_core.graph.leaves import inlined_modules, walk
+from slapo_core.graph.private import buffers_of, write_count
 from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.recording import Notes, left
 from slapo_core.graph.regions import set_state, state
@@ -89,7 +90,7 @@ class FlatGraph:
         self.values, self.writes, self.storages = notes.values, notes.writes, notes.storages
         self.written, self.inlined, self.state = written, dict(inlined), state()
         index = {path: number for number, path in enumerate(self.inlined)}
-        self._modules = list(self.inlined.values())
+        self._owners = list(self.inlined.values())
         self._tensors = list(_read_tensors(module, self.graph))
         self._checks = Checks((*recorded.flags, *surroundings), index)
         self._default = torch.get_default_dtype()
@@ -105,11 +106,11 @@ class FlatGraph:
             return None
         other = copy.copy(self)
         other.module, other.inlined = module, {path: module.get_submodule(path) for path in self.inlined}
-        other._modules = list(other.inlined.values())
+        other._owners = list(other.inlined.values())
         other._tensors = list(_read_tensors(module, self.graph))
         if [each[1:] for each in other._tensors] != [each[1:] for each in self._tensors]:
             return None
-        return other if other._checks.violated(other._modules) is None else None
+        return other if other._checks.violated(other._owners) is None else None
 
     def device(self, node: fx.Node) -> torch.device:
         """Return the device of a node's tensor; of a placeholder on the meta device, the device it represents."""
@@ -127,7 +128,7 @@ class FlatGraph:
             GuardError: an attribute, a global name, autocast or the default dtype is another; a parameter or buffer
                 that the recorded code reads is of another shape or dtype.
         """
-        violated = self._checks.violated(self._modules)
+        violated = self._checks.violated(self._owners)
         if violated is not None:
             flag, found = violated
             raise GuardError(
@@ -200,17 +201,17 @@ def flat(
     buffers = [
         (f"{path}.{name}" if path else name, buffer)
         for path, below in walk(module)
-        for name, buffer in below._buffers.items()
+        for name, buffer in buffers_of(below).items()
         if buffer is not None
     ]
-    versions = [(name, buffer, buffer._version) for name, buffer in buffers]
+    versions = [(name, buffer, write_count(buffer)) for name, buffer in buffers]
     with PATCHING:
         names = GlobalNames(forward, inlined.values())
         try:
             with names.kept(), buffers_kept(module), _by_own_forwards(inlined.values()):
                 own, home = refusing_changes(forward), _device(module, arguments)
                 graph, notes = after_first_call(lambda: recorded(module, own, arguments, leaves, noted=True, home=home))
-                written = frozenset(name for name, buffer, version in versions if buffer._version != version)
+                written = frozenset(name for name, buffer, version in versions if write_count(buffer) != version)
         except Exception as error:
             raise refusal(error, RecordTracer(), path) from error
     return FlatGraph(

@@ -14,7 +14,7 @@ from torch import nn
 from slapo_core.graph.leaves import is_inlined
 from slapo_core.graph.recorder import is_recording
 from slapo_core.graph.session import PATCHING
-from slapo_core.private import current_autograd_node, next_sequence_number, parameters_of
+from slapo_core.private import current_autograd_node, hooks_of, next_sequence_number, parameters_of, sequence_number
 from slapo_core.spec.observers import Origin, attributed
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
@@ -153,7 +153,7 @@ class Place:
         node = current_autograd_node() if self.step == "backward" else None
         if node is None:
             return _MODEL
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if number == _NO_SEQUENCE:
             return self._owners.get(id(getattr(node, "variable", None)), _MODEL)
         before = bisect_right(self._numbers, number)
@@ -167,9 +167,6 @@ class Place:
             return
         self._numbers.append(number)
         self._since.append(at)
-
-
-_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def name_causes(schedule: Schedule, place: Place) -> None:
@@ -204,8 +201,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
 
     for module in schedule.model.modules():
         own = place.own_code(module)
-        for table in _TABLES:
-            functions = getattr(module, table)
+        for functions in hooks_of(module).values():
             for number, function in functions.items():
                 name = cause(function, module)
                 if name is not None:

@@ -8,7 +8,7 @@ import torch
 
 from slapo_core.errors import ArgumentError
 from slapo_core.estimation.trackers import CollectiveTracker, FlopTracker, wait_operations
-from slapo_core.private import tree_leaves
+from slapo_core.private import schema_of, sparse_parts, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -166,15 +166,15 @@ def _is_asynchronous(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """Whether the caller goes on while it runs: functional ones are waited for by an operation of its own."""
     if func.namespace != "c10d":
         return True
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.name == "async_op":
             return bool(args[place] if place < len(args) else kwargs.get("async_op", True))
-    return func._schema.name in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+    return schema_of(func).name in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
 
 def _cost(func: Any) -> Callable[[Any, Any, Any], float] | None:
     """How many bytes an operation moves, by its arguments and its result; None if it touches no elements."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     if schema is None:
         return _moved
     is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
@@ -202,5 +202,5 @@ def _bytes(value: Any) -> int:
 
 def _size(tensor: torch.Tensor) -> int:
     if tensor.layout is torch.sparse_coo:
-        return _size(tensor._indices()) + _size(tensor._values())
+        return sum(map(_size, sparse_parts(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

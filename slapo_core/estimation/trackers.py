@@ -16,11 +16,17 @@ from slapo_core.errors import EstimateError
 from slapo_core.estimation.results import Collective, Memory
 from slapo_core.graph.session import PATCHING
 from slapo_core.private import (
+    ADDED_PRODUCT,
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    MATRIX_PRODUCTS,
     FakeTensor,
     TorchDispatchMode,
     flop_formulas,
     is_traceable_wrapper_subclass,
     ranks_of_group,
+    schema_of,
+    storage_id,
     tree_leaves,
 )
 
@@ -122,7 +128,7 @@ def collective_operations() -> dict[Any, Read]:
     found: dict[Any, Read] = {}
     for name in (*_OPERATIONS, _SEVERAL):
         for operation in _overloads(name):
-            found[operation] = _reader(name, [argument.name for argument in operation._schema.arguments])
+            found[operation] = _reader(name, [argument.name for argument in schema_of(operation).arguments])
     return found
 
 
@@ -234,7 +240,7 @@ class FlopTracker:
         try:
             formula = self._formulas[func]
         except KeyError:
-            formula = self._formulas[func] = self._packets.get(getattr(func, "_overloadpacket", func))
+            formula = self._formulas[func] = self._packets.get(getattr(func, "overloadpacket", func))
         if formula is None:
             self.last = 0
         else:
@@ -304,14 +310,10 @@ def _convolution_backward(
 
 
 _LEFT_OUT: dict[Any, Formula] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten._scaled_dot_product_fused_attention_overrideable: _attention,
-    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
-    aten._grouped_mm: _matrix,
-    aten._scaled_grouped_mm: _matrix,
-    aten._int_mm: _matrix,
-    aten._addmm_activation: _added_matrix,
+    **dict.fromkeys(ATTENTION, _attention),
+    **dict.fromkeys(ATTENTION_BACKWARD, _attention_backward),
+    **dict.fromkeys(MATRIX_PRODUCTS, _matrix),
+    ADDED_PRODUCT: _added_matrix,
     aten.addbmm: _added_matrix,
     aten.mv: _vector,
     aten.addmv: _added_vector,
@@ -374,7 +376,7 @@ class MemoryTracker:
         for tensor in tensors:
             if tensor is not None:
                 for storage in _storages(tensor):
-                    held = self._storages.get(storage._cdata)
+                    held = self._storages.get(storage_id(storage))
                     if held is None:
                         self._add(storage, kind)
                     elif held.kind != kind:
@@ -388,7 +390,7 @@ class MemoryTracker:
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 for storage in _storages(leaf):
-                    held = self._storages.get(storage._cdata)
+                    held = self._storages.get(storage_id(storage))
                     if held is None:
                         self._add(storage, _KINDS[self._place.phase])
                     elif held.size != storage.nbytes():
@@ -401,7 +403,7 @@ class MemoryTracker:
 
         def noticed(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            held = self._storages.get(storage._cdata)
+            held = self._storages.get(storage_id(storage))
             if held is not None:
                 self._change(held, storage.nbytes())
                 self._look()
@@ -421,7 +423,7 @@ class MemoryTracker:
             self._peak = Memory(**self._held, module=self._place.module, phase=self._place.phase)
 
     def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, held = storage._cdata, _Held(kind, storage.nbytes())
+        key, held = storage_id(storage), _Held(kind, storage.nbytes())
         held.reference = weakref.ref(storage, lambda _: self._gone(key, held))
         self._storages[key] = held
         self._held[kind] = self._held.get(kind, 0) + held.size

@@ -15,6 +15,7 @@ from slapo_core.private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    storage_id,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -109,7 +110,7 @@ class Values:
                 result.__dict__[_VALUE] = found[position]
             elif _VALUE in result.__dict__:  # written with unknown values; so are tensors that share its storage
                 storage = result.__dict__.pop(_VALUE).untyped_storage()
-                self._overwritten[storage._cdata] = storage
+                self._overwritten[storage_id(storage)] = storage
 
     def _sized_by_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation whose result's shape depends on values, where those are known."""
@@ -144,7 +145,7 @@ class Values:
         value: torch.Tensor | None = tensor.__dict__.get(_VALUE)
         if value is None:
             return tensor.constant if isinstance(tensor, FakeTensor) else None
-        return value if value.untyped_storage()._cdata not in self._overwritten else None
+        return value if storage_id(value) not in self._overwritten else None
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Run on true values; None where one is not known, or the operation uses the RNG."""

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core.graph.leaves import is_changed
-from slapo_core.graph.private import Dropout, FakeTensorMode, OpOverload, TorchDispatchMode
+from slapo_core.graph.private import Dropout, FakeTensorMode, OpOverload, TorchDispatchMode, schema_of, storage_id
 from slapo_core.graph.regions import set_state
 from slapo_core.spec.tracer import check
 
@@ -64,10 +64,11 @@ class Observer(TorchDispatchMode):
             self._is_known = False
         elif func.namespace != "prim":
             self._draws |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _TAGGED
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            schema = schema_of(func)
+            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
             given.update(kwargs)
             is_training = bool(given.get("training", given.get("train")))
-            for argument in func._schema.arguments:
+            for argument in schema.arguments:
                 is_write = argument.alias_info is not None and argument.alias_info.is_write
                 if is_write or (is_training and argument.name in _STATISTICS):
                     self._written += _tensors(given.get(argument.name))
@@ -88,7 +89,7 @@ class Observer(TorchDispatchMode):
         if not isinstance(value, torch.Tensor):
             return None
         held = value if self._memory_of is None else self._memory_of(value)
-        return held.untyped_storage()._cdata if held.layout is torch.strided else id(value)
+        return storage_id(held) if held.layout is torch.strided else id(value)
 
 
 def _operands(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core.graph.fake import FakeMode, with_tensors
 from slapo_core.graph.leaves import inlined_modules
-from slapo_core.graph.private import FakeTensor
+from slapo_core.graph.private import TABLES, FakeTensor
 from slapo_core.graph.session import caches_kept, drawn_back
 from slapo_core.graph.traced import TracedForward
 from slapo_core.spec.accelerators import fork_rng
@@ -186,7 +186,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
     except TypeError:
         for module in model.modules():
             for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules"):
+                if name not in TABLES:
                     try:
                         copy.deepcopy(value, dict(known))
                     except TypeError:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.graph.leaves import is_changed, is_predefined
-from slapo_core.graph.private import DisableTorchFunction
-from slapo_core.private import buffers_of, parameters_of
+from slapo_core.graph.private import DisableTorchFunction, buffers_of, parameters_of
 
 
 class INPUT:

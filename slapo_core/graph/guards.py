@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph.private import tables_of
 from slapo_core.spec.tracer import Flag
 
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
@@ -212,7 +213,7 @@ class Checks:
 
 def _of_class(module: nn.Module, name: str) -> Any:
     """An attribute that is none of the instance's; without the error that a module takes long to make."""
-    for table in (module._parameters, module._buffers, module._modules):
+    for table in tables_of(module):
         if name in table:
             return table[name]
     return getattr(module, name) if hasattr(type(module), name) else ABSENT

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo_core.graph.private import children_of, compiled_calls_of, hooks_of, is_changed as is_changed
 from slapo_core.tree.forward import ModuleForward
 
 LeafRule = Callable[[nn.Module, str], bool]
@@ -63,18 +64,6 @@ class Leaves:
         )
 
 
-def is_changed(module: nn.Module) -> bool:
-    """Whether more happens when ``module`` is called than its class's forward."""
-    return bool(
-        "forward" in module.__dict__
-        or "_compiled_call_impl" in module.__dict__  # module.compile()
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
-
-
 def is_inlined(part: Any) -> bool:
     """Whether a graph can hold a hook or a forward of a step (``slapo_is_inlined``).
 
@@ -84,22 +73,16 @@ def is_inlined(part: Any) -> bool:
     return mark is part if isinstance(part, FunctionType) else bool(mark)
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 def around(module: nn.Module) -> tuple[Any, ...]:
     """What runs when ``module`` is called besides its class's forward, to be compared: forward and hooks."""
-    own = module.__dict__
-    forward = own.get("forward")
-    return (getattr(forward, "__func__", forward), *(tuple(own[table].values()) for table in HOOKS))
+    forward = module.__dict__.get("forward")
+    return (getattr(forward, "__func__", forward), *(tuple(hooks.values()) for hooks in hooks_of(module)))
 
 
 def _parts(module: nn.Module) -> list[Any]:
-    own = module.__dict__
-    forward = own.get("forward")
+    forward = module.__dict__.get("forward")
     forwards = forward.parts if isinstance(forward, ModuleForward) else () if forward is None else (forward,)
-    compiled = [module._compiled_call_impl] if "_compiled_call_impl" in own else []
-    return [*compiled, *forwards, *(hook for table in HOOKS for hook in own[table].values())]
+    return [*compiled_calls_of(module), *forwards, *(hook for hooks in hooks_of(module) for hook in hooks.values())]
 
 
 def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -109,7 +92,7 @@ def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
     while stack:
         path, module = stack.pop()
         found.append((path, module))
-        children = module.__dict__["_modules"]
+        children = children_of(module)
         if children:
             prefix = f"{path}." if path else ""
             stack += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import fx, nn
 from torch._C import (
     DisableTorchFunction,
     TensorBase,
@@ -26,9 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
-    "GROUPED_MM",
-    "NN",
-    "VF",
     "DataDependentOutputException",
     "DeviceContext",
     "DisableTorchFunction",
@@ -56,3 +57,90 @@ __all__ = [
 NN = torch._C._nn
 VF = torch._VF
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+
+TENSOR_TABLES = ("_parameters", "_buffers")
+TABLES = (*TENSOR_TABLES, "_modules")
+"""Attributes of a module that hold its tensors and children by name."""
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the live table of a module's own parameters by name; None for unset ones."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live table of a module's own buffers by name; None for unset ones."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the live table of a module's children by name; None for unset ones."""
+    return module._modules
+
+
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return the live tables of parameters, buffers and children."""
+    return module._parameters, module._buffers, module._modules
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
+    """Return the live hook tables, in the order of ``HOOK_TABLES``."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether more happens when ``module`` is called than its class's forward."""
+    return bool(
+        "forward" in module.__dict__
+        or "_compiled_call_impl" in module.__dict__  # module.compile()
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def compiled_calls_of(module: nn.Module) -> list[Any]:
+    """Return the compiled call of a module, if ``module.compile()`` was called."""
+    return [module._compiled_call_impl] if "_compiled_call_impl" in module.__dict__ else []
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module as without ``module.compile()``."""
+    return module._call_impl(*args, **kwargs)
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Return a number that changes with every in-place write to a tensor or its views."""
+    return tensor._version
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a strided tensor's storage, which its views share."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view for autograd."""
+    return tensor._is_view()
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """Return the schema of an operator overload: ``name``, ``arguments``, ``returns``."""
+    return operator._schema
+
+
+def operator_name(packet: OpOverloadPacket) -> str:
+    """Return the qualified name of an operator, e.g. ``"aten::add"``."""
+    return packet._qualified_op_name
+
+
+def is_erased(node: fx.Node) -> bool:
+    """Return whether a node was erased from its graph."""
+    return node._erased

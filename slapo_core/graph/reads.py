@@ -18,7 +18,7 @@ from torch import nn
 from slapo_core.graph.diagnostics import is_of_the_model
 from slapo_core.graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_core.graph.leaves import LeafRule, inlined_modules, walk
-from slapo_core.graph.private import FakeTensor
+from slapo_core.graph.private import TABLES, FakeTensor
 from slapo_core.graph.session import attributes_kept, put_back
 from slapo_core.graph.sizes import is_symbolic
 from slapo_core.graph.structure import Opaque
@@ -191,7 +191,7 @@ class AttributeReads:
         if path is None:
             return
         own = object.__getattribute__(this, "__dict__")
-        if not any(name in own.get(table, ()) for table in ("_parameters", "_buffers", "_modules")):
+        if not any(name in own.get(table, ()) for table in TABLES):
             for log in self._logs:
                 log[path, name] = None
         if not self._is_paused():
@@ -200,7 +200,7 @@ class AttributeReads:
             return
         if isinstance(this, nn.Module):
             own = object.__getattribute__(this, "__dict__")
-            for table in ("_parameters", "_buffers", "_modules"):
+            for table in TABLES:
                 if name in own[table]:
                     if own[table][name] is None:
                         self._note(path, name, None)

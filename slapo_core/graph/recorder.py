@@ -21,8 +21,11 @@ from slapo_core.graph.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    call_uncompiled,
     function_modes,
+    is_compiled,
     set_grad_enabled,
+    write_count,
 )
 from slapo_core.graph.recording import Recording, left
 from slapo_core.graph.regions import Regions
@@ -167,8 +170,8 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
 
     def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call it; one under ``module.compile()`` as it would be without: compilers want tensors with values."""
-        if module._compiled_call_impl is not None and threading.get_ident() == thread:
-            return module._call_impl(*args, **kwargs)
+        if is_compiled(module) and threading.get_ident() == thread:
+            return call_uncompiled(module, *args, **kwargs)
         return called(module, *args, **kwargs)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -312,7 +315,7 @@ class Recorder(TorchFunctionMode):
                 node.meta["seen"] = observer.seen(args, kwargs, out)
             if notes is not None:
                 with self.paused():
-                    written = [self.recording.node(tensor) for tensor, version in before if tensor._version != version]
+                    written = [self.recording.node(one) for one, version in before if write_count(one) != version]
                 notes.note_writes(node, written)
             if may_vary:
                 guard_structure(self.recording, out, node)

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from slapo_core.graph.diagnostics import expression, model_location
 from slapo_core.graph.leaves import walk
-from slapo_core.graph.private import FakeTensor
+from slapo_core.graph.private import FakeTensor, buffers_of, parameters_of, storage_id, write_count
 from slapo_core.graph.sizes import is_symbolic, symbolic
 from slapo_core.graph.structure import Opaque, children, is_plain, rebuild, tensors_in
 from slapo_core.graph.targets import target_of
@@ -46,7 +46,7 @@ class Notes:
 
     def versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
         """The tensors among the arguments of a call, each with how often it was written to."""
-        return [(tensor, tensor._version) for tensor in tensors_in(given)]
+        return [(tensor, write_count(tensor)) for tensor in tensors_in(given)]
 
     def note_writes(self, node: fx.Node, written: list[Any]) -> None:
         """After a call: the arguments that it wrote to."""
@@ -58,7 +58,7 @@ class Notes:
         for node, value in self.values.items():
             if isinstance(value, torch.Tensor):
                 own = value if mode is None else mode.fake(value)
-                self.storages[node] = own.untyped_storage()._cdata
+                self.storages[node] = storage_id(own)
 
 
 Modules = Sequence[tuple[str, nn.Module]]
@@ -92,8 +92,8 @@ class Recording:
         self._held = {
             id(tensor): name
             for name, tensor in (
-                *reversed(list(_registered(modules, "_parameters"))),
-                *reversed(list(_registered(modules, "_buffers"))),
+                *reversed(list(_registered(modules, parameters_of))),
+                *reversed(list(_registered(modules, buffers_of))),
                 *_plain_tensors(modules),
             )
         }
@@ -260,10 +260,10 @@ class Recording:
         return Untraceable(problem, model_location(), hint)
 
 
-def _registered(modules: Modules, table: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _registered(modules: Modules, table: Callable[[nn.Module], Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters or buffers, under each of their names."""
     for path, module in modules:
-        for name, tensor in module.__dict__[table].items():
+        for name, tensor in table(module).items():
             if tensor is not None:
                 yield (f"{path}.{name}" if path else name), tensor
 

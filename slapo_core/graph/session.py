@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.graph import private
 from slapo_core.graph.diagnostics import first_line
-from slapo_core.graph.leaves import HOOKS, walk
-from slapo_core.graph.private import DeviceContext, number_of_function_modes, pop_function_mode, push_function_mode
+from slapo_core.graph.leaves import walk
 from slapo_core.graph.structure import Opaque, children
 from slapo_core.spec.tracer import Untraceable
 
@@ -36,7 +36,6 @@ _NO_HOLDERS = (
     bool, int, float, str, type(None),
     nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType,
 )  # fmt: skip
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 _Cache = type(functools.lru_cache(abs))
 
 
@@ -44,11 +43,11 @@ _Cache = type(functools.lru_cache(abs))
 def alone() -> Iterator[None]:
     """Disable the torch-function modes of others."""
     others: list[Any] = []
-    while number_of_function_modes():
-        others.append(pop_function_mode())
+    while private.number_of_function_modes():
+        others.append(private.pop_function_mode())
     for each in reversed(others):
-        if isinstance(each, DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
-            push_function_mode(each)
+        if isinstance(each, private.DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
+            private.push_function_mode(each)
     torch.clear_autocast_cache()
     # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
     # Emptied in the end: an operation that saves its own result would keep it, and the parameters behind, for ever.
@@ -61,10 +60,10 @@ def alone() -> Iterator[None]:
         for box in boxes:
             box.clear()
         torch.clear_autocast_cache()  # of weights cast without values
-        while number_of_function_modes():
-            pop_function_mode()
+        while private.number_of_function_modes():
+            private.pop_function_mode()
         for each in reversed(others):
-            push_function_mode(each)
+            private.push_function_mode(each)
 
 
 def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -78,13 +77,14 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
     Also where the run is fake: torch computes with small tensors for real there, to know their values.
     """
-    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_meta]
+    kept = [buffer for buffer in module.buffers() if not buffer.is_meta]
+    before = [(buffer, private.write_count(buffer), buffer.detach().clone()) for buffer in kept]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, version, value in before:
-                if buffer._version != version:
+                if private.write_count(buffer) != version:
                     buffer.copy_(value)
 
 
@@ -208,7 +208,7 @@ def _hold(value: Any, keys: tuple[Any, ...], is_own: bool, held: dict[int, _Held
         return
     before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
     held[id(value)] = (value, before, keys, is_own)
-    if keys[-1] in HOOKS:  # what a hook holds is not the model's
+    if keys[-1] in private.HOOK_TABLES:  # what a hook holds is not the model's
         return
     for key, part in before.items() if isinstance(before, dict) else enumerate(before):
         if isinstance(part, _CONTAINERS):
@@ -227,7 +227,7 @@ def _changed(held: dict[int, _Held]) -> Iterator[_Held]:
 def _name(keys: tuple[Any, ...]) -> str:
     name = "self"
     for key in keys[1:]:
-        if key in _REGISTERED:
+        if key in private.TABLES:
             name = f"the {key[1:]} of {name}"
         elif isinstance(key, str) and key.isidentifier():
             name = f"{name}.{key}"

@@ -14,7 +14,7 @@ from slapo_core.graph import regions
 from slapo_core.graph.arguments import MISSING
 from slapo_core.graph.guards import Checks, fingerprint, is_told
 from slapo_core.graph.leaves import around, walk
-from slapo_core.graph.private import FakeTensor
+from slapo_core.graph.private import FakeTensor, is_view, storage_id, tables_of, write_count
 from slapo_core.graph.reads import AttributeReads, Place
 from slapo_core.graph.recording import Notes
 from slapo_core.graph.specialization import Specialization
@@ -74,10 +74,10 @@ def structure(root: nn.Module) -> Any:
     numbers: dict[int, int] = {}
     found = []
     for path, module in walk(root):
-        own = module.__dict__
+        parameters, buffers, children = tables_of(module)
         tensors = [
             (name, *_tensor(tensor, numbers))
-            for table in (own["_parameters"], own["_buffers"], own)
+            for table in (parameters, buffers, module.__dict__)
             for name, tensor in table.items()
             if tensor is None or isinstance(tensor, torch.Tensor)
         ]
@@ -85,7 +85,7 @@ def structure(root: nn.Module) -> Any:
         if path:  # what is around the root runs outside of its graph
             steps = around(module)
         number = numbers.setdefault(id(module), len(numbers))
-        found.append((path, type(module), number, module.training, tuple(own["_modules"]), tuple(tensors), steps))
+        found.append((path, type(module), number, module.training, tuple(children), tuple(tensors), steps))
     return tuple(found)
 
 
@@ -150,13 +150,13 @@ class RepeatedCalls:
             if all(_is_same(_at(module, where, name), value) for where, name, value in read):
                 return _like(result)
         given = list(tensors_in((args, kwargs)))
-        before = [(tensor, tensor._version) for tensor in (*given, *module.buffers())]
+        before = [(tensor, write_count(tensor)) for tensor in (*given, *module.buffers())]
         values_read = self._notes.value_reads
         with self._reads.logged() as log:
             result = run(module, *args, **kwargs)
         is_stateless = (
             values_read == self._notes.value_reads
-            and all(tensor._version == version for tensor, version in before)
+            and all(write_count(tensor) == version for tensor, version in before)
             and _is_new(result, given)
             and self._is_unchanged()
         )
@@ -173,9 +173,9 @@ def _form(value: Any, memory: dict[int, int]) -> Any:
     if isinstance(value, torch.Tensor):
         if type(value) is not FakeTensor or value.layout is not torch.strided:
             return None
-        storage = memory.setdefault(value.untyped_storage()._cdata, len(memory))
+        storage = memory.setdefault(storage_id(value), len(memory))
         size = (value.shape, value.stride(), value.storage_offset(), storage)
-        return (torch.Tensor, *size, value.dtype, value.device, value.requires_grad, value.is_leaf, value._is_view())
+        return (torch.Tensor, *size, value.dtype, value.device, value.requires_grad, value.is_leaf, is_view(value))
     if is_plain(value):
         return (type(value), repr(value))
     parts = children(value)
@@ -185,15 +185,15 @@ def _form(value: Any, memory: dict[int, int]) -> Any:
 
 def _is_new(result: Any, given: list[torch.Tensor]) -> bool:
     """Return whether a result holds only new tensors and plain values."""
-    seen = {tensor.untyped_storage()._cdata for tensor in given}
+    seen = {storage_id(tensor) for tensor in given}
 
     def is_new(value: Any) -> bool:
         if isinstance(value, torch.Tensor):
             if type(value) is not FakeTensor or value.layout is not torch.strided or value.storage_offset():
                 return False
-            storage = value.untyped_storage()._cdata
+            storage = storage_id(value)
             is_dense = bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
-            if storage in seen or not is_dense or value._is_view() or (value.is_leaf and value.requires_grad):
+            if storage in seen or not is_dense or is_view(value) or (value.is_leaf and value.requires_grad):
                 return False
             seen.add(storage)
             return True

@@ -11,6 +11,7 @@ from torch import fx, nn
 from slapo_core.graph import regions
 from slapo_core.graph.guards import Checks
 from slapo_core.graph.leaves import LeafRule, around, inlined_modules, is_changed
+from slapo_core.graph.private import TENSOR_TABLES, children_of
 from slapo_core.spec.tracer import Flag, Recorded
 
 # The function of a graph.
@@ -43,13 +44,13 @@ class Plan:
                 index[_parent(path)],
                 _name(path),
                 type(module),
-                len(module._modules),
+                len(children_of(module)),
                 around(module) if is_changed(module) else None,
             )
             for path, module in inlined.items()
             if path
         ]
-        self._root = (type(root), len(root._modules))
+        self._root = (type(root), len(children_of(root)))
         self._leaves = leaves
         self._below: list[tuple[int, str, str, tuple[type[nn.Module], bool] | None]] = []
         where = dict(index)
@@ -68,24 +69,24 @@ class Plan:
         None if another plan is needed: a module was replaced, put in or taken out; or one that is part of the graph
         was hooked or got another forward, or one that was called would be looked into now.
         """
-        found = [root]
-        if self._root != (type(root), len(root._modules)):
+        found, children = [root], [children_of(root)]
+        if self._root != (type(root), len(children[0])):
             return None
         for parent, name, cls, count, steps in self._inlined:
-            module: Any = found[parent]._modules.get(name)
-            if type(module) is not cls or len(module._modules) != count:
-                return None
-            if _differs(module, steps):
+            module: Any = children[parent].get(name)
+            if type(module) is not cls or len(below := children_of(module)) != count or _differs(module, steps):
                 return None
             found.append(module)
+            children.append(below)
         for parent, name, path, was in self._below:
-            module = found[parent]._modules.get(name)
+            module = children[parent].get(name)
             if module is None:
                 return None
             is_new = was is not None and (was[1] or type(module) is not was[0] or is_changed(module))
             if is_new and not self._leaves(module, path):
                 return None  # it would be looked into now
             found.append(module)
+            children.append(children_of(module))
         for (here, table, name), (there, other_table, other_name) in self._ties:
             one = found[here] if not table else found[here].__dict__[table].get(name)
             other = found[there] if not other_table else found[there].__dict__[other_table].get(other_name)
@@ -107,7 +108,7 @@ def _ties(modules: list[nn.Module]) -> list[tuple[Any, Any]]:
     found = []
     for number, module in enumerate(modules):
         places = [(id(module), (number, "", ""))]
-        for table in ("_parameters", "_buffers"):
+        for table in TENSOR_TABLES:
             own = module.__dict__[table]
             places += [(id(own[name]), (number, table, name)) for name in own if own[name] is not None]
         for key, place in places:

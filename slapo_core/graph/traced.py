@@ -21,7 +21,7 @@ from slapo_core.graph.fake import FakeMode, without_values
 from slapo_core.graph.guards import describe, fingerprint
 from slapo_core.graph.leaves import Leaves, is_changed, is_predefined
 from slapo_core.graph.printing import printed
-from slapo_core.graph.private import disable_dynamo
+from slapo_core.graph.private import disable_dynamo, parameters_of
 from slapo_core.graph.reads import GlobalNames
 from slapo_core.graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_core.graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
@@ -405,7 +405,7 @@ class TracedForward:
                 [
                     (tensor.dtype, tensor.requires_grad)
                     for below in modules
-                    for tensor in below._parameters.values()
+                    for tensor in parameters_of(below).values()
                     if tensor is not None
                 ]
             ),

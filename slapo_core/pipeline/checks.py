@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core.errors import HookError
 from slapo_core.graph.leaves import walk
-from slapo_core.private import buffers_of, parameters_of
+from slapo_core.private import buffers_of, parameters_of, write_count
 from slapo_core.spec.pipeline import Liveness, Partition, Stage
 
 # Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.
@@ -71,7 +71,7 @@ class StateMark:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         has_values = not isinstance(tensor, nn.Parameter) and not tensor.is_meta
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = tensor, write_count(tensor)
         self._values = tensor.detach().clone() if has_values else None
 
     def holds(self, tensor: torch.Tensor | None) -> bool:
@@ -80,7 +80,7 @@ class StateMark:
             return False
         if self._values is None:
             is_empty = tensor.is_meta and not isinstance(tensor, nn.Parameter)  # a buffer of another stage
-            return is_empty or tensor._version == self._version
+            return is_empty or write_count(tensor) == self._version
         return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))
 
 

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.edit import HOOK_TABLES, Edit, runs_own_forward, without
+from slapo_core.private import full_backward_flag, hooks_of
+from slapo_core.spec.edit import Edit, runs_own_forward, without
 from slapo_core.spec.node import Node
 from slapo_core.spec.primitive import Violation
 
@@ -126,7 +127,7 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
                 f"the forward of '{place}' was changed {who}, and that would be lost",
                 "replace first, change then",
             )
-        registered = [hook for table in HOOK_TABLES.values() for hook in getattr(module, table).values()]
+        registered = [hook for hooks in hooks_of(module).values() for hook in hooks.values()]
         of_user = without(registered, [function for _, function in below.hooks])
         count = len(of_user) + len(below.hooks)
         if name and count:
@@ -134,7 +135,7 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
             yield Violation(
                 f"'{place}' has {count} hooks, set {who}, and they would be lost", "replace first, add hooks then"
             )
-        elif registered and module._backward_hooks and not module._is_full_backward_hook:
+        elif hooks_of(module)["full_backward"] and not full_backward_flag(module):
             yield Violation(
                 f"'{place}' has a hook of the deprecated register_backward_hook, which cannot be carried over",
                 "use register_full_backward_hook",

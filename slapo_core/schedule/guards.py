@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.private import is_functorch_wrapped, pytree
+from slapo_core.private import ALL_HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
 from slapo_core.ranks.rank_consistency import RankFact, checksum, describe_tensor
 from slapo_core.ranks.rng_state import synchronize_and_warn
 from slapo_core.ranks.world import World
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.mesh import Mesh
 
-_OUT_TABLES = ("_state_dict_pre_hooks",)
-_IN_TABLES = ("_load_state_dict_pre_hooks",)
-_FORWARD_TABLES = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _NUMBERS = itertools.count()
 _SAMPLE = 16  # shards that are compared: a tool that copies one rank's shards over the others copies them all
 _OUT = "slapo_core.state_dict(sch), slapo_core.save_pretrained(sch, directory)"
@@ -104,8 +101,8 @@ class Guards:
         self._has_evaluated = self._was_traced = False
         self._number = str(next(_NUMBERS))
         self._placed = (False, False)  # the state-dict hooks, and that of the forward
-        self._hooks: dict[tuple[str, ...], int] = {}  # number of each, by the root's tables that hold it
-        self._taken: dict[tuple[str, ...], dict[str, TakenHook]] = {}  # those that are not needed now
+        self._hooks: dict[str, int] = {}  # number of each, by its kind
+        self._taken: dict[str, dict[str, TakenHook]] = {}  # those that are not needed now
 
     def follow(self, step: Step, *, undone: bool = False, is_new: bool = False) -> None:
         """Note a step that was applied or ``undone``; ``is_new`` unless it was redone."""
@@ -134,20 +131,20 @@ class Guards:
         if self._placed == (is_split, is_due):
             return
         self._placed = is_split, is_due
-        for tables, is_wanted, register in (
-            (_OUT_TABLES, is_split, lambda: model.register_state_dict_pre_hook(self.before_state_dict)),
-            (_IN_TABLES, is_split, lambda: model.register_load_state_dict_pre_hook(self.before_load)),
-            (_FORWARD_TABLES, is_due, lambda: model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)),
+        for kind, is_wanted, register in (
+            ("state_dict_pre", is_split, lambda: model.register_state_dict_pre_hook(self.before_state_dict)),
+            ("load_state_dict_pre", is_split, lambda: model.register_load_state_dict_pre_hook(self.before_load)),
+            ("forward_pre", is_due, lambda: model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)),
         ):
-            hooks = {table: getattr(model, table) for table in tables}
+            hooks = {table: getattr(model, table) for table in ALL_HOOK_TABLES[kind]}
             if is_wanted:
-                if tables not in self._hooks:
-                    self._hooks[tables] = register().id
-                for table, taken in self._taken.pop(tables, {}).items():
+                if kind not in self._hooks:
+                    self._hooks[kind] = register().id
+                for table, taken in self._taken.pop(kind, {}).items():
                     taken.put_back(hooks[table])
-            elif tables in self._hooks and tables not in self._taken:
-                own = self._hooks[tables]
-                self._taken[tables] = {table: TakenHook(hooks[table], own) for table in tables if own in hooks[table]}
+            elif kind in self._hooks and kind not in self._taken:
+                own = self._hooks[kind]
+                self._taken[kind] = {table: TakenHook(held, own) for table, held in hooks.items() if own in held}
 
     def _note_layouts(self, entry: Entry, *, undone: bool) -> bool:
         """Note the shards that an edit makes; return whether it splits anything."""
@@ -226,9 +223,10 @@ class Guards:
             if torch.is_grad_enabled():
                 self.look_while_compiling(self._number)
         elif self._mesh is None:  # of a copy, where it would stay
-            for key in [key for key, hook in model._forward_pre_hooks.items() if hook is self]:
-                del model._forward_pre_hooks[key]
-                del model._forward_pre_hooks_with_kwargs[key]
+            tables = [getattr(model, table) for table in ALL_HOOK_TABLES["forward_pre"]]
+            for key in [key for key, hook in tables[0].items() if hook is self]:
+                for table in tables:
+                    del table[key]
         elif not torch.jit.is_tracing():
             tensors = dict(_tensors((args, kwargs)))
             if not all(map(_is_plain, tensors.values())):
@@ -373,7 +371,7 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, str, set[int], set[str]]]
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
-    active = DistributedDataParallel._active_ddp_module  # type: ignore[attr-defined]
+    active = active_ddp()
     if active is not None and any(module is model for module in active.modules()):
         ignored = set(active.parameters_to_ignore) if active.module is model else set()
         yield "DistributedDataParallel", "", set(dist.get_process_group_ranks(active.process_group)), ignored

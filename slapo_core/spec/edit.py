@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slapo_core.private import HOOK_TABLES, hooks_of
 from slapo_core.spec.node import Node
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from slapo_core.spec.layout import Layout
     from slapo_core.spec.primitive import Primitive
 
-__all__ = ["HOOK_TABLES", "Carried", "Edit", "Forward", "HookKind", "goes_around", "runs_own_forward", "without"]
+__all__ = ["Carried", "Edit", "Forward", "HookKind", "goes_around", "runs_own_forward", "without"]
 
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
@@ -171,15 +172,6 @@ def goes_around(wrapper: Callable[..., Any]) -> bool:
     return getattr(wrapper, "slapo_goes_around", False) is True
 
 
-HOOK_TABLES: dict[HookKind, str] = {
-    "forward_pre": "_forward_pre_hooks",
-    "forward": "_forward_hooks",
-    "full_backward_pre": "_backward_pre_hooks",
-    "full_backward": "_backward_hooks",
-}
-"""Where torch keeps the hooks of a module."""
-
-
 @dataclass(frozen=True)
 class Carried:
     """The hooks and wrappers of a module, in order, each active or not on this mesh.
@@ -230,8 +222,7 @@ def runs_own_forward(node: Node) -> bool:
 
 def _hooks(node: Node) -> Iterator[tuple[HookKind, Callable[..., Any], bool]]:
     old = node.module
-    for kind, name in HOOK_TABLES.items():
-        table: dict[int, Callable[..., Any]] = getattr(old, name)
+    for kind, table in hooks_of(old).items():
         of_steps = [function for one, function in node.hooks if one == kind]
         inactive = without(of_steps, list(table.values()))
         for identity, function in table.items():
@@ -240,7 +231,7 @@ def _hooks(node: Node) -> Iterator[tuple[HookKind, Callable[..., Any], bool]]:
                 yield from ((kind, one, False) for one in inactive if any(one is other for other in ahead))
                 inactive = without(inactive, ahead)
             if kind in ("forward_pre", "forward"):
-                has_kwargs = identity in getattr(old, f"{name}_with_kwargs")
+                has_kwargs = identity in getattr(old, HOOK_TABLES[kind][1])
                 function = _with_kwargs(function, has_kwargs, 2 if kind == "forward_pre" else 3)
             yield kind, function, True
         yield from ((kind, function, False) for function in inactive)

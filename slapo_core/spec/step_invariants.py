@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError
-from slapo_core.private import parameters_of
+from slapo_core.private import parameters_of, write_count
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class StepInvariants:
 
     def stamp(self, live: LiveTensor) -> object:
         """Return a value that changes with every in-place write to a parameter."""
-        return live.tensor._version
+        return write_count(live.tensor)
 
     def steps_frozen(self, live: LiveTensor) -> bool:
         """Return whether the runtime still steps a parameter that was frozen, as runtimes with main copies do."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.private import TENSOR_HOOK_TABLES, TENSOR_TABLES
 from slapo_core.schedule.guards import Guards
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -84,10 +85,10 @@ class ModelSnapshot:
         self._facts[f"{place} (names)"] = _Order(tuple(mapping))
         shown = shown or place
         for key, value in mapping.items():
-            if dotted and key in ("_parameters", "_buffers") and isinstance(value, dict):
+            if dotted and key in TENSOR_TABLES and isinstance(value, dict):
                 # Parameters are shown by their state-dict names; the dictionaries may not be exchanged either.
                 self._facts[f"{place}.{key}"] = _Object(value)
-                below = place if key == "_parameters" else None
+                below = place if key == TENSOR_TABLES[0] else None
                 self._mapping(f"{place}.{key}", value, dotted=True, shown=below)
             elif dotted and isinstance(key, str):
                 self._value(f"{shown}.{key}", value)
@@ -128,7 +129,7 @@ class ModelSnapshot:
         self._facts[f"{place} (tensor)"] = _Bits(tensor)
         if tensor.is_leaf and tensor.grad is not None:
             self._tensor(f"{place}.grad", tensor.grad)
-        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        for hooks in TENSOR_HOOK_TABLES:
             table = getattr(tensor, hooks, None)
             if table:
                 self._mapping(f"{place}.{hooks}", table, dotted=False)

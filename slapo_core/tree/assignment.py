@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.private import buffers_of, parameters_of
+from slapo_core.private import TENSOR_HOOK_TABLES, buffers_of, parameters_of
 
 MISSING: Any = object()
 
@@ -85,12 +85,6 @@ def _changes(before: _Contents, after: _Contents) -> list[_Change]:
     return found
 
 
-_TABLES = {
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
-
-
 def gradient_hooks(tensor: torch.Tensor | None, *, but: torch.Tensor | None = None) -> tuple[str, ...]:
     """Return how the hooks of a tensor were registered: ``("register_hook",)``; empty if it has none.
 
@@ -100,7 +94,7 @@ def gradient_hooks(tensor: torch.Tensor | None, *, but: torch.Tensor | None = No
     """
     return tuple(
         method
-        for table, method in _TABLES.items()
+        for table, method in TENSOR_HOOK_TABLES.items()
         if getattr(tensor, table, None) and getattr(tensor, table) is not getattr(but, table, None)
     )
 
@@ -119,7 +113,7 @@ class GradientHooks:
     def carry(self) -> None:
         if self.old is None or self.new is None or self.old is self.new:
             return
-        for table in _TABLES:
+        for table in TENSOR_HOOK_TABLES:
             hooks, own = getattr(self.old, table), getattr(self.new, table)
             if hooks and own is not hooks:
                 self._before[table] = own

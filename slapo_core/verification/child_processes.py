@@ -23,6 +23,7 @@ from slapo_core.errors import (
     UnknownNameError,
     VerifyError,
 )
+from slapo_core.private import apply_to_tensors
 from slapo_core.ranks.launcher import preload_modules, run_ranks
 from slapo_core.ranks.trial_mesh import SECONDS
 from slapo_core.schedule.creation import create_schedule
@@ -104,7 +105,7 @@ def check_in_processes(
 
 def _on_cpu(modules: Iterable[nn.Module]) -> None:
     for module in modules:
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+        apply_to_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.cpu())
 
 
 def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _on_cpu) -> Sent:

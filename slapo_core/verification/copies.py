@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.graph.examples import made_beforehand
-from slapo_core.private import buffers_of, parameters_of
+from slapo_core.private import apply_to_tensors, buffers_of, hooks_of, parameters_of, refresh_flat_weights
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.spec.primitive import Record
@@ -60,7 +60,7 @@ def copy_model(
 
 def convert(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Convert the floating-point tensors in place; None leaves them."""
-    return model if dtype is None else model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return model if dtype is None else apply_to_tensors(model, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _made(tensor: torch.Tensor, dtype: torch.dtype | None, *, shares_memory: bool) -> torch.Tensor | None:
@@ -162,7 +162,8 @@ def changed_outside(schedule: Schedule, copied: Schedule) -> str | None:
 def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | None]]:
     """Yield every module and tensor: a description, and values that do not depend on a step's random numbers."""
     for path, module in schedule.model.named_modules():
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        tables = hooks_of(module)
+        hooks = (*tables["forward_pre"].values(), *tables["forward"].values())
         own = [hook for hook in hooks if not type(hook).__module__.startswith("slapo_core.schedule.")]  # not of a guard
         yield path, (type(module).__qualname__, len(own)), None
     for name, tensor in named_tensors(schedule.model):
@@ -512,7 +513,7 @@ def _fill(model: nn.Module, value: Any) -> None:
                 table[own] = made[id(tensor)]  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()  # it keeps further references
+            refresh_flat_weights(module)  # it keeps further references
 
 
 def _unfrozen(schedule: Schedule) -> list[str]:

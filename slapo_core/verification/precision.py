@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.private import LOCAL_SCALAR, TorchDispatchMode, pytree
+from slapo_core.private import LOCAL_SCALAR, TorchDispatchMode, pytree, storage_id
 
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
 """Operators that choose by the size of numbers, and the position of their axis argument; default: the last axis."""
@@ -67,7 +67,7 @@ class DtypeObserver(TorchDispatchMode):
             self.seen.update(leaf.dtype.to_real() for leaf in made if is_inexact(leaf))
         way = coarsest(self._way(leaf) for leaf in given)
         for leaf in made:
-            self._through[_storage(leaf)] = coarsest(
+            self._through[storage_id(leaf)] = coarsest(
                 [way, leaf.dtype.to_real()] if rounds and is_inexact(leaf) else [way]
             )
         choice = Choice.of(func, args, kwargs or {}, result)
@@ -82,7 +82,7 @@ class DtypeObserver(TorchDispatchMode):
 
     def _way(self, tensor: torch.Tensor) -> torch.dtype:
         own = tensor.dtype.to_real() if is_inexact(tensor) else torch.float64
-        return self._through.get(_storage(tensor), own)
+        return self._through.get(storage_id(tensor), own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,11 +154,6 @@ class ChoosesAlike(TorchDispatchMode):
             return indices
         values = scores.gather(axis, indices if keeps_axis else indices.unsqueeze(axis))
         return (values if keeps_axis else values.squeeze(axis)), indices
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Views share it; autograd keeps it alive, where it drops the tensor object."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def is_inexact(leaf: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import HookError, WeightsError
-from slapo_core.private import TorchDispatchMode, tree_leaves
+from slapo_core.private import TorchDispatchMode, storage_id, tree_leaves
 from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 from slapo_core.weights.initializers import SKIP_MARK, InitializerCall, Initializers, Rerun, copy_on_meta, copy_with
@@ -210,7 +210,7 @@ def record(model: nn.Module) -> dict[str, Program]:
         size = tensor.numel() * tensor.element_size()
         raw = torch.frombuffer(memory, dtype=torch.uint8, count=size)
         twin: torch.Tensor = raw.view(tensor.dtype).view(tensor.shape)
-        twins[_storage(twin)] = twin
+        twins[storage_id(twin)] = twin
         return twin
 
     copied = copy_with(model, twin_of)
@@ -249,7 +249,7 @@ class _Recording:
 
     def _program(self, tensor: torch.Tensor, sites: tuple[tuple[str, str], ...]) -> Program | None:
         """Record the program of a tensor, from its first site with writes."""
-        key = _storage(tensor)
+        key = storage_id(tensor)
         for path, _ in sites:
             writes: _Writes = []
             for initializer in self._initializers.of(path):
@@ -291,7 +291,7 @@ class _Recorder(TorchDispatchMode):
 
     def has(self, value: Any) -> bool:
         """Whether ``value`` is one of the tensors, or a view of one."""
-        return isinstance(value, torch.Tensor) and not value.is_meta and _storage(value) in self._twins
+        return isinstance(value, torch.Tensor) and not value.is_meta and storage_id(value) in self._twins
 
     def give_up(self) -> None:
         self.gave_up = True
@@ -317,7 +317,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _note(self, func: Any, view: torch.Tensor, arguments: tuple[Any, ...]) -> None:
-        key = _storage(view)
+        key = storage_id(view)
         whole = self._twins[key]
         if func in _COPIES:
             write = self._copy(view, whole, *arguments[:1])
@@ -402,10 +402,6 @@ def _box(view: torch.Tensor, whole: torch.Tensor) -> Box | None:
             return None
         box.append((start, length))
     return tuple(box) if not dims else None
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import slapo_core.graph
-import slapo_core.pipeline
+import slapo_core
 from slapo_core.graph import private
 from tests.private_names import private_names
 
@@ -23,14 +22,29 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("package", [slapo_core.graph, slapo_core.pipeline])
-def test_no_other_module_uses_a_private_name_of_torch(package: object) -> None:
-    assert private_names(Path(package.__file__).parent) == []  # type: ignore[attr-defined]
+@pytest.mark.parametrize("place", ["graph", "tracing.py"])
+def test_no_other_module_uses_a_private_name_of_torch_or_those_of_the_core(place: str) -> None:
+    path = Path(slapo_core.__file__).parent / place
+    assert private_names(path) == []
+    assert not [
+        file for file in [path, *path.rglob("*.py")] if file.is_file() and "slapo_core.private" in file.read_text()
+    ]
 
 
 def test_the_scan_can_fail(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import torch\nfrom torch._C import _nn\ntorch.overrides._pop_mode()\n")
-    assert private_names(tmp_path) == ["bad.py: torch._C._nn", "bad.py: torch.overrides._pop_mode"]
+    (tmp_path / "objects.py").write_text(
+        "class Own:\n    def read(self, module):\n        self._modules = module._modules\n"
+        "        module.child._version += 1\n        getattr(module, '_forward_hooks')\n        return module._own\n"
+    )
+    (tmp_path / "private.py").write_text("import torch._C\n")
+    assert sorted(private_names(tmp_path)) == [
+        "bad.py: torch._C._nn",
+        "bad.py: torch.overrides._pop_mode",
+        "objects.py: '_forward_hooks'",
+        "objects.py: module._modules",
+        "objects.py: module.child._version",
+    ]
 
 
 def test_function_modes_can_be_counted_popped_and_pushed() -> None:
@@ -66,7 +80,7 @@ def test_operators_and_their_homes() -> None:
     add = torch.ops.aten.add
     assert isinstance(add, private.OpOverloadPacket)
     assert isinstance(add.Tensor, private.OpOverload)
-    assert (add.Tensor.overloadpacket, add.Tensor.namespace, add._qualified_op_name) == (add, "aten", "aten::add")
+    assert (add.Tensor.overloadpacket, add.Tensor.namespace, private.operator_name(add)) == (add, "aten", "aten::add")
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.dropout.default.tags
     assert private.NN.gelu is torch.nn.functional.gelu
     assert callable(private.VF.lstm)
@@ -101,3 +115,49 @@ def test_gradients_are_switched_and_trees_flattened() -> None:
     assert private.disable_dynamo(lambda: 3)() == 3
     with private.TorchDispatchMode():
         pass
+
+
+def test_modules_keep_their_tensors_children_and_hooks_in_these_tables() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    assert [*private.parameters_of(module[0])] == ["weight", "bias"]
+    assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked"]
+    assert [*private.children_of(module)] == ["0"]
+    for table, name in zip(private.tables_of(module), private.TABLES, strict=True):
+        assert table is getattr(module, name)
+    assert not private.is_changed(module)
+    module.register_forward_hook(len)
+    module.register_forward_pre_hook(abs)
+    module.register_full_backward_hook(max)
+    module.register_full_backward_pre_hook(min)
+    assert [[*hooks.values()] for hooks in private.hooks_of(module)] == [[len], [abs], [max], [min]]
+    assert [getattr(module, name) for name in private.HOOK_TABLES] == [*private.hooks_of(module)]
+    assert private.is_changed(module)
+
+
+def test_a_module_that_was_compiled_can_be_called_uncompiled() -> None:
+    module = nn.Linear(2, 2)
+    assert (private.is_compiled(module), private.compiled_calls_of(module)) == (False, [])
+    module.compile(backend=lambda graph, inputs: pytest.fail("compiled"))
+    assert private.is_compiled(module)
+    assert private.is_changed(module)
+    assert len(private.compiled_calls_of(module)) == 1
+    x = torch.ones(1, 2)
+    assert torch.equal(private.call_uncompiled(module, x), module.forward(x))
+
+
+def test_tensors_count_writes_and_name_their_storage_and_operators_their_arguments() -> None:
+    x = torch.zeros(4)
+    count, view = private.write_count(x), x[1:]
+    view.add_(1)
+    assert private.write_count(x) == count + 1
+    assert (private.is_view(x), private.is_view(view)) == (False, True)
+    assert private.storage_id(view) == private.storage_id(x) != private.storage_id(torch.zeros(4))
+    assert [each.name for each in private.schema_of(torch.ops.aten.relu.default).arguments] == ["self"]
+
+
+def test_erased_nodes_are_known() -> None:
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    assert not private.is_erased(node)
+    graph.erase_node(node)
+    assert private.is_erased(node)

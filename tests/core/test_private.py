@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+import slapo_core
+from slapo_core import private
 from slapo_core.estimation.rank_process import Request, estimate_rank
 from slapo_core.estimation.source import Functions
+from slapo_core.native import private as native
 from slapo_core.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,6 +45,13 @@ from slapo_core.private import (
 )
 from slapo_core.ranks.launcher import run_process, run_ranks
 from tests.estimation.models import adam, make_net, split
+from tests.private_names import private_names
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    """But for where schedules infer shapes: tests/core/test_pipeline_torch.py checks that with all that they call."""
+    found = private_names(Path(slapo_core.__file__).parent)
+    assert found == ["torch_pipelining.py: '_initialize_stages'", "torch_pipelining.py: '_initialize_stage'"]
 
 
 def test_autograd_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
@@ -48,9 +59,9 @@ def test_autograd_nodes_are_numbered_in_the_order_in_which_they_are_made() -> No
     number = next_sequence_number()
     y = weight * 2
     assert y.grad_fn is not None
-    assert (y.grad_fn._sequence_nr(), next_sequence_number()) == (number, number + 1)
+    assert (private.sequence_number(y.grad_fn), next_sequence_number()) == (number, number + 1)
     leaf = y.grad_fn.next_functions[0][0]
-    assert leaf._sequence_nr() == 2**64 - 1
+    assert private.sequence_number(leaf) == 2**64 - 1
     assert leaf.variable is weight
     seen = []
     y.register_hook(lambda grad: seen.append(current_autograd_node()))
@@ -204,17 +215,28 @@ def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
     assert {*buffers_of(module)} == {"running_mean", "running_var", "num_batches_tracked", "scratch"}
     assert [*children_of(module)] == ["child"]
     assert non_persistent_buffers_of(module) == {"scratch"}
-    assert module._compiled_call_impl is None
-    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    assert {*private.TENSOR_TABLES} <= {*vars(module)}
+    hooks = private.hooks_of(module)
     module.register_forward_pre_hook(len, with_kwargs=True)
     module.register_forward_hook(len, with_kwargs=True)
     module.register_full_backward_pre_hook(len)
-    assert not module._is_full_backward_hook
+    assert private.full_backward_flag(module) is None
     module.register_full_backward_hook(len)
-    assert module._is_full_backward_hook
-    assert [[*table.values()] for table in tables] == [[len]] * 4
-    assert {*module._forward_pre_hooks_with_kwargs} == {*module._forward_pre_hooks}
-    assert {*module._forward_hooks_with_kwargs} == {*module._forward_hooks}
+    assert private.full_backward_flag(module)
+    private.set_full_backward_flag(module, False)
+    with pytest.raises(RuntimeError, match="both regular backward hooks and full backward hooks"):
+        module.register_full_backward_hook(len)
+    module.register_forward_hook(len, with_kwargs=True, always_call=True)
+    module.register_state_dict_pre_hook(len)
+    module.register_load_state_dict_pre_hook(len)
+    assert {kind: [*table.values()] for kind, table in hooks.items()} == {
+        "forward_pre": [len],
+        "forward": [len, len],
+        "full_backward_pre": [len],
+        "full_backward": [len],
+    }
+    found = {table: len(getattr(module, table)) for tables in private.ALL_HOOK_TABLES.values() for table in tables}
+    assert [*found.values()] == [1, 1, 2, 2, 1, 1, 1, 1, 1]
     weight = nn.Parameter(torch.ones(2))
     parameters_of(module)["weight"] = weight
     assert module.weight is weight
@@ -222,7 +244,59 @@ def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
 
 def test_tensors_count_their_writes_and_name_their_storage() -> None:
     x = torch.zeros(4)
-    version = x._version
+    count = private.write_count(x)
     x.add_(1)
-    assert x._version == version + 1
-    assert x[1:].untyped_storage()._cdata == x.untyped_storage()._cdata != torch.zeros(4).untyped_storage()._cdata
+    assert private.write_count(x) == count + 1
+    assert private.storage_id(x[1:]) == private.storage_id(x.untyped_storage()) != private.storage_id(torch.zeros(4))
+    sparse = x.to_sparse()
+    assert private.storage_id(sparse) == id(sparse)
+    assert [part.tolist() for part in private.sparse_parts(sparse)] == [[[0, 1, 2, 3]], [1.0] * 4]
+    for table, register in private.TENSOR_HOOK_TABLES.items():
+        weight = nn.Parameter(torch.ones(2))
+        getattr(weight, register)(len)
+        assert [*getattr(weight, table).values()] == [len]
+
+
+def test_operators_without_a_formula_exist_and_have_schemas() -> None:
+    operators = (*private.ATTENTION, *private.ATTENTION_BACKWARD, *private.MATRIX_PRODUCTS, private.ADDED_PRODUCT)
+    assert not {*operators} & {*flop_formulas()}
+    for operator in operators:
+        assert private.schema_of(operator.default).arguments
+        assert operator.default.overloadpacket is operator
+    assert private.schema_of(len) is None
+
+
+def test_modules_convert_their_tensors_and_rnns_refresh_their_references() -> None:
+    rnn = nn.LSTM(2, 3)
+    assert private.apply_to_tensors(rnn, lambda tensor: tensor.double()) is rnn
+    assert {parameter.dtype for parameter in rnn.parameters()} == {torch.float64}
+    weight = nn.Parameter(torch.zeros(12, 2, dtype=torch.float64))
+    parameters_of(rnn)["weight_ih_l0"] = weight
+    assert rnn._flat_weights[0] is not weight
+    private.refresh_flat_weights(rnn)
+    assert rnn._flat_weights[0] is weight
+
+
+@pytest.mark.ranks
+def test_the_running_data_parallel_wrapper_is_known() -> None:
+    assert run_ranks(_active_ddp, world_size=1, timeout=60.0) == [(True, True)]
+
+
+def _active_ddp() -> tuple[bool, bool]:
+    model = nn.Linear(2, 2)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(private.active_ddp()))
+    wrapper(torch.ones(1, 2))
+    return seen[0] is wrapper, private.active_ddp() is None
+
+
+def test_the_native_dialect_s_names() -> None:
+    module = nn.Linear(2, 2)
+    assert native.storage_id(module.weight[1:]) == native.storage_id(module.weight) != native.storage_id(module.bias)
+    assert not native.is_compiled(module)
+    module.compile()
+    assert native.is_compiled(module)
+    assert native.top_saved_tensors_hooks(True) is None
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert native.top_saved_tensors_hooks(True) is not None

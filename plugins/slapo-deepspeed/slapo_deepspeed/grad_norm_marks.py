@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import BuildError
+from slapo_deepspeed.private import gradient_hooks_of
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -26,7 +27,7 @@ def marks_taken_back(request: BuildRequest) -> Iterator[None]:
         request: of the build.
     """
     before = [
-        (live.tensor, dict(vars(live.tensor)), dict(live.tensor._post_accumulate_grad_hooks or {}))
+        (live.tensor, dict(vars(live.tensor)), dict(gradient_hooks_of(live.tensor)))
         for live in request.state.tensors()
         if live.is_parameter
     ]
@@ -36,8 +37,8 @@ def marks_taken_back(request: BuildRequest) -> Iterator[None]:
         for tensor, attributes, hooks in before:
             vars(tensor).clear()
             vars(tensor).update(attributes)
-            kept = tensor._post_accumulate_grad_hooks
-            for key in [key for key in kept or () if key not in hooks]:
+            kept = gradient_hooks_of(tensor)
+            for key in kept.keys() - hooks.keys():
                 del kept[key]
         raise
 

@@ -44,3 +44,26 @@ def forget(module: Any) -> None:
 
     if groups.mpu is module.mpu():
         groups.mpu = None
+
+
+def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the live tables of a module's forward-pre and forward hooks."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def gradient_hooks_of(tensor: Any) -> dict[int, Any]:
+    """Return the live table of hooks called after a gradient was accumulated; an empty one if there is none."""
+    return tensor._post_accumulate_grad_hooks or {}
+
+
+def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
+    """Let a ZeRO wrapper find a state that its optimizer was given from outside."""
+    if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+        wrapper._hp_optimizer_states_linked = False
+        if optimizer is not None and optimizer.state:
+            wrapper._lazy_init_hp_params_optimizer_state()
+
+
+def partition_rank(wrapper: Any, parameter: Any) -> int:
+    """Return this rank's position in the group over which ZeRO stage 3 shards a parameter."""
+    return int(wrapper._get_param_partition_rank(parameter))

@@ -22,3 +22,25 @@ def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
     assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
     assert [*private.children_of(module)] == ["0"]
     assert private.non_persistent_buffers_of(module[0]) == {"scratch"}
+
+
+def test_hooks_are_in_these_tables() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(len)
+    module.register_forward_hook(abs)
+    assert [[*table.values()] for table in private.forward_hooks_of(module)] == [[len], [abs]]
+    assert private.gradient_hooks_of(module.weight) == {}
+    handle = module.weight.register_post_accumulate_grad_hook(len)
+    assert [*private.gradient_hooks_of(module.weight).values()] == [len]
+    private.gradient_hooks_of(module.weight).pop(handle.id)
+    assert private.gradient_hooks_of(module.weight) == {}
+
+
+def test_zero_wrappers_have_these_methods() -> None:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for wrapper in (BF16_Optimizer, DeepSpeedZeroOptimizer):
+        assert callable(wrapper._lazy_init_hp_params_optimizer_state)
+    assert callable(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Forward
 from slapo_fusion.function_modes import is_fake, is_watched
-from slapo_fusion.private import tree_leaves
+from slapo_fusion.private import has_backward_hooks, tree_leaves
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -169,7 +169,7 @@ class Cudagraphify(Primitive):
         if any(_is_captured(wrapper) for wrapper in node.wrappers):
             yield Violation("the module is captured already", "remove this second call")
         for below in node.walk():
-            if below.path != node.path and (below.module._backward_hooks or below.module._backward_pre_hooks):
+            if below.path != node.path and has_backward_hooks(below.module):
                 yield Violation(
                     f"'{below.path}' has backward hooks, which a captured graph does not call", "remove them before"
                 )

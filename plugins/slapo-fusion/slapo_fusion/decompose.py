@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.spec.edit import Carried
 from slapo_fusion.bind import is_bound
-from slapo_fusion.private import buffers_of, non_persistent_buffers_of, parameters_of
+from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
 
 if TYPE_CHECKING:
     from slapo_core.testing import Case
@@ -95,7 +95,7 @@ def _as(parameter: Tensor, output: Tensor) -> Tensor:
 
 
 def _normalized(module: Any, input: Tensor) -> Tensor:
-    module._check_input_dim(input)
+    check_input_axes(module, input)
     share = 0.0 if module.momentum is None else module.momentum
     if module.training and module.track_running_stats and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)

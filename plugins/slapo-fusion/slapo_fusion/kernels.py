@@ -22,6 +22,7 @@ from slapo_fusion.private import (
     OpOverload,
     OpOverloadPacket,
     has_kernel_for,
+    has_registered_backward,
     tree_leaves,
     tree_map_only,
 )
@@ -114,12 +115,12 @@ def has_backward(kernel: Callable[..., Any]) -> bool | None:
     if not is_operator(kernel):
         return None
     if isinstance(kernel, torch.library.CustomOpDef):
-        return kernel._backward_fn is not None
+        return has_registered_backward(kernel)
     if isinstance(kernel, OpOverloadPacket):
         return any(has_backward(getattr(kernel, overload)) for overload in kernel.overloads())
     name: str = kernel.name()  # type: ignore[attr-defined]
     if name in OPDEFS:  # always differentiable for the dispatcher, be it by raising
-        return OPDEFS[name]._backward_fn is not None
+        return has_registered_backward(OPDEFS[name])
     keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
     return any(has_kernel_for(name, key) for key in keys)
 

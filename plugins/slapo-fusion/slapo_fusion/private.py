@@ -34,23 +34,13 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "StopRecomputation",
-    "backend_names",
-    "buffers_of",
-    "compile_errors",
-    "compile_with_inductor",
     "dispatch_modes",
     "function_modes",
     "has_kernel_for",
-    "inductor_modes",
-    "inductor_options",
-    "lookup_backend",
-    "non_persistent_buffers_of",
     "number_of_dispatch_modes",
     "number_of_function_modes",
-    "parameters_of",
     "pop_function_mode",
     "push_function_mode",
-    "recompile_limit",
     "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map_only",
@@ -102,3 +92,18 @@ def compile_errors() -> type[Exception]:
 def recompile_limit(limit: int) -> Any:
     """Set the recompile limit of ``torch.compile``."""
     return torch._dynamo.config.patch(recompile_limit=limit)
+
+
+def has_registered_backward(operator: torch.library.CustomOpDef) -> bool:
+    """Return whether ``register_autograd`` was called for a custom operator."""
+    return operator._backward_fn is not None
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has backward or backward-pre hooks."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def check_input_axes(module: Any, input: torch.Tensor) -> None:
+    """Check the number of axes of a batch norm's input, as its forward does."""
+    module._check_input_dim(input)

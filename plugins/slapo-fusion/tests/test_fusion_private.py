@@ -47,7 +47,10 @@ def test_operators_say_whether_they_have_a_gradient() -> None:
     def without_gradient(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
-    assert private.OPDEFS["slapo_fusion_tests::without_gradient"]._backward_fn is None
+    operator = private.OPDEFS["slapo_fusion_tests::without_gradient"]
+    assert not private.has_registered_backward(operator)
+    operator.register_autograd(lambda context, gradient: gradient)
+    assert private.has_registered_backward(operator)
 
 
 def test_checkpoints_are_seen_and_end_their_second_run_by_an_exception() -> None:
@@ -90,3 +93,14 @@ def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
     assert [*private.parameters_of(module[0])] == ["weight", "bias"]
     assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
     assert private.non_persistent_buffers_of(module[0]) == {"scratch"}
+
+
+def test_backward_hooks_and_the_check_of_a_norm_s_input() -> None:
+    for kind in ("", "pre_"):
+        module = nn.BatchNorm1d(2)
+        assert not private.has_backward_hooks(module)
+        getattr(module, f"register_full_backward_{kind}hook")(len)
+        assert private.has_backward_hooks(module)
+    private.check_input_axes(module, torch.ones(3, 2))
+    with pytest.raises(ValueError, match="2D or 3D"):
+        private.check_input_axes(module, torch.ones(3))

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
 
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
@@ -36,3 +36,29 @@ def timeout_minutes() -> float:
     ]
     longest = max((wait for wait in waits if isinstance(wait, timedelta)), default=timedelta(minutes=30))
     return longest.total_seconds() / 60
+
+
+def rng_tracker_names() -> tuple[str, str, str]:
+    """Return the names of Megatron's RNG states: data-, model- and expert-parallel."""
+    from megatron.core.tensor_parallel import random
+
+    return (
+        random._DATA_PARALLEL_RNG_TRACKER_NAME,
+        random._MODEL_PARALLEL_RNG_TRACKER_NAME,
+        random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
+    )
+
+
+def start_of(optimizer: Any, parameter: Tensor) -> int:
+    """Return the offset of a distributed optimizer's own shard in the flattened parameter, in elements."""
+    return int(optimizer._get_model_param_range_map(parameter)["param"].start)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` or ``torch.compile(module)`` was called."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def write_count(tensor: Tensor) -> int:
+    """Return a number that changes with every in-place write to a tensor or its views."""
+    return tensor._version

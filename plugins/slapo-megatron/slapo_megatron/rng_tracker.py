@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as of_megatron
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+from slapo_megatron.private import rng_tracker_names
+
 _MODEL = "model-parallel-rng"  # what fork() takes by default
 _STRIDE = 0x9E3779B97F4A7C15  # odd: seeds that differ give streams that do, in the low 32 bits too
 
@@ -157,7 +159,6 @@ def _made(before: Any) -> FollowingTracker:
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_rank(),
     )
-    tracker.add(of_megatron._DATA_PARALLEL_RNG_TRACKER_NAME, 0)
-    tracker.add(of_megatron._MODEL_PARALLEL_RNG_TRACKER_NAME, 2718 + tensor)
-    tracker.add(of_megatron._EXPERT_PARALLEL_RNG_TRACKER_NAME, 1024 + 100 * expert + expert_tensor)
+    for name, seed in zip(rng_tracker_names(), (0, 2718 + tensor, 1024 + 100 * expert + expert_tensor), strict=True):
+        tracker.add(name, seed)
     return tracker

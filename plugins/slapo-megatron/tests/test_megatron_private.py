@@ -24,3 +24,22 @@ def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     module[0].register_buffer("scratch", torch.zeros(1), persistent=False)
     assert [*private.children_of(module)] == ["0"]
+
+
+def test_modules_say_whether_they_are_compiled_and_tensors_count_their_writes() -> None:
+    module = nn.Linear(2, 2)
+    assert not private.is_compiled(module)
+    assert private.is_compiled(torch.compile(module))  # type: ignore[arg-type]
+    module.compile()
+    assert private.is_compiled(module)
+    x = torch.zeros(2)
+    count = private.write_count(x)
+    x.add_(1)
+    assert private.write_count(x) == count + 1
+
+
+def test_names_of_megatron() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    assert private.rng_tracker_names() == ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
+    assert callable(DistributedOptimizer._get_model_param_range_map)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from slapo_core import ArgumentError, Node, PreconditionError, TraceError, Violation
 from slapo_core.spec.accelerators import fork_rng
 from slapo_core.tracing import copied_model
-from slapo_pipeline.private import TorchDispatchMode, pytree
+from slapo_pipeline.private import FLASH_ATTENTION_OF_CPU, GROUPED_MM, TorchDispatchMode, pytree
 from slapo_pipeline.rules import root_of
 
 # Floating-point operations of torch's calls, counted as they are dispatched.
@@ -24,11 +24,11 @@ aten = torch.ops.aten
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of one dispatched call."""
-    packet = getattr(func, "_overloadpacket", None)
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+    packet = getattr(func, "overloadpacket", None)
+    if packet is FLASH_ATTENTION_OF_CPU:
         query, key, value = args[:3]
         return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-    if packet is aten._grouped_mm:
+    if packet is GROUPED_MM:
         return _grouped_product(args[0], args[1])
     if packet is aten.mv or packet is aten.addmv:
         matrix = args[0] if packet is aten.mv else args[1]

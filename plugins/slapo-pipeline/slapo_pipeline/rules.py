@@ -7,7 +7,7 @@ from typing import Any
 
 from slapo_core import Node, Primitive, Violation
 from slapo_core.spec.node import only_looks
-from slapo_pipeline.private import children_of
+from slapo_pipeline.private import children_of, hooks_of, is_compiled
 
 _AROUND_CALLS = {
     "core.checkpoint": "recomputes its whole forward",
@@ -19,7 +19,6 @@ _AROUND_CALLS = {
     "tp.sync_gradient": "communicates in its backward",
 }
 _REPLACES = ("core.replace", "core.merge")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def root_of(node: Node) -> Node:
@@ -78,13 +77,13 @@ def _around(node: Node) -> str | None:
         return f"its forward is wrapped{by}"
     if node.hooks:
         return f"has hooks of steps{by}"
-    if any(not only_looks(hook) for table in _HOOKS for hook in getattr(module, table).values()):
+    if any(not only_looks(hook) for hooks in hooks_of(module) for hook in hooks.values()):
         return "has hooks"
     if node.graph is not None and is_rewritten(node.graph):
         return f"its graph was rewritten{by}"
     if "forward" in module.__dict__ and not is_merely_traced(module):
         return "its forward was set on the instance"
-    if module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         return "is compiled"
     if hasattr(module, "_c") and type(module).__module__.startswith("torch.jit"):
         return "is compiled by torch.jit"

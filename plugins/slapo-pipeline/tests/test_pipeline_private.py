@@ -22,7 +22,7 @@ def test_a_dispatch_mode_sees_operators() -> None:
 
     class Mode(private.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func._overloadpacket)
+            seen.append(func.overloadpacket)
             return func(*args, **(kwargs or {}))
 
     with Mode():
@@ -52,3 +52,27 @@ def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
     assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
     assert [*private.children_of(module)] == ["0"]
     assert private.non_persistent_buffers_of(module[0]) == {"scratch"}
+
+
+def test_modules_tell_their_hooks_and_whether_they_are_made_and_compiled() -> None:
+    module = nn.BatchNorm1d(2)
+    assert [[*table] for table in private.tensors_of(module)] == [
+        ["weight", "bias"],
+        ["running_mean", "running_var", "num_batches_tracked"],
+    ]
+    assert (private.is_initialized(module), private.is_initialized(nn.Module.__new__(nn.Module))) == (True, False)
+    module.register_forward_hook(len)
+    module.register_forward_pre_hook(abs)
+    module.register_full_backward_hook(max)
+    module.register_full_backward_pre_hook(min)
+    assert [[*hooks.values()] for hooks in private.hooks_of(module)] == [[len], [abs], [max], [min]]
+    assert not private.is_compiled(module)
+    assert private.is_compiled(torch.compile(module))  # type: ignore[arg-type]
+    module.compile()
+    assert private.is_compiled(module)
+    assert isinstance(module, private.NormBase)
+
+
+def test_operators_without_a_public_name() -> None:
+    assert private.GROUPED_MM.default.overloadpacket is private.GROUPED_MM
+    assert private.FLASH_ATTENTION_OF_CPU.default.overloadpacket is private.FLASH_ATTENTION_OF_CPU

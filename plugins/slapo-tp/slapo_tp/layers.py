@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slapo_core import ArgumentError, Violation
 from slapo_core.spec.edit import Forward
 from slapo_tp.forwards import fresh
-from slapo_tp.private import children_of, parameters_of
+from slapo_tp.private import children_of, convolution, parameters_of
 
 Role = Literal["output", "input", "hidden", "vocabulary", "channel"]
 
@@ -159,7 +159,7 @@ def _linear(module: Any, input: Tensor) -> Tensor:
 
 @fresh
 def _convolution(module: Any, input: Tensor) -> Tensor:
-    return module._conv_forward(input, module.weight, None)
+    return convolution(module, input)
 
 
 @fresh

@@ -13,7 +13,7 @@ from slapo_core.spec.request import ScheduledModel
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of
-from slapo_tp.private import children_of, has_global_forward_hooks
+from slapo_tp.private import children_of, has_global_forward_hooks, has_gradient_hooks, hooks_of
 from slapo_tp.splits import (
     as_tuple,
     bias_is_left_out,
@@ -131,7 +131,7 @@ def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) ->
         if not node.parameters and not node.hooks and not node.children:
             continue  # an activation, dropout
         weight = node.parameters.get("weight")
-        if weight is None or not weight.requires_grad or _has_hooks(weight):
+        if weight is None or not weight.requires_grad or has_gradient_hooks(weight):
             return None
         wanted = {"partial": "all_reduce", "split": "all_gather"}.get(output_state(node, mesh_dim) or "")
         if wanted is None and (node.wrappers or any(mesh_dim in _mesh_dims(node, name) for name in node.parameters)):
@@ -145,11 +145,7 @@ def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) ->
 def _changes_gradients(node: Node) -> bool:
     """Whether code that this plugin does not know may reduce gradients here."""
     module = node.module
-    return _is_unknown_code(node) or bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def _has_hooks(parameter: Any) -> bool:
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return _is_unknown_code(node) or any(hooks_of(module)[2:])
 
 
 def _mesh_dims(node: Node, name: str) -> tuple[str, ...]:
@@ -254,7 +250,7 @@ def _is_unknown_code(node: Node) -> bool:
     """Whether hooks or a forward were set on the module outside of the schedule."""
     module = node.module
     by_steps = {id(function) for _, function in node.hooks}
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    hooks = [hook for table in hooks_of(module)[:2] for hook in table.values()]
     if any(id(function) not in by_steps and not only_looks(function) for function in hooks):
         return True
     forward = module.__dict__.get("forward")

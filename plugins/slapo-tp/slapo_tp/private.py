@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode as detect_fake_mode
@@ -21,6 +23,21 @@ FUNCTIONAL = torch.ops._c10d_functional
 def has_global_forward_hooks() -> bool:
     """Return whether a hook is registered for the forward of every module."""
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the live tables of a module's forward, forward-pre, backward and backward-pre hooks."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def has_gradient_hooks(tensor: Any) -> bool:
+    """Return whether a tensor has hooks of its gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def convolution(module: Any, input: torch.Tensor) -> torch.Tensor:
+    """Run a convolution layer with its padding and without its bias."""
+    return module._conv_forward(input, module.weight, None)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -14,7 +14,7 @@ from slapo_core import ArgumentError
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, gives_fresh_output
-from slapo_tp.private import has_global_forward_hooks, tree_flatten, tree_map_only, tree_unflatten
+from slapo_tp.private import has_global_forward_hooks, hooks_of, tree_flatten, tree_map_only, tree_unflatten
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -172,7 +172,7 @@ class GradientHook:
 
 def _is_alone(module: nn.Module) -> bool:
     """Whether only this hook has seen the output: no other hook or forward may have kept it."""
-    return len(module._forward_hooks) == 1 and not has_global_forward_hooks() and gives_fresh_output(module)
+    return len(hooks_of(module)[0]) == 1 and not has_global_forward_hooks() and gives_fresh_output(module)
 
 
 def _change_all(change: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -54,3 +54,23 @@ def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
     assert [*private.parameters_of(module[0])] == ["weight", "bias"]
     assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
     assert [*private.children_of(module)] == ["0"]
+
+
+def test_hooks_of_modules_and_gradients_are_seen() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(len)
+    module.register_forward_pre_hook(abs)
+    module.register_full_backward_hook(max)
+    module.register_full_backward_pre_hook(min)
+    assert [[*hooks.values()] for hooks in private.hooks_of(module)] == [[len], [abs], [max], [min]]
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        weight = nn.Parameter(torch.ones(2))
+        assert not private.has_gradient_hooks(weight)
+        getattr(weight, register)(len)
+        assert private.has_gradient_hooks(weight)
+
+
+def test_convolutions_run_without_their_bias() -> None:
+    layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
+    x = torch.randn(1, 2, 4, 4)
+    assert torch.allclose(private.convolution(layer, x) + layer.bias[:, None, None], layer(x), atol=1e-6)

@@ -11,8 +11,8 @@ from torch.fx.node import map_aggregate
 
 from slapo_core.graph.patterns.data import Attribute, Call, Items, Slice, parts
 from slapo_core.graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
+from slapo_core.graph.private import children_of
 from slapo_core.graph.regions import set_state
-from slapo_core.private import children_of
 from slapo_core.spec.tracer import check
 
 _KEPT = "_slapo_calls"

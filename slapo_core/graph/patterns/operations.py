@@ -17,9 +17,8 @@ from slapo_core.graph.functional import INPUT, Own, functional_form, input_of
 from slapo_core.graph.leaves import is_changed, is_predefined
 from slapo_core.graph.patterns.data import Attribute, Call, Items, Slice
 from slapo_core.graph.patterns.schemas import bind_function, bind_schema, defaults_of
-from slapo_core.graph.private import NN, VF, OpOverload, OpOverloadPacket
+from slapo_core.graph.private import NN, VF, OpOverload, OpOverloadPacket, buffers_of, operator_name, parameters_of
 from slapo_core.graph.structure import is_plain
-from slapo_core.private import buffers_of, parameters_of
 
 _IN_TORCH = {
     "truediv": "div",
@@ -127,7 +126,7 @@ def operation_of(function: Callable[..., Any]) -> str:
         return known
     if isinstance(function, OpOverload | OpOverloadPacket):
         packet = function.overloadpacket if isinstance(function, OpOverload) else function
-        operation = str(packet._qualified_op_name).removeprefix("aten::")
+        operation = operator_name(packet).removeprefix("aten::")
         return _SYNONYMS.get(operation, operation)
     name = str(getattr(function, "__name__", type(function).__name__))
     module = str(getattr(function, "__module__", "") or "")

@@ -15,9 +15,8 @@ import torch
 from torch import fx, nn
 
 from slapo_core.graph.effects import Effects, is_inert
-from slapo_core.graph.private import tree_map_only
+from slapo_core.graph.private import children_of, tree_map_only
 from slapo_core.graph.rewriting.region import CannotPlace, refuse_changed, settings_of, take_out
-from slapo_core.private import children_of
 from slapo_core.spec.tracer import Flag
 
 # Functions that a rewritten graph calls, under a name that the printed graph shows.

@@ -12,6 +12,7 @@ from torch import fx, nn
 from slapo_core.errors import ApplyError, TraceError
 from slapo_core.graph.effects import Effects
 from slapo_core.graph.patterns.data import Attribute
+from slapo_core.graph.private import is_erased
 from slapo_core.graph.rewriting.actions import Action, NewCall, Place, given_by
 from slapo_core.graph.rewriting.region import CannotPlace, Read, nodes_after
 from slapo_core.spec.graph import Match
@@ -162,7 +163,7 @@ def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) ->
     stack = list(candidates)
     while stack:
         node = stack.pop()
-        if not node._erased and not node.users and effects.is_pure(node):
+        if not is_erased(node) and not node.users and effects.is_pure(node):
             stack.extend(node.all_input_nodes)
             graph.erase_node(node)
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.native.pipeline.torch_pipelining import recomputes
+from slapo_core.native.private import is_compiled
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -161,8 +162,7 @@ class Watch:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._name = name
         self._is_over = False
-        is_compiled = any(one._compiled_call_impl is not None for one in module.modules())
-        self.reason = _COMPILED if is_compiled else ""
+        self.reason = _COMPILED if any(map(is_compiled, module.modules())) else ""
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from slapo_core.native.pipeline.split_backward import Watch, backward_of_inputs
 from slapo_core.native.pipeline.torch_pipelining import StageBase
+from slapo_core.native.private import storage_id
 from slapo_core.spec.p2p_packing import check_sent
 from slapo_core.spec.rng_streams import start_stream, was_used
 
@@ -208,7 +209,7 @@ class RunningStage(StageBase):
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor to send that the stage does not write to."""
         one = tensor.detach()
-        if one.untyped_storage()._cdata in self._kept:
+        if storage_id(one) in self._kept:
             return one.clone(memory_format=torch.contiguous_format)
         return one.contiguous()
 
@@ -325,4 +326,4 @@ class RunningStage(StageBase):
 def _storages(module: nn.Module) -> frozenset[int]:
     """Return the storages of a module's tensors: a sent value may be a view of one."""
     tensors = [*module.parameters(), *module.buffers()]
-    return frozenset(one.untyped_storage()._cdata for one in tensors if one.numel() and not one.is_meta)
+    return frozenset(storage_id(one) for one in tensors if one.numel() and not one.is_meta)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
+from slapo_core.native.private import top_saved_tensors_hooks
+
 
 class StageBase:
     """The interface of a stage for torch's schedules, with empty defaults.
@@ -99,4 +101,4 @@ def step(schedule: Any, count: int, *, backward: bool) -> None:
 
 def recomputes() -> Any:
     """Return the active saved-tensor hooks, which differ inside a checkpointed function."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top_saved_tensors_hooks(True)

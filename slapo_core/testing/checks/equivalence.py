@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import RankFailedError, VerifyError
-from slapo_core.private import tree_leaves
+from slapo_core.private import hooks_of, tree_leaves
 from slapo_core.ranks.launcher import run_ranks
 from slapo_core.testing.bench import Bench, build_inputs, build_model, call, prepare
 from slapo_core.testing.case import Case, made
@@ -66,9 +66,6 @@ def _require_equal_outputs(
             raise CheckError(violation, required=required, got=f"tensor {number} of the output: {what}", hint=_HINT)
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def mesh_of_one_is_free(case: Case) -> None:
     """With one rank in every mesh dimension the step adds no hook, no forward and no module."""
     if case.mesh is None:
@@ -94,9 +91,8 @@ def _costs(model: nn.Module) -> dict[str, str]:
         costs[f"forward of {place}"] = (
             f"{type(module.__dict__.get('forward')).__name__} {id(module.__dict__.get('forward'))}"
         )
-        for table in _HOOKS:
-            hooks = getattr(module, table)
-            costs[f"{table} of {place}"] = ", ".join(getattr(f, "__qualname__", repr(f)) for f in hooks.values())
+        for kind, hooks in hooks_of(module).items():
+            costs[f"{kind} hooks of {place}"] = ", ".join(getattr(f, "__qualname__", repr(f)) for f in hooks.values())
     return costs
 
 

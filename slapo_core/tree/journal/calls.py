@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from slapo_core.private import HOOK_TABLES, full_backward_flag, hooks_of, set_full_backward_flag
 from slapo_core.tree.forward import CallChange, Calls, ModuleForward, Wrapping
 from slapo_core.tree.journal.entry import Entry, name_of
 
@@ -14,18 +15,6 @@ if TYPE_CHECKING:
 
     from slapo_core.spec.edit import Forward, HookKind
     from slapo_core.spec.graph import Graph
-
-
-_HOOK_TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
-    # kind: registration method, dictionaries it writes to
-    "forward_pre": ("register_forward_pre_hook", ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")),
-    "forward": (
-        "register_forward_hook",
-        ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    ),
-    "full_backward_pre": ("register_full_backward_pre_hook", ("_backward_pre_hooks",)),
-    "full_backward": ("register_full_backward_hook", ("_backward_hooks",)),
-}
 
 
 class AddHook(Entry):
@@ -46,9 +35,9 @@ class AddHook(Entry):
         self.calls, self.module, self.kind, self.function = calls, module, kind, function
         self.prepend, self.active = prepend, active
         self.change = CallChange(kind, function)
-        self.register, self.tables = _HOOK_TABLES[kind]
+        self.register, self.tables = f"register_{kind}_hook", HOOK_TABLES[kind]
         self.id: int | None = None
-        self.full_backward_before = module._is_full_backward_hook
+        self.full_backward_before = full_backward_flag(module)
         self.taken: dict[str, TakenHook] | None = None  # by table, after an undo
 
     def redo(self) -> None:
@@ -62,8 +51,8 @@ class AddHook(Entry):
             return
         hooks = {table: getattr(self.module, table) for table in self.tables}
         self.taken = {table: TakenHook(own, self.id) for table, own in hooks.items() if self.id in own}
-        if self.kind == "full_backward" and not self.module._backward_hooks:
-            self.module._is_full_backward_hook = self.full_backward_before
+        if self.kind == "full_backward" and not hooks_of(self.module)["full_backward"]:
+            set_full_backward_flag(self.module, self.full_backward_before)
 
     @property
     def changed(self) -> tuple[nn.Module, ...]:
@@ -77,7 +66,7 @@ class AddHook(Entry):
             for table, taken in self.taken.items():
                 taken.put_back(getattr(self.module, table))
             if self.kind == "full_backward":
-                self.module._is_full_backward_hook = True
+                set_full_backward_flag(self.module, True)
             return
         options = {"with_kwargs": True} if self.kind in ("forward_pre", "forward") else {}
         handle = getattr(self.module, self.register)(self.function, prepend=self.prepend, **options)

@@ -15,6 +15,7 @@ import torch
 
 from slapo_core import BuildError
 from slapo_core.spec.flat_shards import Place
+from slapo_deepspeed.private import link_optimizer_state, partition_rank
 
 if TYPE_CHECKING:
     from slapo_core.spec.flat_shards import Place
@@ -43,10 +44,8 @@ class Places:
 
     def link(self) -> None:
         """Let DeepSpeed's own functions find a state that came into the optimizer from outside."""
-        if hasattr(self.wrapper, "_lazy_init_hp_params_optimizer_state") and self.inner is not None:
-            self.wrapper._hp_optimizer_states_linked = False
-            if self.optimizer is not None and self.optimizer.state:
-                self.wrapper._lazy_init_hp_params_optimizer_state()
+        if self.inner is not None:
+            link_optimizer_state(self.wrapper, self.optimizer)
 
 
 def places_of(engine: Any) -> Places:
@@ -152,7 +151,7 @@ def _stage_3(wrapper: Any) -> Iterator[tuple[int, Place]]:
     for parameters in wrapper.fp16_groups:
         for parameter in parameters:
             number, start, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
-            shape, offset = shape_of(parameter), wrapper._get_param_partition_rank(parameter) * size
+            shape, offset = shape_of(parameter), partition_rank(wrapper, parameter) * size
             length = min(size, max(0, math.prod(shape) - offset))
             yield id(parameter), Place(wrapper.fp32_partitioned_groups_flat[number], start, offset, length, shape)
 

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
+from slapo_deepspeed.private import forward_hooks_of
+
 if TYPE_CHECKING:
     from slapo_core.spec.node import Node
     from slapo_core.spec.request import BuildRequest
@@ -34,7 +36,7 @@ def gather_whole(request: BuildRequest, engine: Any) -> None:
                 deepspeed.zero.register_external_parameter(node.module, parameter)
         for module in node.module.modules():
             if module is not node.module:
-                below |= {id(module._forward_pre_hooks), id(module._forward_hooks)}
+                below |= set(map(id, forward_hooks_of(module)))
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     for handles in (offload.forward_hooks, offload.backward_hooks):
         for handle in handles:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_megatron.private import tree_leaves
+from slapo_megatron.private import is_compiled, tree_leaves
 
 
 class Gathering:
@@ -45,7 +45,7 @@ class Gathering:
     def _watched(self) -> Iterator[None]:
         model: nn.Module = self._chunk.module
         buckets: dict[nn.Parameter, Any] = self._chunk.param_to_bucket_group
-        if any(hasattr(one, "_orig_mod") or one._compiled_call_impl for one in model.modules()):
+        if any(map(is_compiled, model.modules())):
             yield  # what compiled code reads is not seen
             self._early = _each_once(buckets.values())
             return

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from slapo_core import BuildError
 from slapo_core.spec.step_invariants import REBUILD, StepInvariants
+from slapo_megatron.private import write_count
 
 if TYPE_CHECKING:
     from slapo_core.spec.request import BuildRequest
@@ -45,7 +46,7 @@ class BetweenMegatronSteps(StepInvariants):
 
     def stamp(self, live: LiveTensor) -> object:
         """Also another one where it got other memory."""
-        return live.tensor._version, live.tensor.data_ptr()
+        return write_count(live.tensor), live.tensor.data_ptr()
 
     def steps_frozen(self, live: LiveTensor) -> bool:
         """Always: what Megatron steps by is its own buffer of gradients."""

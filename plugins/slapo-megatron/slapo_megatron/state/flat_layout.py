@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16Optimizer
 
 from slapo_core import BuildError
 from slapo_core.spec.flat_shards import Place
+from slapo_megatron.private import start_of
 from slapo_megatron.state.tensors import merge_across_ranks
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _distributed(one: DistributedOptimizer, places: Places, mesh: Mesh | None) -
     ):
         for number, (parameters, parts) in enumerate(zip(parameters_of_groups, parts_of_groups, strict=True)):
             for parameter, part in zip(parameters, parts, strict=True):
-                offset = one._get_model_param_range_map(parameter)["param"].start
+                offset = start_of(one, parameter)
                 place = Place(part, 0, offset, part.numel(), tuple(parameter.shape))
                 is_copy = is_part or part.dtype != parameter.dtype
                 places.held[id(parameter)] = Held(one.optimizer, place, part.dtype, is_part, is_copy)

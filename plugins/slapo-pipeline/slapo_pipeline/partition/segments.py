@@ -22,7 +22,7 @@ from slapo_pipeline.partition.placement import (
     made_object,
     readers,
 )
-from slapo_pipeline.private import buffers_of
+from slapo_pipeline.private import NormBase, buffers_of
 
 
 class Segment:
@@ -326,7 +326,7 @@ def _changing(flat: FlatGraph) -> dict[int, str]:
     """Names of the buffers that calls change, by their identity: running statistics count no writes."""
     names = {}
     for path, module in flat.module.named_modules():
-        running = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+        running = isinstance(module, NormBase) and module.training
         for name, buffer in buffers_of(module).items():
             full = f"{path}.{name}" if path else name
             if buffer is not None and (running or full in flat.written):

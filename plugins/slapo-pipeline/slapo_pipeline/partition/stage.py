@@ -14,7 +14,14 @@ from slapo_core import GuardError
 from slapo_core.spec.node import only_looks
 from slapo_core.spec.pipeline import Stage, StageModule, Tie
 from slapo_core.tracing import FlatGraph, GuardViolation, children, is_merely_traced, set_state, state
-from slapo_pipeline.private import children_of, non_persistent_buffers_of
+from slapo_pipeline.private import (
+    children_of,
+    hooks_of,
+    is_compiled,
+    is_initialized,
+    non_persistent_buffers_of,
+    tensors_of,
+)
 
 
 class Holder(nn.Module):
@@ -38,7 +45,7 @@ class Holder(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_modules" in self.__dict__:  # and not while it is being made
+        if is_initialized(self):  # and not while it is being made
             self.__dict__["_ancestor"][0].training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,19 +234,15 @@ class CutStage(StageModule):
 
 def is_around(module: nn.Module) -> bool:
     """Return whether a module has hooks, another forward, or a compiled one."""
-    own = module.__dict__
-    if own.get("_compiled_call_impl") is not None or ("forward" in own and not is_merely_traced(module)):
+    if is_compiled(module) or ("forward" in module.__dict__ and not is_merely_traced(module)):
         return True
-    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return False
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not all(only_looks(hook) for table in tables for hook in table.values())
+    return not all(only_looks(hook) for hooks in hooks_of(module) if hooks for hook in hooks.values())
 
 
 def _hold(owner: nn.Module, ancestor: nn.Module, name: str) -> None:
-    for table in ("_parameters", "_buffers"):
-        if name in ancestor.__dict__[table]:
-            owner.__dict__[table][name] = ancestor.__dict__[table][name]
+    for own, tensors in zip(tensors_of(owner), tensors_of(ancestor), strict=True):
+        if name in tensors:
+            own[name] = tensors[name]
             if name in non_persistent_buffers_of(ancestor):
                 non_persistent_buffers_of(owner).add(name)
             return
