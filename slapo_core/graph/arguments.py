@@ -1,4 +1,4 @@
-"""The arguments of a call: bound to the forward's parameters, and what of them a graph holds for."""
+"""Call arguments: bound to the forward's parameters, and their input signature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slapo_core.graph.structure import children, is_plain
 
 
 class MISSING:
-    """In place of an argument that was not given."""
+    """Marks an omitted argument."""
 
 
 class Parameters:
@@ -38,7 +38,7 @@ class Parameters:
         )
 
     def bind(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """One value for each parameter, in their order; :class:`MISSING` for one that was left out.
+        """Return one value per parameter, in their order; :class:`MISSING` for an omitted one.
 
         Raises:
             TypeError: as a call of the forward would.
@@ -56,13 +56,13 @@ class Parameters:
 
 
 def call_of(signature: inspect.Signature, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of a call without the module, as callers write them.
+    """Return a call's positional and keyword arguments, without the module, as callers write them.
 
     What has a default goes by keyword: wrappers around a forward look for it there.
 
     Args:
         signature: of a forward; its first parameter is the module.
-        values: by parameter, without those that are left out.
+        values: by parameter, without omitted ones.
     """
     parameters = [parameter for parameter in list(signature.parameters.values())[1:] if parameter.name in values]
     has_rest = any(parameter.kind is parameter.VAR_POSITIONAL and values[parameter.name] for parameter in parameters)
@@ -85,7 +85,7 @@ def call_of(signature: inspect.Signature, values: Mapping[str, Any]) -> tuple[li
 
 
 def form(value: Any) -> Any:
-    """What a recording takes for granted of an argument: hashable, and equal for calls that one recording is valid for.
+    """Return an argument's input signature: hashable, equal for calls that one recording is valid for.
 
     The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
     None; the shape of containers.
@@ -106,7 +106,7 @@ def form(value: Any) -> Any:
 
 
 def forms(values: tuple[Any, ...]) -> Any:
-    """The forms of all arguments of a call, and which of their tensors are one and the same: ``f(x, x)``."""
+    """Return the input signatures of a call's arguments, and which of their tensors are the same: ``f(x, x)``."""
     own = tuple([form(value) for value in values])
     tensors: list[int] = []
     _collect(values, tensors)

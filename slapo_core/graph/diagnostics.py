@@ -24,12 +24,12 @@ _NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent.pa
 
 
 def is_of_the_model(file: str) -> bool:
-    """Whether a source file is neither torch's nor ours."""
+    """Return whether a source file is neither torch's nor slapo's."""
     return not file.startswith(_NOT_THE_MODEL)
 
 
 def model_location() -> Location:
-    """The innermost line of the call stack that is neither torch's nor ours."""
+    """Return the innermost line of the call stack outside of torch and slapo."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -40,7 +40,7 @@ def model_location() -> Location:
 
 
 def first_line(function: Callable[..., Any]) -> Location | None:
-    """Where a function is written; None for one that is not written in Python."""
+    """Return the location of a function's source; None if it is not written in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
@@ -86,11 +86,11 @@ _CACHE_HINT = (
 
 
 def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
-    """What a tracer raised, as an error that says where, why, and what to try.
+    """Convert a tracer's exception to an error with location, reason and hint.
 
     Args:
         error: from :meth:`Tracer.trace`.
-        tracer: which.
+        tracer: that raised it.
         path: of the traced module.
     """
     where = f"'{path}'" if path else "the root"
@@ -110,6 +110,6 @@ def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
 
 
 def _raised_at(error: Exception) -> Location | None:
-    """The innermost line of the model in the traceback."""
+    """Return the innermost line of the model in the traceback."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return next(((file, line) for file, line in reversed(frames) if is_of_the_model(file)), None)

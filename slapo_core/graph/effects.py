@@ -1,4 +1,4 @@
-"""What the nodes of a graph do besides computing: use the RNG, write in place, switch gradients off.
+"""Side effects of graph nodes: RNG use, in-place writes, switched-off gradients.
 
 Two nodes that were recorded in one order may run in the other only if neither notices. Of torch's functions and modules
 it is seen while they are recorded: the schemas and tags of the operators that they call say it. What is not torch's (a
@@ -33,9 +33,9 @@ class Seen:
     """Record the side effects of a call.
 
     Args:
-        draws: whether it drew random numbers.
+        draws: whether it used the RNG.
         writes: which of its :func:`_operands` it wrote to, by position.
-        shares: in the memory of which of its operands lies what it gave; empty for new memory, None if not known.
+        shares: the operands whose memory its result shares; empty for new memory, None if unknown.
     """
 
     draws: bool = False
@@ -47,7 +47,7 @@ class Observer(TorchDispatchMode):
     """Observe the side effects of dispatched operators.
 
     Args:
-        memory_of: gives the tensor whose memory stands for that of another one, such as the fake one of a parameter.
+        memory_of: gives the tensor that represents another one's memory, e.g. the fake one of a parameter.
     """
 
     supports_higher_order_operators = True
@@ -75,7 +75,7 @@ class Observer(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Seen | None:
-        """What the one call did that ran meanwhile; None if that is not known."""
+        """Return the side effects of the single call observed; None if unknown."""
         if not self._is_known:
             return None
         given = [self._memory(value) for value in _operands((args, kwargs))]
@@ -93,7 +93,7 @@ class Observer(TorchDispatchMode):
 
 
 def _operands(value: Any) -> list[Any]:
-    """The arguments of a call one by one, alike for its values and for its nodes."""
+    """Return a call's arguments one by one, in the same order for values and for nodes."""
     if isinstance(value, dict):
         value = tuple(value.values())
     elif isinstance(value, slice):
@@ -109,7 +109,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def is_inert(node: fx.Node) -> bool:
-    """Whether ``node`` only reads something that never changes while the graph runs: a name, a size, a guard."""
+    """Return whether ``node`` only reads what never changes during a run: a name, a size, a guard."""
     if node.op in ("get_attr", "placeholder", "output"):
         return True
     if node.op == "call_method":
@@ -138,7 +138,7 @@ class Effects:
         self.graph = graph
 
     def conflict(self, first: fx.Node, second: fx.Node) -> str | None:
-        """Why ``second`` may not run before ``first``; None if it may."""
+        """Return why ``second`` may not run before ``first``; None if it may."""
         if is_inert(first) or is_inert(second):
             return None
         for one, other in ((first, second), (second, first)):
@@ -158,15 +158,15 @@ class Effects:
         return seen is None or seen.draws
 
     def writes(self, node: fx.Node) -> frozenset[Any]:
-        """The memory that it may write to, as :meth:`roots` names it; but for what it makes itself."""
+        """Return the memory that a node may write to, as named by :meth:`roots`, without its own."""
         return frozenset().union(*(self.roots(written) for written in self._written(node)))
 
     def reads(self, node: fx.Node) -> frozenset[Any]:
-        """The memory that it may read."""
+        """Return the memory that a node may read."""
         return frozenset().union(*(self.roots(value) for value in node.all_input_nodes))
 
     def roots(self, node: fx.Node) -> frozenset[Any]:
-        """The memory that its value may lie in: nodes that made it, names of parameters, ``"arguments"``."""
+        """Return the memory that its value may share: nodes, names of parameters, ``"arguments"``."""
         stack = [node]
         while stack:
             present = stack[-1]
@@ -218,7 +218,7 @@ class Effects:
         return self._tried(node) if node.op == "call_function" and "seen" not in node.meta else seen
 
     def _tried(self, node: fx.Node) -> Seen | None:
-        """What a function does that a rewrite has put there: seen on tensors without values, like those it gets."""
+        """Return the side effects of a rewrite's function, observed on fake tensors like its arguments."""
         observer, target = Observer(), cast("Callable[..., Any]", node.target)
         with FakeTensorMode():
             try:
@@ -245,14 +245,14 @@ class Effects:
         return frozenset([node]).union(*(self._roots[value] for value in self._shared(node)))
 
     def _shared(self, node: fx.Node) -> list[fx.Node]:
-        """The arguments in whose memory its value may lie."""
+        """Return the arguments whose memory its value may share."""
         if node in self._fresh or node.op in ("placeholder", "get_attr"):
             return []
         seen = self._of(node)
         return self._operands_at(node, None if seen is None else seen.shares)
 
     def _written(self, node: fx.Node) -> list[fx.Node]:
-        """The arguments whose memory it may write to."""
+        """Return the arguments whose memory it may write to."""
         seen = self._of(node)
         return self._operands_at(node, None if seen is None else seen.writes)
 
@@ -264,7 +264,7 @@ class Effects:
 
 
 def _is_foreign(target: Any) -> bool:
-    """Whether a function is neither torch's nor Python's own, so that it may do anything."""
+    """Return whether a function is neither torch's nor Python's own."""
     module = getattr(target, "__module__", None)
     if module is None:
         return not isinstance(target, type(len) | type(torch.relu))

@@ -1,4 +1,4 @@
-"""With which arguments every module of a model is called: from one run, without values where that is enough."""
+"""Example arguments of every module of a model, from one run, on fake tensors where possible."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
 
 
 def _own_forwards(model: nn.Module) -> tuple[nn.Module, set[nn.Module]]:
-    """A copy without the graphs that no step rewrote, and what is part of those that one did."""
+    """Return a copy without graphs that no step rewrote, and the modules within the rewritten ones."""
     copied = copied_model(model)
     inlined: set[nn.Module] = set()  # a hook there would make another graph
     for module in copied.modules():
@@ -103,7 +103,7 @@ def call_with(example_inputs: Any) -> Call:
 
 
 class _Placed(dict[str, Call]):
-    """Calls on the meta device; whoever asks for one gets it for the device of the model."""
+    """Calls on the meta device, given out for the device of the model."""
 
     def __init__(self, calls: dict[str, Call], device: torch.device) -> None:
         super().__init__(calls)
@@ -177,7 +177,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
 
     Args:
         model: any.
-        memo: what stands for objects in the copy, by id; None: the same parameters, and copies of the buffers.
+        memo: replacements for objects in the copy, by id; None: the same parameters, and copies of the buffers.
     """
     known = dict(memo) if memo is not None else {id(parameter): parameter for parameter in model.parameters()}
     known = {**made_beforehand(model), **known}

@@ -1,4 +1,4 @@
-"""Tensors without values, as a recording runs on them."""
+"""Fake tensors, on which recordings run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FakeMode(FakeTensorMode):
         _LOG.disabled = self._was_disabled.pop()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake tensor that stands for another one wherever this mode meets it."""
+        """Return the fake tensor that this mode uses for another one."""
         is_own = isinstance(tensor, FakeTensor) and tensor.fake_mode is self
         return tensor if is_own else self.from_tensor(tensor, static_shapes=True)
 
@@ -78,7 +78,7 @@ class FakeMode(FakeTensorMode):
         return value
 
     def _all_fake(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments in which fake tensors stand for real ones, where both are there.
+        """Replace real tensors by fake ones among arguments that hold both.
 
         torch does that, too, but only after it has looked for the call among those whose results it knows: every call
         with a parameter would be computed anew.
@@ -128,23 +128,23 @@ def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dty
 
 
 def without_values(mode: FakeMode, value: Any) -> Any:
-    """``value`` with tensors without values for its own; one that appears twice does so again."""
+    """Replace the tensors in ``value`` by fake ones; the same tensor by the same one."""
     return with_tensors(value, mode.fake)
 
 
 def with_own_values(value: Any) -> Any:
-    """``value`` with copies of its tensors."""
+    """Replace the tensors in ``value`` by copies."""
     return with_tensors(value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
 
 def with_tensors(value: Any, changed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with other tensors in containers and objects.
+    """Replace the tensors in ``value``, in containers and objects too.
 
     Objects are copied (a cache, say): modules that stay calls may change them.
 
     Args:
         value: arguments of a call.
-        changed: the tensor in place of another one; asked once for each.
+        changed: gives the replacement of a tensor; called once for each.
 
     Raises:
         TypeError: an object cannot be copied.

@@ -1,4 +1,4 @@
-"""Modules of ``torch.nn`` as calls of functions: what their own forward calls, seen by running it once."""
+"""Modules of ``torch.nn`` as function calls, observed by running their forward once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slapo_core.graph.private import DisableTorchFunction, buffers_of, parameter
 
 
 class INPUT:
-    """Stands for what the module is called with."""
+    """Placeholder of the module's input."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """Stands for a parameter or buffer of the module."""
+    """Placeholder of a parameter or buffer of the module."""
 
     name: str
 
@@ -32,7 +32,7 @@ class FunctionalForm:
 
     Args:
         function: of torch.
-        args: with stand-ins for the input and the module's tensors.
+        args: with placeholders of the input and the module's tensors.
         kwargs: likewise.
     """
 
@@ -54,7 +54,7 @@ def functional_form(module: nn.Module, *, hooked: bool = False) -> FunctionalFor
 
     Args:
         module: is called with one tensor.
-        hooked: whether to answer for one that is hooked, too: what it computes, not what happens around it.
+        hooked: whether to accept a hooked module, and ignore its hooks.
     """
     if not is_predefined(module) or (not hooked and is_changed(module)):
         return None
@@ -78,7 +78,7 @@ _RESULT = torch.empty(0)
 
 
 class _Seen(TorchFunctionMode):
-    """Notes the first call of a forward, and computes nothing."""
+    """Notes the first call of a forward without computing it."""
 
     def __init__(self, given: torch.Tensor, module: nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Seen(TorchFunctionMode):
 
 
 def input_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The one argument of a call of ``module``, in a list; an empty one where there are others."""
+    """Return the only argument of a call of ``module`` in a list; empty if there are others."""
     if len(args) + len(kwargs) != 1:
         return []
     if args:

@@ -1,4 +1,4 @@
-"""Guards on attributes and global names: a graph is for the values that its forward read."""
+"""Guards on the attributes and global names that a recorded forward read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type, Enum)
 
 
 class ABSENT:
-    """The fingerprint of an attribute that is not there."""
+    """The fingerprint of a missing attribute."""
 
 
 class Same:
@@ -35,7 +35,7 @@ class Same:
         self.told = fingerprint(value, _Itself)
 
     def holds(self, found: Any) -> bool:
-        """Whether ``found`` has the same tensors at the same places, and beside them what was there."""
+        """Return whether ``found`` has the same tensors and values in the same positions."""
         return bool(fingerprint(found, _Itself) == self.told)
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ def _settings(value: Any) -> Any:
 
 
 def is_told(value: Any) -> bool:
-    """Whether the fingerprint tells all there is to know: not of modules and objects, alone or in containers."""
+    """Return whether the fingerprint is complete: not of modules and objects, alone or in containers."""
     cls = type(value)
     if cls in _SCALARS or cls is float or isinstance(value, (*_BY_IDENTITY, torch.Tensor)):
         return True
@@ -126,12 +126,12 @@ def is_told(value: Any) -> bool:
 
 
 def is_setting(value: Any) -> bool:
-    """What code may decide on, of an attribute of a class, or among all attributes of an instance."""
+    """Return whether code may branch on an attribute with this value."""
     return isinstance(value, bool | int | float | str | tuple | list | dict | torch.dtype | Enum | type(None))
 
 
 def _is_same(found: Any, expected: Any) -> bool:
-    """Whether a value has a fingerprint."""
+    """Return whether a value has the expected fingerprint."""
     if type(expected) is tuple and len(expected) == 2 and expected[0] in (object, nn.Module):
         return type(found) is expected[1]
     if type(expected) is Same:
@@ -147,7 +147,7 @@ def _is_of_container(expected: tuple[Any, ...]) -> bool:
 
 
 def describe(expected: Any) -> str:
-    """A fingerprint, for messages."""
+    """Describe a fingerprint for messages."""
     if expected is ABSENT:
         return "not there"
     if type(expected) is tuple and _is_of_container(expected):
@@ -212,7 +212,7 @@ class Checks:
 
 
 def _of_class(module: nn.Module, name: str) -> Any:
-    """An attribute that is none of the instance's; without the error that a module takes long to make."""
+    """Look an attribute up outside of the instance, without a module's slow AttributeError."""
     for table in tables_of(module):
         if name in table:
             return table[name]

@@ -1,4 +1,4 @@
-"""Which modules below a traced one stay calls."""
+"""Which submodules of a traced module stay calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Leaves:
     Args:
         patterns: classes, names of classes, paths relative to the traced module, or globs over either: these are
             called.
-        flatten: whether all others but those of ``torch.nn`` are looked into; without it every module is called.
+        flatten: whether the code of all others but those of ``torch.nn`` is recorded; else every module is called.
         above: the path of the traced module, relative to the module that the paths in ``patterns`` are relative to.
     """
 
@@ -65,7 +65,7 @@ class Leaves:
 
 
 def is_inlined(part: Any) -> bool:
-    """Whether a graph can hold a hook or a forward of a step (``slapo_is_inlined``).
+    """Return whether a graph can hold a step's hook or forward (``slapo_is_inlined``).
 
     Of a function the mark is the function itself: ``functools.wraps`` copies marks onto what is wrapped around it.
     """
@@ -74,7 +74,7 @@ def is_inlined(part: Any) -> bool:
 
 
 def around(module: nn.Module) -> tuple[Any, ...]:
-    """What runs when ``module`` is called besides its class's forward, to be compared: forward and hooks."""
+    """Return a module's own forward and its hooks, to be compared."""
     forward = module.__dict__.get("forward")
     return (getattr(forward, "__func__", forward), *(tuple(hooks.values()) for hooks in hooks_of(module)))
 
@@ -86,7 +86,7 @@ def _parts(module: nn.Module) -> list[Any]:
 
 
 def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What ``root.named_modules(remove_duplicate=False)`` gives, in a tenth of the time."""
+    """Return ``root.named_modules(remove_duplicate=False)`` in a tenth of the time."""
     found: list[tuple[str, nn.Module]] = []
     stack: list[tuple[str, nn.Module]] = [("", root)]
     while stack:

@@ -41,7 +41,7 @@ _Cache = type(functools.lru_cache(abs))
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Disable the torch-function modes of others."""
+    """Disable the active torch-function modes of other code."""
     others: list[Any] = []
     while private.number_of_function_modes():
         others.append(private.pop_function_mode())
@@ -73,7 +73,7 @@ def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.
 
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Put back, at the end, what was written to buffers meanwhile.
+    """Restore at the end the buffers written in between.
 
     Also where the run is fake: torch computes with small tensors for real there, to know their values.
     """
@@ -115,7 +115,7 @@ def drawn_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_kept(root: nn.Module) -> Iterator[None]:
-    """Clear every ``functools.lru_cache`` of the modules' code that was filled meanwhile.
+    """Clear at the end every ``functools.lru_cache`` of the modules' code that was filled in between.
 
     Known are those in the classes and in the files where the classes are written, decorated once more or not.
     """
@@ -160,7 +160,7 @@ def is_unchanged(container: Any, before: Any) -> bool:
 
 
 def put_back(container: Any, before: Any) -> bool:
-    """Give a container the contents of its copy again; whether it had changed."""
+    """Restore a container from its copy; return whether it had changed."""
     if is_unchanged(container, before):
         return False
     container.clear()
@@ -177,7 +177,7 @@ def attributes_kept(
     Gives a function that says whether nothing has changed so far.
 
     Args:
-        root: the modules below it too.
+        root: with all its submodules.
         recorded: modules whose own code becomes the graph.
         refuse: makes the error for a change in one of those.
     """

@@ -47,7 +47,7 @@ class Pool:
         return (found for read, found in self._entries.get(key, ()) if read.violated(modules) is None)
 
     def add(self, key: Any, module: nn.Module, variant: Specialization) -> None:
-        """Remember a variant, if others can be proved to be like it."""
+        """Remember a variant if equality of others can be proved."""
         recorded = variant.recorded
         if recorded.read is not None and is_pure(recorded):
             self._add(key, module, (*recorded.read, *variant.surroundings), variant)
@@ -133,7 +133,7 @@ class RepeatedCalls:
     Args:
         reads: which attributes are read.
         notes: whether values are read.
-        is_unchanged: whether all attributes are as they were when the recording began.
+        is_unchanged: whether no attribute changed since the recording began.
     """
 
     def __init__(self, reads: AttributeReads, notes: Notes, is_unchanged: Callable[[], bool]) -> None:
@@ -169,7 +169,7 @@ class RepeatedCalls:
 
 
 def _form(value: Any, memory: dict[int, int]) -> Any:
-    """An argument with all metadata; ``memory`` numbers storages. None: there is more to it."""
+    """Return an argument's complete signature, with storages numbered by ``memory``; None if unknown."""
     if isinstance(value, torch.Tensor):
         if type(value) is not FakeTensor or value.layout is not torch.strided:
             return None

@@ -54,7 +54,7 @@ class SizeNode:
     Arithmetic adds to the graph; whoever needs the plain number (a branch, a loop) leaves a guard there.
 
     Args:
-        recording: what is being recorded; None where that is over.
+        recording: the one in progress; None after its end.
         hint: the value in this recording.
         node: of the graph, giving the value at each call; None for a constant.
     """
@@ -142,13 +142,13 @@ class _Whole(torch.SymInt):
 
 
 class _Real(torch.SymFloat):
-    """The same for ``float``."""
+    """As :class:`_Whole`, for ``float``."""
 
     __class__ = property(lambda self: float)  # type: ignore[assignment]
 
 
 def _own(number: Any) -> Any:
-    """A result of torch's arithmetic as a number of ours."""
+    """Convert a result of torch's arithmetic to a symbolic number."""
     if isinstance(number, tuple):
         return tuple(_own(part) for part in number)
     if type(number) is torch.SymInt:
@@ -157,7 +157,7 @@ def _own(number: Any) -> Any:
 
 
 def _of_torch(number: Any) -> Any:
-    """A number of ours as torch computes with it: there, an ``int`` is a constant."""
+    """Convert a symbolic number to torch's own, where an ``int`` is a constant."""
     if type(number) is _Whole:
         return torch.SymInt(number.node)
     return torch.SymFloat(number.node) if type(number) is _Real else number
@@ -171,7 +171,7 @@ def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _decided(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is made of the plain number: that is a decision, with a guard."""
+    """Convert to a plain value, with a guard."""
     return lambda self, *arguments: function(self.node._decide(), *arguments)
 
 
@@ -190,12 +190,12 @@ for _class in (_Whole, _Real):
 
 
 def symbolic(recording: Recording, hint: Any, node: fx.Node) -> Any:
-    """``hint`` as a number that writes down what is computed with it."""
+    """Return ``hint`` as a number that records the arithmetic on it."""
     return _number(SizeNode(recording, hint, node))
 
 
 def constant(hint: Any) -> Any:
-    """A number of :func:`symbolic` when the recording is over: nothing is written down any more."""
+    """Return a number of :func:`symbolic` that no longer records."""
     return _number(SizeNode(None, hint, None))
 
 

@@ -18,7 +18,7 @@ from slapo_core.spec.tracer import Flag, Recorded
 
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
-    """Make a function of a graph: of a module, in which it looks names up, and of the placeholders, in order."""
+    """Compile a graph to a function of its module and the placeholders, in order."""
     module = fx.GraphModule({}, fx.Graph())
     module.graph = graph  # code without copies of what the names stand for, which may be held by plain objects
     return type(module).forward
@@ -103,7 +103,7 @@ def _differs(module: nn.Module, steps: Any) -> bool:
 
 
 def _ties(modules: list[nn.Module]) -> list[tuple[Any, Any]]:
-    """Places that hold the same module or tensor: a graph names one of them."""
+    """Return pairs of places that hold the same module or tensor."""
     first: dict[int, Any] = {}
     found = []
     for number, module in enumerate(modules):
@@ -133,9 +133,9 @@ class Specialization:
 
     Args:
         recorded: the graph and what it holds for.
-        plan: its structure.
+        plan: its module structure.
         surroundings: global names that the recorded code reads.
-        swallowed: modules that rewrites took out, which are called no more.
+        swallowed: modules that rewrites removed from the graph.
     """
 
     def __init__(

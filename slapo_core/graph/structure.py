@@ -1,4 +1,4 @@
-"""Arguments and results as nested values: their tensors, plain numbers, and what is handed through untouched."""
+"""Arguments and results as nested values: tensors, plain numbers and opaque objects."""
 
 from __future__ import annotations
 

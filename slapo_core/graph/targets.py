@@ -1,4 +1,4 @@
-"""Torch calls as targets of a graph, and those that only ask a tensor for something."""
+"""Torch calls as targets of a graph, and queries of a tensor's properties."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def writes_to_first(func: Any) -> bool:
 
 
 def _name(func: Any) -> str:
-    """The method of tensors that a torch function is; its own name for any other."""
+    """Return the name of the tensor method that a torch function is, or its own name."""
     name = str(getattr(func, "__name__", ""))
     return name if _is_method(func, name) or not isinstance(func, types.FunctionType) else _WRAPPED.get(func, name)
 
 
 def _attribute(descriptor: Any) -> str:
-    """The name of the attribute that a getter or setter belongs to."""
+    """Return the attribute of a getter or setter."""
     named: Any = descriptor.fget if isinstance(descriptor, property) else descriptor
     return str(named.__name__)
 

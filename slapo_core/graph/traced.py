@@ -52,9 +52,9 @@ class TracedForward:
         tracer: records it.
         leaves: which modules below are called as they are.
         path: of the traced module, for messages.
-        pool: recordings of others that may serve here too.
+        pool: recordings that equal modules share.
         beneath: the graphs that these were made of.
-        rewrite: by this; both or none.
+        rewrite: that made them of ``beneath``; both or neither.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class TracedForward:
 
     @property
     def variants(self) -> list[Specialization]:
-        """All that were recorded for calls."""
+        """Return all recorded specializations."""
         return [variant for alike in self.specializations.values() for variant in alike]
 
     def __str__(self) -> str:
@@ -382,7 +382,7 @@ class TracedForward:
     def _repeated(
         self, variant: Specialization, module: nn.Module, plan: Plan, *, first: bool = False
     ) -> Specialization:
-        """The rewrite done again to a variant; ``plan`` is that of its calls: with what the rewrite put there."""
+        """Repeat the rewrite on a variant; ``plan`` is that of its calls, after the rewrite."""
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
@@ -447,7 +447,7 @@ class TracedForward:
         return made
 
     def _drop_one(self) -> None:
-        """Let go of the least recently used variant."""
+        """Drop the least recently used variant."""
         others = [variant for variant in self.variants if variant is not self.first]
         dropped = min(others, key=lambda variant: variant.used)
         for key, alike in list(self.specializations.items()):

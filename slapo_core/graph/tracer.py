@@ -44,7 +44,7 @@ _RANDOM = "draw them with torch (torch.rand), or in a module below that stays a 
 
 
 class RecordTracer(Tracer):
-    """Run the forward once, on tensors without values, and write down the torch calls it makes.
+    """Run the forward once on fake tensors, and record its torch calls.
 
     The default. Sizes stay symbolic; what the forward decided on is
     a guard. Where shapes or modules below depend on values it runs on the tensors themselves, if they have values; what
@@ -102,7 +102,7 @@ def recorded(
 
 
 def after_first_call(recording: Callable[[], T]) -> T:
-    """Record what a call after the first one does, where the first one settles something, such as a loss by its labels.
+    """Record a later call, where the first one sets state, e.g. the loss type by its labels.
 
     Settled are texts and truth values in the place of None; they stay, as after a call of the model. What is set again
     is refused.
@@ -131,7 +131,7 @@ def record(
     notes: Notes | None = None,
     home: torch.device | None = None,
 ) -> Recorded:
-    """Run ``forward`` once, on fake tensors like those of ``arguments``, and write down what it computes.
+    """Run ``forward`` once, on fake tensors like those of ``arguments``, and record it.
 
     Args:
         module: whose forward it is.
@@ -139,7 +139,7 @@ def record(
         arguments: by parameter.
         leaves: says which modules below are called as they are.
         fake: False runs on the tensors themselves, where an operation has no fake implementation.
-        notes: filled with what else is to be known of the run.
+        notes: filled with the values and writes of the run.
         home: tensors on the meta device are taken to be on this one; None takes them to be where the arguments are.
 
     Raises:

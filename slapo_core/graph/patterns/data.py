@@ -42,10 +42,10 @@ class Items:
 
 @dataclass(frozen=True)
 class Call:
-    """What a node computes.
+    """The computation of a node.
 
     Args:
-        operation: the canonical name, e.g. ``"softmax"``, or what stands for it.
+        operation: the canonical name, e.g. ``"softmax"``, or its substitute.
         arguments: by parameter name; what equals the default is left out. Lists are tuples.
         is_commutative: whether ``input`` and ``other`` may change places.
         names: what a glob or regular expression over call targets may match.
@@ -58,7 +58,7 @@ class Call:
 
 
 def parts(value: Any) -> tuple[Any, ...] | None:
-    """The operands inside of a container; None if it is none."""
+    """Return the operands in a container; None if it is not a container."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, Slice):
@@ -71,7 +71,7 @@ def parts(value: Any) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True)
 class Wildcard:
-    """Any value, the same wherever it stands in one form.
+    """Any value, the same at all its uses in one form.
 
     Args:
         name: of the capture; one that starts with ``_`` is not captured.
@@ -86,7 +86,7 @@ class Wildcard:
 
 @dataclass(frozen=True)
 class Result:
-    """What a step of the form gives.
+    """The result of a step of the form.
 
     Args:
         step: its position in the form.
@@ -114,7 +114,7 @@ def _key(value: Any) -> tuple[type, str]:
 
 @dataclass(frozen=True)
 class Target:
-    """Which calls a step stands for.
+    """Which calls a step matches.
 
     Args:
         kind: ``"call"``: of the operation ``name``; ``"any"``: any; ``"module"``: of a module whose path or class fits
@@ -136,7 +136,7 @@ class Step:
     """One call of a form.
 
     Args:
-        target: which calls it stands for.
+        target: the calls that it matches.
         arguments: by canonical name; wildcards, results, constants, and containers of such.
         is_commutative: whether ``input`` and ``other`` may change places.
         location: line of the pattern, for messages.
