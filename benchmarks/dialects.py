@@ -33,7 +33,7 @@ from megatron_by_hand import Groups, Stage, train
 from report import interleaved, ratio_of, ratio_of_medians, save
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 
 CLIP = 1.0
 COMPARED = 3  # steps whose losses are compared before steps are timed

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Violation
+    from slapo_core.primitive import Violation
 
 __all__ = [
     "ApplyError",

@@ -205,6 +205,16 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return the live tables of parameters, buffers and children."""
+    return module._parameters, module._buffers, module._modules
+
+
+def call_hooks_of(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
+    """Return the live tables of the hooks that run when a module is called, and in its backward pass."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     """Return the live table of the names of a module's buffers that state dicts leave out."""
     return module._non_persistent_buffers_set

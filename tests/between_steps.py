@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 __all__ = ["CHANGES", "Net", "adamw", "batch", "make", "outcome", "plain", "share", "told"]
 

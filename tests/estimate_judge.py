@@ -13,11 +13,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo_core as slapo
-from slapo_core.building.batches import micro_batches
-from slapo_core.estimation.rank_process import Request, estimate_rank
-from slapo_core.estimation.results import Memory
-from slapo_core.estimation.source import Functions
-from slapo_core.schedule.guards import Guards
+from slapo_estimate.rank_process import Request, estimate_rank
+from slapo_estimate.results import Memory
+from slapo_estimate.source import Functions
+from slapo_runtime.building.batches import micro_batches
+from slapo_runtime.guards import Guards
 from tests.estimate_cases import OPTIMIZERS, Case
 
 __all__ = ["compare", "judged", "predicted", "train_two_steps"]

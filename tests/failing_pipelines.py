@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 __all__ = ["NO_GRADIENT", "batch", "build", "fail", "failure", "refuse", "train_until_it_fails", "unmade"]
 

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
 import slapo_core as slapo
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.state import TensorShard
+from slapo_core.layout import Layout
+from slapo_runtime.state import TensorShard
 
 __all__ = ["InMemory", "Odd", "laid_out"]
 
 
 class InMemory:
-    """The implementation of :class:`slapo_core.spec.state.ShardSource` by the pieces of all ranks.
+    """The implementation of :class:`slapo_runtime.state.ShardSource` by the pieces of all ranks.
 
     Args:
         pieces: of all ranks; every element must be in exactly one.

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 __all__ = ["run_program"]
 

@@ -17,8 +17,7 @@ import pluggy
 from docstring_markdown import sections, tidy
 from reference_page import reference_page as make_reference_page
 
-from slapo_core import errors
-from slapo_core.spec import hookspecs
+from slapo_core import errors, hookspecs
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Made by tools/generate_docs.py; change the docstrings in {source} instead. -->\n"
@@ -29,7 +28,7 @@ def hooks_page() -> str:
     lines = [
         "# Hooks",
         "",
-        NOTE.format(source="slapo_core/spec/hookspecs.py"),
+        NOTE.format(source="slapo_core/hookspecs.py"),
         inspect.cleandoc(hookspecs.__doc__ or ""),
     ]
     lines += ["", "| hook | answers |", "|---|---|"]

@@ -1,6 +1,6 @@
 """docs/reference.md: every public name, from its docstring.
 
-A name that joins ``slapo_core.__all__`` or ``slapo_core.testing.__all__``, a member that joins one of their classes,
+A name that joins ``slapo_core.__all__`` or ``slapo_testing.__all__``, a member that joins one of their classes,
 and a primitive that joins one of this project's distributions appear here by themselves.
 """
 
@@ -14,19 +14,22 @@ from typing import Any, Protocol
 from docstring_markdown import sections, signature, tidy
 
 import slapo_core
-from slapo_core import errors, patterns, testing
-from slapo_core.native.dialect import TorchDialect
-from slapo_core.native.engine import TorchEngine
+import slapo_testing as testing
+from slapo_core import errors
+from slapo_core.dialect import ScheduledModel
 from slapo_core.plugins import current_registry
-from slapo_core.spec.extensions import SearchSpace
-from slapo_core.spec.preconditions import After, Distributed, Divisible
-from slapo_core.spec.request import BuildRequest, ScheduledModel
-from slapo_core.spec.state import LiveTensor, ModelState
-from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.selection import NodeGroup
-from slapo_core.verification import VerifyReport
-from slapo_core.verification.compare import Largest
+from slapo_graph import patterns
+from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
+from slapo_runtime.native.dialect import TorchDialect
+from slapo_runtime.native.engine import TorchEngine
+from slapo_runtime.request import BuildRequest
+from slapo_runtime.state import LiveTensor, ModelState
+from slapo_tp.preconditions import After, Distributed, Divisible
+from slapo_tune.sampler import SearchSpace
+from slapo_verify import VerifyReport
+from slapo_verify.compare import Largest
 
 __all__ = ["MISSING", "reference_page"]
 
@@ -71,9 +74,9 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing tracers": ("Tracer", "Recorded", "Guard", "Flag", "Untraceable", "check"),
 }
 _HOMES = {
-    "slapo_core.building": "Building and training",
-    "slapo_core.native": "Building and training",
-    "slapo_core.verification": "Verifying",
+    "slapo_runtime.building": "Building and training",
+    "slapo_runtime.native": "Building and training",
+    "slapo_verify": "Verifying",
     "slapo_core.schedule": "Scheduling",
     "slapo_core.plugins": "Writing primitives",
     "slapo_core.spec": "Writing dialects and hooks",
@@ -118,8 +121,8 @@ def reference_page(note: str) -> str:
     """
     parts = [(title, list(_named(title))) for title in _PARTS]
     parts.append(("Primitives", list(_primitives())))
-    parts.append(("Writing patterns: slapo_core.patterns", list(_of_patterns())))
-    parts.append(("Testing: slapo_core.testing", list(_of_testing())))
+    parts.append(("Writing patterns: slapo_graph.patterns", list(_of_patterns())))
+    parts.append(("Testing: slapo_testing", list(_of_testing())))
     lines = ["# Reference", "", note, _INTRODUCTION, ""]
     for title, entries in parts:
         links = ", ".join(f"[`{name}`](#{_anchor(name)})" for name, _ in entries)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.hookspecs import Fact, Problem
+from slapo_core.hookspecs import Fact, Problem
 
 if TYPE_CHECKING:
     from slapo_core.plugins.metadata import Plugin

@@ -8,13 +8,34 @@ Slow imports are inside the command that needs them.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Literal
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import device, estimate, new, plugins, stubs, vocabulary
+from slapo_core.cli import new, plugins, stubs, vocabulary
 from slapo_core.errors import SlapoError
+
+
+class Command(ABC):
+    """A family of commands of a plugin: ``slapo <name> ...``.
+
+    Published by an entry point of the group ``slapo.v1.commands``. It is imported when it is called, and not when
+    ``slapo --help`` lists it.
+
+    Attributes:
+        name: the word after ``slapo``, e.g. ``"pipeline"``.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def app(self) -> typer.Typer:
+        """Return the typer app, whose commands are ``slapo <name> <command>``.
+
+        A `SlapoError` that it raises is printed without traceback, and ends the process with status 1.
+        """
 
 
 class RootGroup(TyperGroup):
@@ -92,6 +113,11 @@ def _family(app: Any, name: str) -> Any:
     import typer.main
 
     outer = typer.Typer(add_completion=False, rich_markup_mode="rich" if sys.stdout.isatty() else None)
+    if app.registered_callback is None and not app.registered_groups and len(app.registered_commands) == 1:
+        outer.registered_commands = app.registered_commands  # a single command, as typer has it
+        command = typer.main.get_command(outer)
+        command.name = name
+        return command
     outer.add_typer(app, name=name)
     return typer.main.get_group(outer).commands[name]
 
@@ -107,7 +133,7 @@ def _registry() -> Any:
     return current_registry()
 
 
-_FAMILIES = (plugins, new, vocabulary, stubs, estimate, device)
+_FAMILIES = (plugins, new, vocabulary, stubs)
 
 
 def make_app() -> typer.Typer:

@@ -16,8 +16,8 @@ import typer
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import ArgumentError
+from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
 from slapo_core.plugins.metadata import Entry, core_version, name_violation
-from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
 
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:
@@ -105,7 +105,7 @@ class Project:
         hint = f"slapo plugins new {name} --namespace acme"
         if not is_identifier(namespace):
             raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
-        from slapo_core.testing.conformance import hides_member
+        from slapo_testing.conformance import hides_member
 
         if hides_member(namespace):
             raise ArgumentError(f"namespace '{namespace}' would hide a member of nodes or schedules", hint=hint)

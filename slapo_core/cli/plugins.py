@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from slapo_core.plugins.metadata import Plugin
     from slapo_core.plugins.registry import Registry
-    from slapo_core.testing.conformance import Finding
+    from slapo_testing.conformance import Finding
 
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:
@@ -27,7 +27,7 @@ def list_plugins(
     """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
     from slapo_core.cli.output import print_json, print_table
     from slapo_core.plugins import current_registry
-    from slapo_core.spec.entry_point_groups import KINDS
+    from slapo_core.plugins.groups import KINDS
 
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(KINDS)}", param_hint="--kind")
@@ -73,7 +73,7 @@ def show(
 
 def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
     """Return the output of ``slapo plugins list --json``."""
-    from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION
+    from slapo_core.plugins.groups import CORE_DISTRIBUTION
 
     error = registry.settings_error
     return {
@@ -84,7 +84,7 @@ def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
 
 
 def _plugin_json(plugin: Plugin) -> dict[str, Any]:
-    from slapo_core.spec.entry_point_groups import KINDS
+    from slapo_core.plugins.groups import KINDS
 
     kinds = sorted({*KINDS, *(entry.kind for entry in plugin.entries)})
     return {
@@ -125,7 +125,7 @@ def check(
     """
     from slapo_core.cli.output import print_json
     from slapo_core.plugins import Registry
-    from slapo_core.testing.conformance import check_plugin
+    from slapo_testing.conformance import check_plugin
 
     registry = Registry.discover()
     chosen = list(registry.plugins) if name is None else [registry.plugin(name)]

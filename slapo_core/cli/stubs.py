@@ -200,7 +200,7 @@ def vocabulary_source(registry: Registry) -> tuple[str, tuple[Omission, ...]]:
 
 
 def _arguments(cls: type, writer: AnnotationWriter) -> str:
-    from slapo_core.spec.primitive import public_signature
+    from slapo_core.primitive import public_signature
 
     signature = public_signature(cls)
     own_init = cls.__init__  # type: ignore[misc]  # a dataclass's is made from its fields, and may be overridden

@@ -65,7 +65,7 @@ def names_json(registry: Registry, kind: str) -> list[dict[str, Any]]:
 
 def _show_primitive(registry: Registry, name: str, *, as_json: bool) -> None:
     from slapo_core.cli.output import print_json
-    from slapo_core.spec.primitive import public_signature
+    from slapo_core.primitive import public_signature
 
     entry = registry.resolve("primitives", name)
     cls = registry.load(entry)

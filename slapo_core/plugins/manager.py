@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 from packaging.utils import canonicalize_name
 
+from slapo_core import hookspecs
 from slapo_core.errors import HookError, TraceError
 from slapo_core.plugins.metadata import DISABLE, LOCAL_VERSION
-from slapo_core.spec import hookspecs
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import UnusablePluginError
-from slapo_core.spec.entry_point_groups import (
+from slapo_core.plugins.groups import (
     CORE_COMMANDS,
     CORE_DISTRIBUTION,
     FIRST_PARTY,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import PluginError, UnknownNameError, UnusablePluginError
+from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, KINDS, noun, owner_of
 from slapo_core.plugins.metadata import (
     DISABLE,
     LOCAL_VERSION,
@@ -28,10 +29,9 @@ from slapo_core.plugins.metadata import (
     name_violation,
     read_plugins,
 )
-from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, KINDS, noun, owner_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.primitive import Primitive
 
 
 _Class = TypeVar("_Class", bound="type[Primitive]")
@@ -371,7 +371,7 @@ def class_violations(loaded: Any, entry: Entry) -> list[str]:
 
 
 def _primitive_violations(cls: type) -> Iterator[str]:
-    from slapo_core.spec.primitive import Equivalence
+    from slapo_core.primitive import Equivalence
 
     parameters = vars(cls).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:

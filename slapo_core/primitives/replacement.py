@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from slapo_core.edit import Edit, runs_own_forward, without
+from slapo_core.node import Node
+from slapo_core.primitive import Violation
 from slapo_core.private import full_backward_flag, hooks_of
-from slapo_core.spec.edit import Edit, runs_own_forward, without
-from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Violation
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.layout import Layout
+    from slapo_core.layout import Layout
 
 
 class TensorPlan:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ArgumentError, ReplayError, SlapoError
+from slapo_core.mesh import Mesh, declare_mesh
+from slapo_core.primitive import Primitive
 from slapo_core.schedule.records import SavedPatterns, fingerprint, load_document, primitive_from_json, uncovered
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.scheduled_models import refuse_if_scheduled
-from slapo_core.spec.mesh import Mesh, declare_mesh
-from slapo_core.spec.primitive import Primitive
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from slapo_core.errors import SealedError, UndoError
-from slapo_core.schedule.guards import Guards
+from slapo_core.primitive import Record
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.spec.primitive import Record
 from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
 
 
@@ -21,16 +20,16 @@ class History:
 
     Args:
         model: to which it was applied.
-        guards: of the live model; None for a private copy.
     """
 
-    def __init__(self, model: nn.Module, guards: Guards | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model, self._claim = model, Claim()
         self._steps: list[Step] = []
         self.records: tuple[Record, ...] = ()
         self.in_force: int | None = None
         """While rewound: the number of steps in force."""
-        self.guards = guards
+        self.guards: tuple[Any, ...] = ()
+        """Those of the kind ``guards``, of a live model: told of each step that is applied, undone or redone."""
         self.kept: dict[str, Any] = {}
         """Results of other layers about the model, kept until a step comes or goes."""
 
@@ -59,8 +58,8 @@ class History:
         self._steps.append(step)
         self.records = (*self.records, step.record)
         self.kept.clear()
-        if self.guards is not None:
-            self.guards.follow(step, is_new=True)
+        for guards in self.guards:
+            guards.follow(step, is_new=True)
         self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
@@ -149,8 +148,8 @@ class History:
             self.in_force -= 1
         while self.in_force < to:
             self._steps[self.in_force].redo()
-            if self.guards is not None:
-                self.guards.follow(self._steps[self.in_force])
+            for guards in self.guards:
+                guards.follow(self._steps[self.in_force])
             self.in_force += 1
 
     def _undo(self, step: Step) -> None:
@@ -164,5 +163,5 @@ class History:
                 hint="undo changes made outside of the schedule after the step (e.g. a parametrization); or make them "
                 "before create_schedule()",
             ) from error
-        if self.guards is not None:
-            self.guards.follow(step, undone=True)
+        for guards in self.guards:
+            guards.follow(step, undone=True)

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
-from slapo_core.schedule.finding import load_pattern
-from slapo_core.spec.graph import Match
-from slapo_core.spec.primitive import Primitive, Record
+from slapo_core.primitive import Primitive, Record
+from slapo_graph.finding import load_pattern
+from slapo_graph.match import Match
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.plugins.registry import Registry
+    from slapo_graph.patterns.pattern import GraphPattern
 
 _INSIDE = ("slapo_core", "contextlib")
 
@@ -165,7 +165,7 @@ class SavedPatterns:
         return self._read[which]
 
     def _from_json(self, value: Any, where: str) -> GraphPattern:
-        from slapo_core.graph.patterns.pattern import GraphPattern
+        from slapo_graph.patterns.pattern import GraphPattern
 
         if not isinstance(value, Mapping) or "name" not in value:
             return GraphPattern.from_data(value, lambda name: find_function(name, where=where))
@@ -183,7 +183,7 @@ class SavedPatterns:
 
 def _of_plugin(name: str, registry: Registry | None) -> GraphPattern | None:
     """Return the pattern that a plugin provides by this name; None if there is none."""
-    from slapo_core.graph.patterns.definition import pattern_of
+    from slapo_graph.patterns.definition import pattern_of
 
     if registry is None or load_pattern(registry, name) is None:
         return None

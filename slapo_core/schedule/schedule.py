@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,33 +12,29 @@ from torch import nn
 
 from slapo_core._vocabulary import OnRoot
 from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
+from slapo_core.mesh import Mesh
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.manager import HookManager
-from slapo_core.schedule.consistency import refuse_if_incomplete
-from slapo_core.schedule.example_calls import ExampleCalls
-from slapo_core.schedule.finding import Matches, find_in
-from slapo_core.schedule.guards import Guards
+from slapo_core.primitive import Primitive, Record, check_primitive
 from slapo_core.schedule.history import History
-from slapo_core.schedule.match_binding import each_its_own, found_out, settled
 from slapo_core.schedule.records import caller_location, dump_records, fingerprint
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_core.schedule.transaction import Transaction
-from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.primitive import Primitive, Record, check_primitive
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.render import explain_records, render_tree
 from slapo_core.tree.selection import NodeGroup
 from slapo_core.tree.tree import Tree
+from slapo_graph.example_calls import ExampleCalls
+from slapo_graph.finding import Matches, find_in
+from slapo_graph.match_binding import each_its_own, found_out, settled
 
 if TYPE_CHECKING:
-    import torch
-
-    from slapo_core.estimation.fit import Fit
-    from slapo_core.estimation.results import Estimate
+    from slapo_core.node import Node
     from slapo_core.plugins.registry import Registry
-    from slapo_core.spec.node import Node
     from slapo_core.tree.journal import Entry
     from slapo_core.tree.selection import Selection
+    from slapo_estimate.fit import Fit
+    from slapo_estimate.results import Estimate
 
 
 class Schedule(OnRoot):
@@ -65,13 +60,16 @@ class Schedule(OnRoot):
         self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
         self._registry = registry
         self._hooks: HookManager | None = None
-        self._history = History(model, Guards(model, mesh, _checked(self)) if guarded else None)
+        self._history = History(model)
         self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
         self._example_calls: ExampleCalls | None = None
         self._scheduled_calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of a run with steps in force
         self.estimates: dict[bytes, Any] = {}  # of fit, by steps and arguments
         self.tree = Tree(model, mesh, self)
+        if guarded:
+            names = self.registry.names("guards")
+            self._history.guards = tuple(self.registry.load(name, "guards").of(self) for name in names)
         for distribution in self.plugins:
             self.hooks.activate(distribution)
 
@@ -155,8 +153,9 @@ class Schedule(OnRoot):
         if not self.is_sealed:
             self._check_open("seal")
         self._sealed_by = self._sealed_by or by
-        if self._history.guards is not None and by != "seal()":
-            self._history.guards.hand_over()
+        if by != "seal()":
+            for guards in self._history.guards:
+                guards.hand_over()
         self._history.drop_originals()
         self.tree.tensors.seal()
         self.tree.attributes.clear()
@@ -234,7 +233,7 @@ class Schedule(OnRoot):
 
     def explain(self) -> str:
         """What each step changed, steps that did the same in repeated layers folded."""
-        from slapo_core.schedule.consistency import unused_mesh_dims
+        from slapo_core.schedule.mesh_dims import unused_mesh_dims
 
         unused = [
             f"mesh_dim '{mesh_dim}' ({self.mesh.size(mesh_dim)} ranks) is used by no step: its ranks do the same work"
@@ -345,7 +344,7 @@ class Schedule(OnRoot):
             raise
 
     def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
-        """Find a pattern at ``nodes``; see :meth:`slapo_core.spec.node.Node.find`."""
+        """Find a pattern at ``nodes``; see :meth:`slapo_core.node.Node.find`."""
         return find_in(self, nodes, pattern)
 
     def kept(self, what: str) -> dict[str, Any]:
@@ -362,7 +361,7 @@ class Schedule(OnRoot):
         return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
 
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
-        """Load what a plugin provides under a name; see :meth:`slapo_core.spec.node.Node.plugin`."""
+        """Load what a plugin provides under a name; see :meth:`slapo_core.node.Node.plugin`."""
         return self.registry.load(self.registry.resolve(kind, name, path=path or None))
 
     def records_so_far(self) -> tuple[Record, ...]:
@@ -378,7 +377,7 @@ class Schedule(OnRoot):
         return self._history.removal_of(path)
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call of the module at ``path``; see :meth:`slapo_core.spec.node.Node.example_call`."""
+        """Return an example call of the module at ``path``; see :meth:`slapo_core.node.Node.example_call`."""
         if self._example_calls is None:
             with self._rewound(0):
                 self._example_calls = ExampleCalls(self.model, self.example_inputs)
@@ -386,7 +385,7 @@ class Schedule(OnRoot):
 
     def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield candidates for an example call of the module at ``path``; see ``Node.example_calls``."""
-        from slapo_core.graph.examples import scheduled_calls
+        from slapo_graph.examples import scheduled_calls
 
         if path in self._scheduled_calls:
             yield self._scheduled_calls[path]
@@ -438,18 +437,3 @@ class Schedule(OnRoot):
                 hint="in apply(self, node, edit): edit.apply(other_node, OtherPrimitive(...))",
             )
         self._history.check_in_force(what)
-
-
-def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
-    """Return a weak check for the first training forward: what tp ranks must share."""
-    reference = weakref.ref(schedule)
-
-    def check() -> dict[str, torch.Tensor]:
-        live = reference()
-        if live is None or live._history.in_force is not None:
-            return {}
-        live.tree.tensors.check_unchanged()
-        refuse_if_incomplete(live)
-        return live.tree.tensors.replicated("tp")
-
-    return check

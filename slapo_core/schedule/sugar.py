@@ -6,11 +6,11 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError
-from slapo_core.spec.primitive import public_signature
+from slapo_core.primitive import public_signature
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.primitive import Primitive
 
 
 class BoundPrimitive:

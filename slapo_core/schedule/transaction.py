@@ -13,15 +13,15 @@ from slapo_core.errors import (
     PreconditionError,
     SlapoError,
 )
+from slapo_core.primitive import Primitive, Record, Violation, check_primitive
 from slapo_core.schedule.scheduled_models import mark, unmark
-from slapo_core.spec.primitive import Primitive, Record, Violation, check_primitive
 from slapo_core.tree.edit import TreeEdit
 from slapo_core.tree.journal import Entry
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.node import Node
+    from slapo_core.node import Node
     from slapo_core.tree.tree import Tree
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slapo_core.edit import goes_around
 from slapo_core.errors import ApplyError, TraceError
 from slapo_core.private import buffers_of, children_of, parameters_of
-from slapo_core.spec.edit import goes_around
 from slapo_core.tree.assignment import gradient_hooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
@@ -29,12 +29,12 @@ from slapo_core.tree.journal import (
 )
 
 if TYPE_CHECKING:
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
-    from slapo_core.spec.layout import Layout
-    from slapo_core.spec.node import Node as NodeProtocol
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.edit import Forward, HookKind
+    from slapo_core.layout import Layout
+    from slapo_core.node import Node as NodeProtocol
+    from slapo_core.primitive import Primitive
     from slapo_core.tree.tree import Tree
+    from slapo_graph.match import Graph
 
 
 _OF_CALLS = (AddHook, WrapForward, SetGraph, ReplaceModule)
@@ -42,7 +42,7 @@ _OF_CALLS = (AddHook, WrapForward, SetGraph, ReplaceModule)
 
 
 class TreeEdit:
-    """The implementation of :class:`slapo_core.spec.edit.Edit`.
+    """The implementation of :class:`slapo_core.edit.Edit`.
 
     Args:
         tree: the tree that is changed.

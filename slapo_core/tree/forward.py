@@ -19,8 +19,8 @@ from slapo_core.errors import SerializationError
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
+    from slapo_core.edit import Forward, HookKind
+    from slapo_graph.match import Graph
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 from slapo_core._vocabulary import OnNodes
 from slapo_core.errors import PathError
+from slapo_core.layout import Layout
 from slapo_core.private import buffers_of, children_of, parameters_of
-from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import full_name, shape_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.primitive import Primitive, Record
+    from slapo_core.edit import Forward, HookKind
+    from slapo_core.mesh import Mesh
+    from slapo_core.primitive import Primitive, Record
     from slapo_core.tree.selection import Selection
     from slapo_core.tree.tree import Tree
+    from slapo_graph.match import Graph
 
 
 class TreeNode(OnNodes):
-    """The implementation of :class:`slapo_core.spec.node.Node`; made by ``sch["path"]``.
+    """The implementation of :class:`slapo_core.node.Node`; made by ``sch["path"]``.
 
     Attributes that are not listed here are primitives: ``node.shard("weight", axis=0)`` is
     ``node.apply(Shard("weight", axis=0))``, and ``node.tp.shard(...)`` names the namespace too.

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slapo_core.layout import Layout
+from slapo_core.primitive import Record
 from slapo_core.private import children_of, parameters_of
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.primitive import Record
 from slapo_core.tree.index import full_name, shape_of
 
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.primitive import Record
+    from slapo_core.primitive import Record
     from slapo_core.tree.tree import Tree
 
 

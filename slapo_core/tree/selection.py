@@ -12,7 +12,7 @@ from slapo_core._vocabulary import OnNodes
 from slapo_core.errors import PathError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.primitive import Primitive
     from slapo_core.tree.node import TreeNode
 
 
@@ -172,7 +172,7 @@ class NodeGroup(OnNodes):
         return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
 
     def find(self, pattern: Any) -> Any:
-        """Find the matches of a pattern at or below these nodes: see :meth:`slapo_core.spec.node.Node.find`."""
+        """Find the matches of a pattern at or below these nodes: see :meth:`slapo_core.node.Node.find`."""
         return self.nodes[0]._tree.owner.find_at(self.nodes, pattern)
 
     def __iter__(self) -> Iterator[TreeNode]:

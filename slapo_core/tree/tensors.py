@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import WeightsError
+from slapo_core.layout import Layout
 from slapo_core.private import buffers_of, non_persistent_buffers_of, parameters_of
-from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, full_name
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.spec.state import Placement
     from slapo_core.tree.tree import Tree
+    from slapo_runtime.state import Placement
 
 
 class TensorTable:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from slapo_core.errors import ApplyError, PathError, StaleError
+from slapo_core.layout import Layout
 from slapo_core.private import children_of
-from slapo_core.spec.layout import Layout
 from slapo_core.tree.forward import Calls
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import TreeNode
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
-    from slapo_core.spec.layout import Layout
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.node import Node
-    from slapo_core.spec.primitive import Primitive, Record
+    from slapo_core.edit import Forward, HookKind
+    from slapo_core.layout import Layout
+    from slapo_core.mesh import Mesh
+    from slapo_core.node import Node
+    from slapo_core.primitive import Primitive, Record
     from slapo_core.tree.edit import TreeEdit
+    from slapo_graph.match import Graph
 
 
 class Owner(Protocol):

@@ -34,11 +34,20 @@ def test_our_imports_keep_every_contract() -> None:
 
 
 VIOLATIONS = {
-    "imports go down the layers only": ("slapo_core/schedule/transaction.py", "import slapo_core.weights"),
-    "the core knows no plugin, no runtime and no model library": ("slapo_core/building/phases.py", "import slapo_tp"),
+    "imports go down the layers only": ("slapo_core/schedule/transaction.py", "import slapo_runtime.weights"),
+    "the core knows no plugin, no runtime and no model library": (
+        "plugins/slapo-runtime/slapo_runtime/building/phases.py",
+        "import slapo_tp",
+    ),
     "plugins use the public names, spec and testing only": ("slapo_tp/shard.py", "import slapo_core.tree"),
-    "the bundled dialect imports what any plugin may": ("slapo_core/native/engine.py", "import slapo_core.weights"),
-    "the launcher needs nothing but the errors": ("slapo_core/ranks/launcher.py", "import slapo_core.spec"),
+    "the bundled dialect imports what any plugin may": (
+        "plugins/slapo-runtime/slapo_runtime/native/engine.py",
+        "import slapo_runtime.weights",
+    ),
+    "the launcher needs nothing but the errors": (
+        "plugins/slapo-runtime/slapo_runtime/ranks/launcher.py",
+        "import slapo_core.spec",
+    ),
 }
 
 
@@ -51,8 +60,14 @@ def test_each_contract_is_broken_by_an_import_against_it(tmp_path: Path, contrac
     single = ("cli", "errors", "plugins", "primitives", "private", "spec", "testing", "tree", "verification", "weights")
     files |= {f"slapo_core/{name}.py": "" for name in single}
     files |= {f"slapo_core/{name}/__init__.py": "" for name in ("building", "native", "pipeline", "ranks", "schedule")}
-    files |= {"slapo_core/building/phases.py": "import slapo_core.weights", "slapo_core/ranks/process.py": ""}
-    files |= {"slapo_core/native/engine.py": "import slapo_core.spec", "slapo_core/ranks/launcher.py": ""}
+    files |= {
+        "plugins/slapo-runtime/slapo_runtime/building/phases.py": "import slapo_runtime.weights",
+        "plugins/slapo-runtime/slapo_runtime/ranks/process.py": "",
+    }
+    files |= {
+        "plugins/slapo-runtime/slapo_runtime/native/engine.py": "import slapo_core.spec",
+        "plugins/slapo-runtime/slapo_runtime/ranks/launcher.py": "",
+    }
     files |= {"slapo_core/schedule/transaction.py": "import slapo_core.tree"}
     if contract is not None:
         file, line = VIOLATIONS[contract]

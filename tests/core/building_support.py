@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard as ShardPlacement
 
 import slapo_core as slapo
-from slapo_core.spec.layout import Layout
+from slapo_core.layout import Layout
 
 
 @slapo.register_primitive()

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Shard as OnAxis
 
 import slapo_core as slapo
-from slapo_core.spec.edit import Edit
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.node import Node
+from slapo_core.edit import Edit
+from slapo_core.layout import Layout
+from slapo_core.mesh import Mesh
+from slapo_core.node import Node
 
 INPUTS = torch.linspace(-1, 1, 24).reshape(3, 8)
 

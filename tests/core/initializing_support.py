@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_core.spec.layout import Layout
-from slapo_core.weights.initialization import blocks, record, seed_of
-from slapo_core.weights.initializers import Rerun, copy_on_meta
+from slapo_core.layout import Layout
+from slapo_runtime.weights.initialization import blocks, record, seed_of
+from slapo_runtime.weights.initializers import Rerun, copy_on_meta
 
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from slapo_core.schedule.schedule import Schedule
-from slapo_core.weights.state import TensorState
+from slapo_runtime.weights.state import TensorState
 
 
 def reference_state_dict(

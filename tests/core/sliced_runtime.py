@@ -18,8 +18,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import Registry, use_registry
-from slapo_core.spec.engine import StatefulEngine
-from slapo_core.spec.state import LiveTensor
+from slapo_runtime.engine import StatefulEngine
+from slapo_runtime.state import LiveTensor
 
 __all__ = ["Forgetting", "Sliced", "SlicedEngine", "sliced"]
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import PreconditionError
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.edits import Halve
 from tests.core.small_models import MLP, Tied
 from tests.messages import Messages

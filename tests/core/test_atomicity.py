@@ -16,8 +16,8 @@ from slapo_core.plugins import use_registry
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
+from slapo_testing import ModelSnapshot, assert_bit_identical
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
 from tests.core.edits import Call, Everything, Fault, Halve, HookAll, fault_after, pre_hook
 from tests.core.small_models import CNN, MLP, Frozen, Odd, Tied, bert
 from tests.messages import Messages
@@ -259,7 +259,7 @@ def test_failing_hook_of_a_plugin_changes_nothing(tmp_path: Path, message: Messa
     environment = FakeEnvironment(tmp_path)
     hooks = "\n".join(
         [
-            "from slapo_core.spec.hookspecs import hookimpl",
+            "from slapo_core.hookspecs import hookimpl",
             "@hookimpl",
             "def slapo_preconditions(node, primitive):",
             "    raise ValueError('I do not like ' + primitive.name)",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.native.dialect import TorchDialect
 from slapo_core.plugins import use_registry
+from slapo_runtime.native.dialect import TorchDialect
 from tests.core.building_support import Split, batches, on_meta, real, sgd, split
 from tests.messages import Messages
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.native.dialect import TorchDialect
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
+from slapo_runtime.native.dialect import TorchDialect
 from tests.core.building_support import real, sgd
 from tests.messages import Messages
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.weights.sources import SafetensorsSource
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.weights.sources import SafetensorsSource
 from tests.core.building_support import adam, batches, real, split
 from tests.messages import Messages
 
@@ -236,7 +236,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_as_it_was(
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("slapo_core.weights.checkpoint.json.dumps", full)
+    monkeypatch.setattr("slapo_runtime.weights.checkpoint.json.dumps", full)
     with pytest.raises(OSError, match=r"^no space left$"):
         engine.save(tmp_path)
     assert contents(tmp_path) == before

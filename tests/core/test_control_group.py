@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.ranks.world import World
-from slapo_core.weights.replicas import gather_along
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.ranks.world import World
+from slapo_runtime.weights.replicas import gather_along
 from tests.core.building_support import real, split
 from tests.messages import Messages
 

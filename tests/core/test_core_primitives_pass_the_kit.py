@@ -11,8 +11,8 @@ from torch import nn
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from slapo_core.primitives.trace import Trace
-from slapo_core.testing import CHECKS, Case, parametrize_checks
+from slapo_graph.trace import Trace
+from slapo_testing import CHECKS, Case, parametrize_checks
 
 
 class Block(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.building.optimizer import make_optimizer
 from slapo_core.errors import OptimizerError
-from slapo_core.ranks.launcher import run_ranks
+from slapo_runtime.building.optimizer import make_optimizer
+from slapo_runtime.ranks.launcher import run_ranks
 from tests.core.building_support import batches, real, split
 from tests.messages import Messages
 

@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError
-from slapo_core.estimation.rank_process import RankResult, Request, simulate
-from slapo_core.estimation.roofline import collective_seconds, link_of
-from slapo_core.estimation.source import Functions
-from slapo_core.estimation.trackers import FlopTracker, Watch
-from slapo_core.estimation.values import Values
 from slapo_core.private import FakeTensorMode
-from slapo_core.spec.device import DeviceSpec, Link
+from slapo_estimate.device import DeviceSpec, Link
+from slapo_estimate.rank_process import RankResult, Request, simulate
+from slapo_estimate.roofline import collective_seconds, link_of
+from slapo_estimate.source import Functions
+from slapo_estimate.trackers import FlopTracker, Watch
+from slapo_estimate.values import Values
 from tests.messages import Messages
 
 

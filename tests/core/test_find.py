@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core import patterns
+from slapo_graph import patterns
 from tests.core.finding import Block, Computes, found, total, traced
 
 X, Y, Z = torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4)

@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 
 from slapo_core.errors import ArgumentError
-from slapo_core.graph.patterns import matcher
-from slapo_core.graph.patterns.definition import pattern_of
-from slapo_core.graph.patterns.index import Indexed
-from slapo_core.graph.patterns.matcher import embeddings
+from slapo_graph.patterns import matcher
+from slapo_graph.patterns.definition import pattern_of
+from slapo_graph.patterns.index import Indexed
+from slapo_graph.patterns.matcher import embeddings
 from tests.messages import Messages
 
 NODES = 300

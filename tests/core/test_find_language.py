@@ -12,10 +12,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core import patterns
 from slapo_core.errors import ArgumentError, UnknownNameError
-from slapo_core.graph.patterns.definition import pattern_of
-from slapo_core.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
+from slapo_graph import patterns
+from slapo_graph.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
+from slapo_graph.patterns.definition import pattern_of
 from tests.core.finding import found, total, traced
 from tests.messages import Messages
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from slapo_core import patterns
+from slapo_graph import patterns
 from tests.core.finding import Block, found, total, traced
 
 X, Y = torch.randn(2, 4), torch.randn(2, 4)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.graph.patterns.operations import operation_of
+from slapo_graph.patterns.operations import operation_of
 from tests.core.finding import traced
 
 X = torch.randn(2, 3, 4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.graph.patterns import matcher
+from slapo_graph.patterns import matcher
 from tests.core.oracle.brute_force import forms
 from tests.core.oracle.cases import Call, Case, Choice, random_case
 from tests.core.oracle.comparing import compare

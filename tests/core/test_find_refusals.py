@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core import patterns
 from slapo_core.errors import ArgumentError, TraceError
-from slapo_core.graph.patterns.definition import pattern_of
+from slapo_graph import patterns
+from slapo_graph.patterns.definition import pattern_of
 from tests.core.finding import Block, nearest_miss, traced
 from tests.messages import Messages
 

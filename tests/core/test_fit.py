@@ -11,8 +11,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, FitError, PathError, PreconditionError, SealedError
-from slapo_core.estimation.fit import Fit, repeated_blocks
-from slapo_core.testing import preload_modules
+from slapo_estimate.fit import Fit, repeated_blocks
+from slapo_testing import preload_modules
 from tests.messages import Messages
 
 preload_modules("tests.core.test_fit")
@@ -90,7 +90,7 @@ def test_no_target_is_exceeded_and_more_memory_never_costs_more() -> None:
 
 
 def slapo_size(size: int) -> str:
-    from slapo_core.spec.device import format_bytes
+    from slapo_runtime.sizes import format_bytes
 
     return format_bytes(size)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slapo_core.estimation.fit import fewest
+from slapo_estimate.fit import fewest
 
 
 def falling(draw: random.Random, size: int, rising: int) -> list[int]:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from slapo_core.tree.forward import ModuleForward, Wrapping
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.edits import Call
 
 

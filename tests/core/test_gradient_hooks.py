@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing.snapshot import ModelSnapshot
+from slapo_testing.snapshot import ModelSnapshot
 from tests.core.building_support import adam, batches, on_meta, real, sgd
 from tests.core.edits import Call, Halve
 from tests.messages import Messages

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_core.tracing import compiled, flat
+from slapo_graph.flat import compiled, flat
 from tests.messages import Messages
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import slapo_core
-from slapo_core.graph import private
+from slapo_graph import private
 from tests.private_names import private_names
 
 

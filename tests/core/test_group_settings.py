@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slapo_core import BuildError
-from slapo_core.weights.optimizer_state import matched_settings
+from slapo_runtime.weights.optimizer_state import matched_settings
 from tests.messages import Messages
 
 

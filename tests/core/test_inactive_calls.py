@@ -18,8 +18,8 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from slapo_core.testing.fixtures import isolated_registry  # noqa: F401 - a fixture
+from slapo_testing import ModelSnapshot, assert_bit_identical
+from slapo_testing.fixtures import isolated_registry  # noqa: F401 - a fixture
 from tests.core.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
 from tests.core.small_models import MLP, Block
 from tests.messages import Messages

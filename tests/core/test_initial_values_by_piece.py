@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.spec.layout import Layout
-from slapo_core.weights import initialization
-from slapo_core.weights.initialization import Initializer, blocks, record
+from slapo_core.layout import Layout
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.weights import initialization
+from slapo_runtime.weights.initialization import Initializer, blocks, record
 from tests.core.building_support import Split, on_meta
 from tests.core.initializing_support import differences
 from tests.integration.zoo.subjects import subject

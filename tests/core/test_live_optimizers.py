@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.building_support import Split, batches, real, split
 from tests.core.edits import Call
 from tests.messages import Messages

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.preconditions import After
-from slapo_core.testing.snapshot import ModelSnapshot
+from slapo_testing.snapshot import ModelSnapshot
+from slapo_tp.preconditions import After
 from tests.core.edits import Call, HookAll, post_hook, wrapped
 from tests.messages import Messages
 

@@ -14,12 +14,12 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from slapo_core.describe import describe
 from slapo_core.errors import ReplayError, SerializationError
-from slapo_core.graph.patterns.definition import pattern_of
-from slapo_core.graph.patterns.pattern import GraphPattern
-from slapo_core.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
-from slapo_core.ranks.rank_consistency import describe
 from slapo_core.schedule.records import find_function
+from slapo_graph.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
+from slapo_graph.patterns.definition import pattern_of
+from slapo_graph.patterns.pattern import GraphPattern
 from tests.core.finding import Block
 from tests.core.oracle.cases import random_case
 from tests.core.oracle.forms import as_pattern

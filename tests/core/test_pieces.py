@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests.pieces_support import InMemory, laid_out
 
 MESHES: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2": {"dp": 2}}

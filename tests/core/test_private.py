@@ -15,9 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 import slapo_core
 from slapo_core import private
-from slapo_core.estimation.rank_process import Request, estimate_rank
-from slapo_core.estimation.source import Functions
-from slapo_core.native import private as native
 from slapo_core.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -43,7 +40,10 @@ from slapo_core.private import (
     set_timeout,
     unset_fake_temporarily,
 )
-from slapo_core.ranks.launcher import run_process, run_ranks
+from slapo_estimate.rank_process import Request, estimate_rank
+from slapo_estimate.source import Functions
+from slapo_runtime.native import private as native
+from slapo_runtime.ranks.launcher import run_process, run_ranks
 from tests.estimation.models import adam, make_net, split
 from tests.private_names import private_names
 

@@ -12,7 +12,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.primitives.checkpoint import checkpoints
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.building_support import Split
 from tests.core.edits import Halve
 from tests.core.small_models import MLP, Block, Odd, Tied

@@ -16,7 +16,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import MeshError, ReplayError
 from slapo_core.schedule.records import fingerprint
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.small_models import MLP, MODELS, Doubled, run
 from tests.messages import Messages
 

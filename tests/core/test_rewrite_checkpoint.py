@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core import patterns
+from slapo_graph import patterns
 from tests.core.test_rewrite_functions import X, assert_same, biased, stack
 
 

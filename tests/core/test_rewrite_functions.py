@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core import patterns
+from slapo_graph import patterns
 from tests.messages import Messages
 
 

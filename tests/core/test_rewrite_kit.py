@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.primitives.merge import Merge
 from slapo_core.primitives.replace import Replace
-from slapo_core.primitives.trace import Trace
-from slapo_core.testing import Case, parametrize_checks
+from slapo_graph.merge import Merge
+from slapo_graph.trace import Trace
+from slapo_testing import Case, parametrize_checks
 
 
 class Block(nn.Module):

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core import patterns
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_graph import patterns
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.test_rewrite_functions import Stack, X, assert_same, bias_gelu, stack
 from tests.messages import Messages
 

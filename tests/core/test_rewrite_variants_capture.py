@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core import patterns
+from slapo_graph import patterns
 from tests.messages import Messages
 
 

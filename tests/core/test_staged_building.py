@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.spec.layout import Layout
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from slapo_core.weights.initialization import Initializer
-from slapo_core.weights.sources import MappingSource
+from slapo_core.layout import Layout
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.weights.initialization import Initializer
+from slapo_runtime.weights.sources import MappingSource
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.staged_support import Chain, InTurn, Sparse, batch, build, chain, grouped, in_turn, scheduled
 from tests.messages import Messages
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
+from slapo_runtime.ranks.launcher import run_ranks
 from tests.core.staged_support import Sizes, batch, build, chain, grouped, in_turn, plain_step, scheduled
 
 STEPS = 3

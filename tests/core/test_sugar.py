@@ -13,7 +13,7 @@ from slapo_core.errors import ArgumentError, UnknownNameError
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.testing.fixtures import isolated_registry  # noqa: F401 - a fixture
+from slapo_testing.fixtures import isolated_registry  # noqa: F401 - a fixture
 from tests.core.edits import HookAll
 from tests.core.small_models import MLP
 from tests.messages import Messages

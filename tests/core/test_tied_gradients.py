@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.spec.state import Placement
-from slapo_core.weights.gradients import GradientClipper, TiedGradients
-from slapo_core.weights.replicas import compare_all
-from slapo_core.weights.state import TensorState
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.state import Placement
+from slapo_runtime.weights.gradients import GradientClipper, TiedGradients
+from slapo_runtime.weights.replicas import compare_all
+from slapo_runtime.weights.state import TensorState
 from tests.core.building_support import Split
 from tests.messages import Messages
 

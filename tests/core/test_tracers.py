@@ -14,7 +14,7 @@ from torch import fx, nn
 import slapo_core as slapo
 from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
-from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
+from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
 from tests.messages import Messages
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))

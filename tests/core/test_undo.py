@@ -16,7 +16,7 @@ from slapo_core.errors import SealedError, SlapoError, UndoError
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.core.edits import Call, Everything, Halve, HookAll
 from tests.core.small_models import MLP, MODELS, Counting, Odd, Tied, run
 from tests.messages import Messages

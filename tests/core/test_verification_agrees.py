@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import slapo_core as slapo
-from slapo_core.verification import VerifyReport
+from slapo_verify import VerifyReport
 
 
 class Cnn(nn.Module):
@@ -291,7 +291,7 @@ def test_verifying_changes_nothing_of_the_users(broken: bool) -> None:
 
 def test_no_dropout_of_torch_gets_through() -> None:
     """Every function that has a dropout probability is either the identity, or is given 0."""
-    from slapo_core.verification.phases import fixed_conditions
+    from slapo_verify.phases import fixed_conditions
 
     x = torch.randn(2, 3, 4, 4, 4)
     with fixed_conditions(0):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.verification.copies import copy_model
+from slapo_runtime.schedule_copies import copy_model
 
 
 class Kept(dict):  # type: ignore[type-arg]

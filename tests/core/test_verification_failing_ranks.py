@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.ranks.world import World
-from slapo_core.spec.mesh import declare_mesh
+from slapo_core.mesh import declare_mesh
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.ranks.world import World
 from tests.core.failing_ranks import INPUTS, Fail, LeaveOut, outcome, scheduled
 
 pytestmark = pytest.mark.ranks

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.spec.edit import Edit
-from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Change, Suggestion
-from slapo_core.verification.blame import find_steps
-from slapo_core.verification.compare import compare
-from slapo_core.verification.copies import Counterparts
-from slapo_core.verification.phases import Observation, output_leaves
-from slapo_core.verification.search import Failed, Outcome
-from slapo_core.verification.tolerance import Tolerance
+from slapo_core.edit import Edit
+from slapo_core.node import Node
+from slapo_core.primitive import Change, Suggestion
+from slapo_verify.blame import find_steps
+from slapo_verify.compare import compare
+from slapo_verify.copies import Counterparts
+from slapo_verify.phases import Observation, output_leaves
+from slapo_verify.search import Failed, Outcome
+from slapo_verify.tolerance import Tolerance
 
 EXACT, REORDERED, RANDOM = slapo.Equivalence.EXACT, slapo.Equivalence.REORDERED, slapo.Equivalence.RANDOM
 

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Shard
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.mesh import Mesh
-from slapo_core.weights.sources import MappingSource, SafetensorsSource
+from slapo_core.layout import Layout
+from slapo_core.mesh import Mesh
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.weights.sources import MappingSource, SafetensorsSource
 from tests.core.building_support import on_meta, real, split
 from tests.messages import Messages
 

@@ -16,14 +16,14 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.ranks.rank_consistency import RankFact
-from slapo_core.ranks.world import World, _new_store as new_store, together
-from slapo_core.schedule.consistency import schedule_facts
-from slapo_core.spec import accelerators
-from slapo_core.spec.mesh import Mesh, declare_mesh
-from slapo_core.testing.bench import seeded
-from slapo_core.verification.phases import fixed_conditions
+from slapo_core import accelerators
+from slapo_core.mesh import Mesh, declare_mesh
+from slapo_runtime.consistency import schedule_facts
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.ranks.rank_consistency import RankFact
+from slapo_runtime.ranks.world import World, _new_store as new_store, together
+from slapo_testing.bench import seeded
+from slapo_verify.phases import fixed_conditions
 from tests.core.building_support import real
 from tests.messages import Messages
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slapo_core.plugins.metadata import State
-from slapo_core.testing.distributions import FakeDistribution, primitive_source
+from slapo_testing.distributions import FakeDistribution, primitive_source
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _bad_modules() -> list[Hostile]:
         _module("several", group, "unusable", "BaseExceptionGroup: several"),
         _module("custom", custom, "unusable", "Odd: odd"),
         _module("empty", "", "unusable", "AttributeError: module 'mod_empty' has no attribute 'Thing'"),
-        _module("number", hidden, "unusable", "must be a subclass of slapo_core.spec.primitive.Primitive"),
+        _module("number", hidden, "unusable", "must be a subclass of slapo_core.primitive.Primitive"),
         _module("bytes", "\x00", "unusable", "SyntaxError: "),
         _malformed_value(),
     ]
@@ -183,7 +183,7 @@ def _bad_classes() -> list[Hostile]:
     subclass = _healthy("subclass", ()).replace("class Thing", "class Base") + "class Thing(Base): pass\n"
     equivalence = _healthy("equivalence", ()).replace("Equivalence.EXACT", "'exact'")
     return [
-        _module("foreign", foreign, "unusable", "must be a subclass of slapo_core.spec.primitive.Primitive"),
+        _module("foreign", foreign, "unusable", "must be a subclass of slapo_core.primitive.Primitive"),
         _module("abstract", abstract, "unusable", "class Thing does not define apply()"),
         _module("misnamed", good, "unusable", "Thing.name must be 'mod_misnamed.thing'"),
         _module("thawed", _healthy("thawed", ()).replace("frozen=True", ""), "unusable", "@dataclass(frozen=True)"),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from slapo_core.testing.fixtures import fake_distributions, isolated_registry
+from slapo_testing.fixtures import fake_distributions, isolated_registry
 
 __all__ = ["fake_distributions", "isolated_registry"]

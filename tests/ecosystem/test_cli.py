@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slapo_core.plugins.metadata import core_version
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
 

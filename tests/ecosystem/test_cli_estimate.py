@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from slapo_core.cli.main import make_app
 from slapo_core.errors import ArgumentError
-from slapo_core.estimation.device_benchmark import measure_device
-from slapo_core.spec.device import DEVICES, DeviceSpec, Link
+from slapo_estimate.device import DEVICES, DeviceSpec, Link
+from slapo_estimate.device_benchmark import measure_device
 from tests.messages import Messages
 
 MODULE = """

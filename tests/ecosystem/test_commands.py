@@ -7,8 +7,8 @@ import json
 import pytest
 
 from slapo_core.cli.main import make_app
-from slapo_core.spec.entry_point_groups import CORE_COMMANDS
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_core.plugins.groups import CORE_COMMANDS
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 
 SOURCE = """

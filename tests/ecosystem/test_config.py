@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slapo_core.errors import PluginError
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
 

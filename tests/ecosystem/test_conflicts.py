@@ -8,7 +8,7 @@ from torch import nn
 from slapo_core.errors import UnusablePluginError
 from slapo_core.plugins import Registry
 from slapo_core.schedule.schedule import Schedule
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
 from tests.messages import Messages
 
 

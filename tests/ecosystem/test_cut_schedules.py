@@ -12,7 +12,7 @@ import torch
 import slapo_core as slapo
 from slapo_core.errors import HookError, TraceError, VerifyError
 from slapo_core.plugins import use_registry
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.cutting import LIVENESS, batch, cutter, liveness, reader
 from tests.messages import Messages
 

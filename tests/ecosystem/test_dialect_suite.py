@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import (
+from slapo_testing import (
     DIALECT_CHECKS,
     CheckError,
     DialectCase,
@@ -20,7 +20,7 @@ from slapo_core.testing import (
     parametrize_checks,
     parametrize_dialect_checks,
 )
-from slapo_core.testing.conformance import check_plugin
+from slapo_testing.conformance import check_plugin
 from tests.core.building_support import gpt2
 from tests.ecosystem import kit_dialects as kit
 from tests.messages import Messages
@@ -210,7 +210,7 @@ class Mine(Good):
 CASES = """
 
 def slapo_cases():
-    from slapo_core.testing import DialectCase
+    from slapo_testing import DialectCase
 
     return [DialectCase(Mine, config={"bucket": 3})]
 """
@@ -226,7 +226,7 @@ def test_the_cases_that_a_dialect_ships_are_run(
 ) -> None:
     fake_distributions.install(mine(MINE + CASES))
     few = ("entry_point_agrees", "plan_is_the_same_again", "bad_options_are_refused", "light_import")
-    monkeypatch.setattr("slapo_core.testing.conformance.DIALECT_CHECKS", [CHECK[name] for name in few])
+    monkeypatch.setattr("slapo_testing.conformance.DIALECT_CHECKS", [CHECK[name] for name in few])
     registry = fake_distributions.registry(with_installed=True)
     plugin = registry.plugin("slapo-mine")
     assert plugin is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slapo_core.plugins import use_registry
-from slapo_core.testing import (
+from slapo_testing import (
     DIALECT_CHECKS,
     CheckError,
     DialectCase,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme, crowd
 
 READS = 4  # of metadata files for each distribution: what it takes, counted instead of timed

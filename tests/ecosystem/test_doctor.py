@@ -13,7 +13,7 @@ import pytest
 
 from slapo_core import Fact, Problem
 from slapo_core.cli.doctor import diagnose
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
 from tests.ecosystem.overlay import Overlay
 from tests.messages import Messages

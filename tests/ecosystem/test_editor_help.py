@@ -13,7 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 
 

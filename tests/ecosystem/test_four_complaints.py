@@ -9,7 +9,7 @@ import pytest
 
 from slapo_core.errors import UnusablePluginError
 from slapo_core.plugins.manager import HookManager
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
 from tests.dists.healthy import acme
 
 

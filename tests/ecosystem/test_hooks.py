@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import slapo_core as slapo
+from slapo_core import hookspecs
 from slapo_core.errors import HookError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins import use_registry
 from slapo_core.plugins.manager import HookManager
-from slapo_core.spec import hookspecs
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
 from tests.messages import Messages
 

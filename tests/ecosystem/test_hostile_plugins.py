@@ -10,7 +10,7 @@ import pytest
 
 from slapo_core.errors import PluginError, UnusablePluginError
 from slapo_core.plugins import Registry
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 from tests.dists.hostile import Hostile, hostile_distributions
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from slapo_core.errors import UnusablePluginError
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
 

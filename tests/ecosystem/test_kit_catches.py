@@ -12,7 +12,7 @@ import pytest
 
 from slapo_core import Primitive
 from slapo_core.plugins import Registry, use_registry
-from slapo_core.testing import (
+from slapo_testing import (
     CHECKS,
     Case,
     CheckError,
@@ -21,8 +21,8 @@ from slapo_core.testing import (
     NotApplicable,
     primitive_source,
 )
-from slapo_core.testing.checks.declarations import documentation_violations
-from slapo_core.testing.probe import probe
+from slapo_testing.checks.declarations import documentation_violations
+from slapo_testing.probe import probe
 from tests.ecosystem import kit_primitives as kit
 from tests.messages import Messages
 
@@ -281,8 +281,8 @@ IMPORTS = {
         "slapo_core.errors.PathError (replaced)",
     ),
     "heavy_method": (
-        "from slapo_core.spec.primitive import Primitive; Primitive.settle = None",
-        "slapo_core.spec.primitive.Primitive.settle (replaced)",
+        "from slapo_core.primitive import Primitive; Primitive.settle = None",
+        "slapo_core.primitive.Primitive.settle (replaced)",
     ),
     "heavy_builtin": (
         "import builtins; builtins.print = None",
@@ -347,7 +347,7 @@ def test_an_import_that_does_not_end_is_ended(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     (fake_distributions.directory / "heavy_forever.py").write_text("while True: pass")
-    monkeypatch.setattr("slapo_core.testing.probe._TIMEOUT", 0.2)
+    monkeypatch.setattr("slapo_testing.probe._TIMEOUT", 0.2)
     found = probe("heavy_forever")
     (violation,) = found.violations
     message(violation, "within 0.2 s")

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from slapo_core.testing import CHECKS, FakeDistribution, FakeEnvironment
-from slapo_core.testing.conformance import Finding, check_plugin
+from slapo_testing import CHECKS, FakeDistribution, FakeEnvironment
+from slapo_testing.conformance import Finding, check_plugin
 from tests.dists.healthy import acme, with_hooks
 from tests.messages import Messages
 
@@ -45,7 +45,7 @@ def slapo_cases():
     import torch
     from torch import nn
 
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
     return [Case(Mark("a"), model=lambda: nn.Linear(4, 4), inputs=lambda: (torch.randn(2, 4),), rejects=[Mark("")])]
 '''
@@ -116,7 +116,7 @@ BAD = {
             {"acme_slapo": "class Thing: pass"},
         ),
         "acme.pad: load",
-        "subclass of slapo_core.spec.primitive.Primitive",
+        "subclass of slapo_core.primitive.Primitive",
     ),
     "names": (acme(bare="undo"), "acme.undo: names", "have a member 'undo'"),
     "documentation": (acme(body=("size: int = 1",)), "acme.pad: documentation", "'size'"),
@@ -193,7 +193,7 @@ def test_a_plugin_without_cases_says_that_its_behavior_is_not_checked(
 @pytest.mark.slow
 def test_a_case_that_fails_is_found(fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tuple(check for check in CHECKS if check.name in ("undo_is_exact", "mesh_of_one_is_free"))
-    monkeypatch.setattr("slapo_core.testing.conformance.CHECKS", chosen)
+    monkeypatch.setattr("slapo_testing.conformance.CHECKS", chosen)
     skipped, failed = findings(fake_distributions, marks("node.module.other = 1"))[-2:][::-1]
     assert (failed.subject, failed.check, failed.outcome) == ("marks.mark [mark]", "undo_is_exact", "failed")
     assert "(root).other: added (1)" in failed.message

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from slapo_core import ArgumentError
-from slapo_core.testing import CHECKS, Case, parametrize_checks
+from slapo_testing import CHECKS, Case, parametrize_checks
 from tests.ecosystem import kit_primitives as kit
 from tests.messages import Messages
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import Case, parametrize_checks
+from slapo_testing import Case, parametrize_checks
 
 
 class Model(nn.Module):
@@ -111,7 +111,7 @@ def test_a_failure_says_what_is_wrong_and_names_the_check(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_importing_the_kit_imports_neither_torch_nor_pytest() -> None:
     code = (
-        "import sys; from slapo_core.testing import Case, parametrize_checks, run_ranks, FakeDistribution;"
+        "import sys; from slapo_testing import Case, parametrize_checks, run_ranks, FakeDistribution;"
         "print([name for name in ('torch', 'pytest', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.ecosystem.kit_primitives import Net, batch
 
 

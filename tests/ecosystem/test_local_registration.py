@@ -10,8 +10,8 @@ import pytest
 
 from slapo_core.errors import UnknownNameError, UnusablePluginError
 from slapo_core.plugins import Registry, current_registry, register_primitive, use_registry
-from slapo_core.spec.primitive import Equivalence, Primitive
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_core.primitive import Equivalence, Primitive
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.testing import preload_modules
 from slapo_megatron.config.fields import FIELDS
+from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
 from tests.programs import run_program
 

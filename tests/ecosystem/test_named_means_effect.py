@@ -11,11 +11,11 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
 from tests.messages import Messages
 
 DIALECT = """
-from slapo_core.native.dialect import TorchDialect
+from slapo_runtime.native.dialect import TorchDialect
 
 class Loop(TorchDialect):
     name = "acme"

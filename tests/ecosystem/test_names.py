@@ -11,9 +11,9 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import UnknownNameError, UnusablePluginError
 from slapo_core.plugins import use_registry
+from slapo_core.plugins.groups import FIRST_PARTY
 from slapo_core.schedule.sugar import bound_primitive
-from slapo_core.spec.entry_point_groups import FIRST_PARTY
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
 
@@ -99,7 +99,7 @@ def test_a_bare_name_that_is_anothers_namespace_is_never_guessed(fake_distributi
 
 
 def test_kinds_without_namespace_use_plain_names(fake_distributions: FakeEnvironment) -> None:
-    source = "from slapo_core.native.dialect import TorchDialect\nclass Fast(TorchDialect):\n    name = 'fast'\n"
+    source = "from slapo_runtime.native.dialect import TorchDialect\nclass Fast(TorchDialect):\n    name = 'fast'\n"
     fake_distributions.install(
         FakeDistribution("acme-fast", "1.0", {"slapo.v1.dialects": {"fast": "acme_fast:Fast"}}, {"acme_fast": source})
     )

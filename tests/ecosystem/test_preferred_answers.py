@@ -13,8 +13,8 @@ import slapo_core as slapo
 from slapo_core.errors import HookError
 from slapo_core.plugins import use_registry
 from slapo_core.plugins.metadata import LOCAL_VERSION
-from slapo_core.testing.conformance import check_plugin
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.conformance import check_plugin
+from slapo_testing.distributions import FakeEnvironment
 from tests.dists.cutting import LIVENESS, batch, cutter, liveness, reader
 from tests.dists.healthy import with_hooks
 from tests.messages import Messages

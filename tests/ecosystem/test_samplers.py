@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.testing.distributions import FakeEnvironment
-from slapo_core.testing.samplers import sampler_checks
+from slapo_testing.distributions import FakeEnvironment
+from slapo_testing.samplers import sampler_checks
 from tests.dists.healthy import acme, with_sampler
 
 LAST = "tried = [trial.point for trial in history]\nleft = [point for point in space.points() if point not in tried]\n"

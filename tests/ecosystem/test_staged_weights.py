@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_testing.distributions import FakeEnvironment
 from tests.core.edits import Call
 from tests.core.staged_support import build, in_turn
 from tests.ecosystem.test_weight_hooks import Model, odd, same

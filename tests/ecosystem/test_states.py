@@ -11,7 +11,7 @@ from torch import nn
 from slapo_core.errors import UnusablePluginError
 from slapo_core.plugins.metadata import Plugin
 from slapo_core.schedule.schedule import Schedule
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import slapo_core
-from slapo_core.testing.distributions import FakeDistribution, primitive_source
+from slapo_testing.distributions import FakeDistribution, primitive_source
 from tests.dists.healthy import acme
 from tests.ecosystem.overlay import Overlay
 from tests.messages import Messages

@@ -12,7 +12,7 @@ import pytest
 from slapo_core.cli.new import Project, render
 from slapo_core.errors import ArgumentError
 from slapo_core.plugins.metadata import core_version
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tests.ecosystem.overlay import Overlay
 from tests.messages import Messages
 

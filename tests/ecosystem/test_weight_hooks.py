@@ -11,8 +11,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.testing.distributions import FakeDistribution, FakeEnvironment
+from slapo_runtime.ranks.launcher import run_ranks
+from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 from tests.pieces_support import InMemory
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from slapo_core import Equivalence, Primitive
-from slapo_core.spec.layout import Layout
+from slapo_core.layout import Layout
 
 def _columns(forward):
     return lambda module, input: nn.functional.linear(input, module.weight.t(), module.bias)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_core.estimation.results import Collective
+from slapo_estimate.results import Collective
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_what_an_optimizer_does_on_another_device_or_reads_is_said() -> None:
 
 
 def test_a_model_of_gigabytes_is_sent_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_core.estimation import source
+    from slapo_estimate import source
 
     sch = slapo.create_schedule(Net())
     sent = source.of_schedule(sch)

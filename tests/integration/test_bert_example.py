@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.integration.example_runs import example, text_for
 from tests.programs import run_program
 

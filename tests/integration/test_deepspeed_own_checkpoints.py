@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import slapo_core as slapo
-from slapo_core.spec.layout import Layout
-from slapo_core.testing import preload_modules, run_ranks
-from slapo_core.weights.state import TensorState
+from slapo_core.layout import Layout
+from slapo_runtime.weights.state import TensorState
+from slapo_testing import preload_modules, run_ranks
 from tests.integration.deepspeed.states import different
 from tests.integration.dialects.small import build, train
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.programs import run_program
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
 preload_modules("transformers.models.bert.modeling_bert")

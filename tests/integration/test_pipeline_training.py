@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests.core.hand_stages import Net, batch
 from tests.integration.cells import run_cells
 from tests.integration.pipelines.against import Case, differences, sgd

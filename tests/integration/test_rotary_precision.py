@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
 from slapo_megatron.model.chunk import lower_model
+from slapo_testing import preload_modules, run_ranks
 from tests.processor import Outcome, run_case
 
 preload_modules("tests.cpu_megatron", "slapo_megatron.single_stage", "deepspeed", "transformers")

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from slapo_core import Plan
-from slapo_core.spec.engine import StatefulEngine
 from slapo_deepspeed.external_changes import BetweenDeepSpeedSteps
 from slapo_deepspeed.state.parameter_groups import Groups
+from slapo_runtime.engine import StatefulEngine
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
     from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
+    from slapo_runtime.request import BuildRequest
 
 
 class DeepSpeedEngine(StatefulEngine):
@@ -85,7 +85,7 @@ class DeepSpeedEngine(StatefulEngine):
         if self._is_closed:
             raise self._closed()
 
-    # -- state; documented in slapo_core/spec/engine.py -------------------------------------------------------
+    # -- state; documented in slapo_core/engine.py -------------------------------------------------------
 
     def _kept_optimizer(self) -> DeepSpeedOptimizer | None:
         return None if self._is_closed else self._storage

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.step_invariants import StepInvariants
+from slapo_runtime.step_invariants import StepInvariants
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import LiveTensor
     from slapo_deepspeed.state.tensors import DeepSpeedTensors
+    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.state import LiveTensor
 
 
 class BetweenDeepSpeedSteps(StepInvariants):

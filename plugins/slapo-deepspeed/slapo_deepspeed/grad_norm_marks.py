@@ -13,7 +13,7 @@ from slapo_core import BuildError
 from slapo_deepspeed.private import gradient_hooks_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 SHARDED = ("model_parallel", "tensor_model_parallel")
 """DeepSpeed takes either; other code around it one of them."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 
 def has_optimizer(plan: Plan, request: BuildRequest) -> bool:

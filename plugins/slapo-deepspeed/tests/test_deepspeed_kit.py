@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import DialectCase, parametrize_dialect_checks, preload_modules
-from slapo_core.testing.dialects.case import regression_steps
 from slapo_deepspeed.cases import adamw, cases, sgd
+from slapo_testing import DialectCase, parametrize_dialect_checks, preload_modules
+from slapo_testing.dialects.case import regression_steps
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "slapo_deepspeed.cases", "slapo_tp", "slapo_pipeline")

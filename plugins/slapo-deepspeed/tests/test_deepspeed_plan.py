@@ -10,7 +10,7 @@ import torch
 
 import slapo_core as slapo
 import slapo_deepspeed
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from tests.dialect_models import Masked
 from tests.messages import Messages
 

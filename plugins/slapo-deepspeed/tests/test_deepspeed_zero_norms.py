@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slapo_deepspeed.zero.engine
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.processor import Outcome, run_case
 
 from . import small

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
-from slapo_core.spec.edit import goes_around
-from slapo_core.spec.graph import by_place
+from slapo_core.edit import goes_around
 from slapo_fusion.kernels import (
     Bound,
     Kernel,
@@ -23,9 +22,10 @@ from slapo_fusion.kernels import (
     named_inputs,
     without_values,
 )
+from slapo_graph.match import by_place
 
 if TYPE_CHECKING:
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def _is_trained(node: Node) -> bool:
 
 def slapo_cases() -> list[Case]:
     """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
     from slapo_fusion.cases import COMMON
+    from slapo_testing import Case
 
     step = Bind("aten::linear")
     rejects = [Bind("linear"), Bind("aten::lineal"), Bind("aten::linear", inputs=("input", "wieght"))]

@@ -12,7 +12,7 @@ from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_fusion.compilers import Backend, Compiled, backend_problem
 
 if TYPE_CHECKING:
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def _is_compiling(wrapper: Callable[..., Any]) -> bool:
 
 def slapo_cases() -> list[Case]:
     """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
     from slapo_fusion.cases import COMMON
+    from slapo_testing import Case
 
     step = Compile(backend="aot_eager")
     rejects = [Compile(backend="inducter"), Compile("fastest"), Compile(options={"max_autotun": True})]

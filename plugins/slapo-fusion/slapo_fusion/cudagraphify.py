@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Forward
+from slapo_core.edit import Forward
 from slapo_fusion.function_modes import is_fake, is_watched
 from slapo_fusion.private import has_backward_hooks, tree_leaves
 
 if TYPE_CHECKING:
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
 
 # `Captured`: the forward of a module as CUDA graphs, one for each combination of shapes.
@@ -192,7 +192,7 @@ def _is_captured(wrapper: Callable[..., object]) -> bool:
 
 def slapo_cases() -> list[Case]:
     """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
     from slapo_fusion.cases import COMMON
+    from slapo_testing import Case
 
     return [Case(Cudagraphify(), path="0", rejects=[Cudagraphify(warmup=0)], **COMMON)]

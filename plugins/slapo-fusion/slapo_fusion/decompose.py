@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Carried
+from slapo_core.edit import Carried
 from slapo_fusion.bind import is_bound
 from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
 
 if TYPE_CHECKING:
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
 
 # Modules of torch.nn with their arithmetic in pieces: the same parameters, more than one operation.
@@ -166,8 +166,8 @@ class Decompose(Primitive):
 
 def slapo_cases() -> list[Case]:
     """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
     from slapo_fusion.cases import COMMON
+    from slapo_testing import Case
 
     return [
         Case(Decompose(), path="0.up", rejects=[("0.dropout", Decompose()), ("", Decompose())], **COMMON),

@@ -13,15 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from slapo_core import ApplyError, Compiler, Edit, Equivalence, Node, PluginError, Primitive, Violation
-from slapo_core.spec.accelerators import fork_rng
-from slapo_core.spec.graph import Region, by_place
-from slapo_fusion.compilers import Compiled, reason
+from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
+from slapo_core.accelerators import fork_rng
+from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import aside, drops, is_fake, is_watched
 from slapo_fusion.private import StopRecomputation, tree_map_only
+from slapo_graph.match import Region, by_place
 
 if TYPE_CHECKING:
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
 
 # `Fused`: a compiled region, which says whose it is when its compiler fails.
@@ -185,8 +185,8 @@ class Fuse(Primitive):
 
 def slapo_cases() -> list[Case]:
     """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
     from slapo_fusion.cases import COMMON, gelu_of_a_linear, traced
+    from slapo_testing import Case
 
     step = Fuse(gelu_of_a_linear, "aot_eager", name_="linear_gelu")
     rejects = [Fuse(None), Fuse(gelu_of_a_linear, "induktor"), Fuse(gelu_of_a_linear, name_="linear gelu")]

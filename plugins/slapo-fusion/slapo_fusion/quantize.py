@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Carried, runs_own_forward
+from slapo_core.edit import Carried, runs_own_forward
 from slapo_fusion.private import parameters_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
 
 # torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the whole gradient is missing.
@@ -121,8 +121,8 @@ def _linears(node: Node) -> list[Node]:
 
 def slapo_cases() -> list[Case]:
     """For ``slapo plugins check``; none where torchao is not installed."""
-    from slapo_core.testing import Case
     from slapo_fusion.cases import COMMON
+    from slapo_testing import Case
 
     if importlib.util.find_spec("torchao") is None:
         return []

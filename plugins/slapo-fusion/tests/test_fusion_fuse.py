@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_core.spec.graph import Region
 from slapo_fusion import Fuse
 from slapo_fusion.compilers import AotEager, Inductor
+from slapo_graph.match import Region
 from tests.messages import Messages
 
 from .small import bias_gelu, bias_gelu_dropout_add, dropout_add, gradients, layers, traced

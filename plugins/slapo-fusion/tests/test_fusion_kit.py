@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import parametrize_checks
 from slapo_fusion import bind, compile, cudagraphify, decompose, fuse, quantize
+from slapo_testing import parametrize_checks
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.testing import DialectCase
+from slapo_testing import DialectCase
 
 _REJECTS: list[dict[str, Any]] = [
     {"optimizer_config": {"learning_rate": 0.1}},

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan, Violation
-from slapo_core.spec.dialect import arguments_as_options
+from slapo_core.dialect import arguments_as_options
 from slapo_megatron.groups.order import unfit
 from slapo_megatron.installation import check_device, require_device, require_megatron
 
 if TYPE_CHECKING:
     from slapo_core import Engine
-    from slapo_core.spec.dialect import BuildArguments
-    from slapo_core.spec.request import BuildRequest, ScheduledModel
-    from slapo_core.testing import DialectCase
+    from slapo_core.dialect import BuildArguments, ScheduledModel
+    from slapo_runtime.request import BuildRequest
+    from slapo_testing import DialectCase
 
 
 def violations(schedule: ScheduledModel) -> Iterator[Violation]:

@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from slapo_core import Plan
-from slapo_core.spec.engine import StatefulEngine
-from slapo_core.spec.flat_shards import send_buffers
-from slapo_core.spec.step_invariants import UnusedParameters
 from slapo_megatron.model.buckets import drop_started
 from slapo_megatron.runtime import Megatron
 from slapo_megatron.state.external_changes import BetweenMegatronSteps
 from slapo_megatron.state.optimizer import StoredOptimizer
 from slapo_megatron.state.tensors import MegatronTensors
+from slapo_runtime.engine import StatefulEngine
+from slapo_runtime.flat_shards import send_buffers
+from slapo_runtime.step_invariants import UnusedParameters
 
 if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
     from slapo_megatron.groups.process_groups import Lease
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.request import BuildRequest
 
 
 class Updates:
@@ -174,7 +174,7 @@ class MegatronEngine(StatefulEngine):
         """At the end of a training step."""
         self._between.note()
 
-    # -- state; documented in slapo_core/spec/engine.py -------------------------------------------------------
+    # -- state; documented in slapo_core/engine.py -------------------------------------------------------
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._settle()

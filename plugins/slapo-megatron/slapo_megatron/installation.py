@@ -12,12 +12,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from slapo_core import BuildError
-from slapo_core.spec.hookspecs import Fact, Problem
+from slapo_core.hookspecs import Fact, Problem
 
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 
 def window() -> SpecifierSet:

@@ -15,8 +15,8 @@ from slapo_core import BuildError
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import LiveTensor
+    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.state import LiveTensor
 
 
 _OF_MEGATRON = ("main_grad", "grad_added_to_main_grad", "main_param", "main_param_sharded")

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import StepResult
-from slapo_core.spec.dialect import device_of
 from slapo_megatron.engine import MegatronEngine, Updates
 from slapo_megatron.groups.process_groups import start
 from slapo_megatron.marks import mark
 from slapo_megatron.model.buckets import drop_started
+from slapo_runtime.planning import device_of
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 
 class WholeEngine(MegatronEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's schedule without a pipeline.
+    """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's schedule without a pipeline.
 
     Args:
         plan: of the build.
@@ -42,7 +42,7 @@ class WholeEngine(MegatronEngine):
         self._count: int = plan.config["microbatches"]
         self._updates = Updates(plan, request, megatron)
 
-    # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._before_step()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests import tied_model
 from tests.messages import Messages
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import DialectCase, parametrize_dialect_checks
-from slapo_core.testing.dialects.case import regression_steps
 from slapo_megatron.cases import adamw, cases, sgd
+from slapo_testing import DialectCase, parametrize_dialect_checks
+from slapo_testing.dialects.case import regression_steps
 
 pytestmark = pytest.mark.ranks
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import slapo_core as slapo
 import slapo_megatron.single_stage
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.state import LiveTensor
-from slapo_core.testing import run_ranks
+from slapo_core.layout import Layout
 from slapo_megatron.marks import Marks, mark
+from slapo_runtime.state import LiveTensor
+from slapo_testing import run_ranks
 from slapo_tp.collectives import RankGroup, all_reduce, copy
 from tests import tied_model
 from tests.core.edits import Call

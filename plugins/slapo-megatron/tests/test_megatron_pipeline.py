@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests import tied_model
 
 pytestmark = pytest.mark.ranks

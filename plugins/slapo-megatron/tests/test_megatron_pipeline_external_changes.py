@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests import tied_model
 from tests.messages import Messages
 

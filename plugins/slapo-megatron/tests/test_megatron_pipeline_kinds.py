@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests import tied_model
 from tests.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(
-    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_core.native.pipeline.engine"
+    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline.engine"
 )
 
 TWO = {"pp": 2}
@@ -160,8 +160,8 @@ def changed(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
 
 
 def without_guards() -> dict[str, Any]:
-    from slapo_core.building import request
     from slapo_megatron import marks
+    from slapo_runtime.building import request
 
     def tied(**options: Any) -> list[str]:
         run = Run(TWO, ("b",), tied=True, target="megatron", options=options, forms=((1, 5),))
@@ -174,7 +174,7 @@ def without_guards() -> dict[str, Any]:
 
 
 def sending_views() -> None:
-    from slapo_core.spec import stage_runner
+    from slapo_runtime import stage_runner
     from tests.cpu_megatron import install
 
     def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
 from tests.words_model import IDS, Words, adamw, by_hand, loss_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 

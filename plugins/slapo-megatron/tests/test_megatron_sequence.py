@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests import tied_model
 from tests.messages import Messages
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests import tied_model
 
 from .against import Steps, same, stepped, untouched

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests import tied_model
 from tests.messages import Messages
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slapo_core import Node, Primitive, Violation
-from slapo_core.spec.node import only_looks
+from slapo_core.node import only_looks
 from slapo_pipeline.private import children_of, hooks_of, is_compiled
 
 _AROUND_CALLS = {
@@ -18,7 +18,7 @@ _AROUND_CALLS = {
     "tp.sync": "communicates where it is called",
     "tp.sync_gradient": "communicates in its backward",
 }
-_REPLACES = ("core.replace", "core.merge")
+_REPLACES = ("core.replace", "graph.merge")
 
 
 def root_of(node: Node) -> Node:
@@ -68,9 +68,9 @@ def above_violations(node: Node) -> Iterator[Violation]:
 
 
 def _around(node: Node) -> str | None:
-    from slapo_core.tracing import is_merely_traced, is_rewritten
+    from slapo_graph.flat import is_merely_traced, is_rewritten
 
-    steps = [str(record) for record in node.records if record.name not in ("core.annotate", "core.trace")]
+    steps = [str(record) for record in node.records if record.name not in ("core.annotate", "graph.trace")]
     by = f" ({', '.join(steps)})" if steps else ""
     module: Any = node.module
     if node.wrappers:

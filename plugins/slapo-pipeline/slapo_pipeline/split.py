@@ -11,7 +11,7 @@ from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_pipeline.rules import above_violations, place_violations, root_of
 
 if TYPE_CHECKING:
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def slapo_cases() -> list[Case]:
     import torch
     from torch import nn
 
-    from slapo_core.testing import Case
+    from slapo_testing import Case
 
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import Schedule, create_schedule
-from slapo_core.pipeline.stages import Staged, staged
+from slapo_runtime.pipeline.stages import Staged, staged
 
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

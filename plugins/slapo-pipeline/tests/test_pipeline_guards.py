@@ -11,8 +11,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import GuardError
-from slapo_core.building.target import Stages
-from slapo_core.pipeline.stages import Staged
+from slapo_runtime.building.target import Stages
+from slapo_runtime.pipeline.stages import Staged
 from tests.messages import Messages
 
 from .staging import cut

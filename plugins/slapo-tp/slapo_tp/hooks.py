@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slapo_core import Node, Primitive, Record, Suggestion, Violation, hookimpl
-from slapo_core.spec.request import ScheduledModel
+from slapo_core.dialect import ScheduledModel
 from slapo_tp.obligations import (
     cut_heads,
     doubled_reductions,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
-from slapo_core.spec.edit import runs_own_forward
-from slapo_core.spec.preconditions import Distributed, Divisible
+from slapo_core.edit import runs_own_forward
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows
 from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
+from slapo_tp.preconditions import Distributed, Divisible
 from slapo_tp.private import buffers_of, is_traceable_wrapper_subclass, parameters_of
 from slapo_tp.splits import (
     as_tuple,

@@ -13,8 +13,8 @@ from slapo_core.tree.journal.entry import Entry, name_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
+    from slapo_core.edit import Forward, HookKind
+    from slapo_graph.match import Graph
 
 
 class AddHook(Entry):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from slapo_core.layout import Layout
 from slapo_core.private import children_of
-from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
+from slapo_core.layout import Layout
 from slapo_core.private import buffers_of, parameters_of
-from slapo_core.spec.layout import Layout
 from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal.entry import Entry

@@ -8,7 +8,7 @@ import sys
 from torch import nn
 
 from slapo_core.errors import ArgumentError
-from slapo_core.graph.patterns.definition import pattern_of
+from slapo_graph.patterns.definition import pattern_of
 from tests.core.oracle.brute_force import places
 from tests.core.oracle.cases import random_case
 from tests.core.oracle.forms import as_graph, as_pattern

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from slapo_core import patterns
+from slapo_graph import patterns
 from tests.core.oracle.cases import ANY, Call, Case, Choice, Wild
 
 __all__ = ["as_graph", "as_pattern"]

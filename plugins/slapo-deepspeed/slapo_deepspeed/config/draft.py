@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.dialect import device_of, parameter_types, samples_of
+from slapo_runtime.planning import device_of, parameter_types, samples_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Record
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core.dialect import ScheduledModel
+    from slapo_core.primitive import Record
 
 _EXAMPLE = 'config={"zero_optimization": {"stage": 1}}, or config="ds_config.json"'
 

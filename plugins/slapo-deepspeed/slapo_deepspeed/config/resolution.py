@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import slapo_core
 from slapo_core import BuildError
-from slapo_core.spec.dialect import boundaries, checked_axes, topology
 from slapo_deepspeed.config.draft import Draft, Facts, read
 from slapo_deepspeed.config.refusals import refuse_auto, refuse_settings, refuse_unknown
 from slapo_deepspeed.config.settings import (
@@ -20,10 +19,11 @@ from slapo_deepspeed.config.settings import (
     optimizer_name,
 )
 from slapo_deepspeed.config.validation import validate
+from slapo_runtime.planning import boundaries, checked_axes, topology
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core.dialect import ScheduledModel
 
 OPTIONS = ("config", "batch_axes")
 """What users give."""

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.rng_streams import advance, step_seed
-from slapo_core.spec.stage_runner import ModelChunk, RankStages, StageCache, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.grad_norm_marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
 from slapo_deepspeed.initialization import has_optimizer, initialize
@@ -20,16 +18,18 @@ from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.private import forget, losses_of, prepare
 from slapo_deepspeed.process_groups import start
 from slapo_deepspeed.zero.gradients import forget_gradients, unused_parameters
+from slapo_runtime.rng_streams import advance, step_seed
+from slapo_runtime.stage_runner import ModelChunk, RankStages, StageCache, Work
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest, StagedModel
+    from slapo_runtime.request import BuildRequest, StagedModel
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's PipelineEngine.
+    """The implementation of :class:`slapo_core.dialect.Engine` by DeepSpeed's PipelineEngine.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. All replicas evaluate together,
     because DeepSpeed has all ranks wait for each other there. After a step that failed the engine is closed.

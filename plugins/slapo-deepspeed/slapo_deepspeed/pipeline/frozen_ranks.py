@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 
 def bare_ranks(request: BuildRequest) -> frozenset[int]:

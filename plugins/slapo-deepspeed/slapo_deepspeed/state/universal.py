@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_core.spec.layout import Layout
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.layout import Layout
+    from slapo_core.mesh import Mesh
+    from slapo_runtime.request import BuildRequest
 
 
 _PARTIAL = "it is a partial sum over the ranks, which no place in a whole tensor explains"

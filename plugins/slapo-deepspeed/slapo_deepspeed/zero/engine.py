@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import StepResult
-from slapo_core.spec.flat_shards import send_buffers
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.grad_norm_marks import keep_norm, mark, marks_taken_back, norm_of_last_step, require_counted
 from slapo_deepspeed.initialization import has_optimizer, initialize
@@ -17,14 +16,15 @@ from slapo_deepspeed.zero.failed_step import Failing
 from slapo_deepspeed.zero.gradients import forget_gradients, last_micro_batch, unused_parameters
 from slapo_deepspeed.zero.partitioning import Partitioning, is_partitioned, returned_at_once
 from slapo_deepspeed.zero.zero3_gather import gather_whole, linear_of_torch, partitioned_linear
+from slapo_runtime.flat_shards import send_buffers
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 
 class ZeroEngine(DeepSpeedEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's engine.
+    """The implementation of :class:`slapo_core.dialect.Engine` by DeepSpeed's engine.
 
     Args:
         plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
@@ -63,7 +63,7 @@ class ZeroEngine(DeepSpeedEngine):
         partitioning.keep()
         return made
 
-    # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._require_open()

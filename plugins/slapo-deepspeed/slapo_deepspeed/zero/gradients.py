@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.step_invariants import UnusedParameters
+from slapo_runtime.step_invariants import UnusedParameters
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 
 def forget_gradients(engine: Any) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
     from slapo_deepspeed.process_groups import MeshUnit
+    from slapo_runtime.request import BuildRequest
 
 
 def is_partitioned(config: Mapping[str, Any]) -> bool:

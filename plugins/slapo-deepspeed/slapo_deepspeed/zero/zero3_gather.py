@@ -13,8 +13,8 @@ from torch.torch_version import TorchVersion
 from slapo_deepspeed.private import forward_hooks_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.node import Node
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.node import Node
+    from slapo_runtime.request import BuildRequest
 
 
 def gather_whole(request: BuildRequest, engine: Any) -> None:

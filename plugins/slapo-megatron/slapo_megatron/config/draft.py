@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import slapo_core
 from slapo_core import SlapoError
-from slapo_core.spec.dialect import device_of, parameter_types
 from slapo_megatron.config.field_types import field_types_of
+from slapo_runtime.planning import device_of, parameter_types
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.primitive import Record
-    from slapo_core.spec.request import ScheduledModel, StagedModel
+    from slapo_core.dialect import ScheduledModel
+    from slapo_core.primitive import Record
+    from slapo_runtime.request import StagedModel
 
 
 class StagesOf:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.dialect import boundaries, checked_axes, topology
 from slapo_megatron.config.draft import Draft, Facts, StagesOf, trains
 from slapo_megatron.config.field_types import CLASSES, field_types_of, megatron_class, read
 from slapo_megatron.config.fields import FIELDS
@@ -20,10 +19,11 @@ from slapo_megatron.config.optimization import (
 )
 from slapo_megatron.config.sizes import check_sequence_parallel, fill_microbatches, fill_pipeline, fill_sizes
 from slapo_megatron.groups.order import order_of
+from slapo_runtime.planning import boundaries, checked_axes, topology
 
 if TYPE_CHECKING:
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core.dialect import ScheduledModel
+    from slapo_core.mesh import Mesh
     from slapo_megatron.config.draft import StagesOf
 
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core import Plan
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.mesh import Mesh
     from slapo_megatron.marks import Marks
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.request import BuildRequest
 
 
 def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> TransformerConfig:

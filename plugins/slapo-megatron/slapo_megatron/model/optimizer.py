@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slapo_core import BuildError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.request import BuildRequest
 
 
 def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequence[Any]) -> Any:

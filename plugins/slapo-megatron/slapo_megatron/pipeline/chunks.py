@@ -14,10 +14,10 @@ from slapo_megatron.private import children_of
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.pipeline import Partition
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.stage_runner import Work
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.partition import Partition
+    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.stage_runner import Work
 
 
 class StageChunk(Chunk):

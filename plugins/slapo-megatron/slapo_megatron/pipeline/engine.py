@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.rng_streams import advance, step_seed
-from slapo_core.spec.stage_runner import RankStages, StageCache, Work
 from slapo_megatron.engine import MegatronEngine, Updates
 from slapo_megatron.groups.process_groups import start
 from slapo_megatron.marks import mark
+from slapo_runtime.rng_streams import advance, step_seed
+from slapo_runtime.stage_runner import RankStages, StageCache, Work
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest, StagedModel
+    from slapo_runtime.request import BuildRequest, StagedModel
 
 
 class PipelineEngine(MegatronEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's 1F1B and interleaved schedules.
+    """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's 1F1B and interleaved schedules.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
     is closed.
@@ -74,7 +74,7 @@ class PipelineEngine(MegatronEngine):
         """This rank's part of the scheduled model."""
         return self._part
 
-    # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._refuse_autocast()

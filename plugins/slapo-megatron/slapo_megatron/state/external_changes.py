@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slapo_core import BuildError
-from slapo_core.spec.step_invariants import REBUILD, StepInvariants
 from slapo_megatron.private import write_count
+from slapo_runtime.step_invariants import REBUILD, StepInvariants
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import LiveTensor
     from slapo_megatron.state.flat_layout import Places
     from slapo_megatron.state.tensors import MegatronTensors
+    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.state import LiveTensor
 
 
 class BetweenMegatronSteps(StepInvariants):

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from slapo_core import BuildError, WeightsError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import ShardedState, TensorShard
+    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.state import ShardedState, TensorShard
 
 
 _OURS = "slapo"  # in Megatron's file of other values than tensors
@@ -89,7 +89,7 @@ class ShardedDirectory:
         found: dict[str, Any] = json.loads(description)
         return found
 
-    # -- as slapo_core.spec.state.ShardSource ------------------------------------------------------------------
+    # -- as slapo_runtime.state.ShardSource ------------------------------------------------------------------
 
     def like(self, kind: str, name: str) -> torch.Tensor:
         found = self._tensors[_key(kind, name)]

@@ -9,17 +9,17 @@ import torch
 from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
-from slapo_core.spec.pipeline import Output, Partition, Stage, Value
-from slapo_core.tracing import FlatGraph, compiled, flat
+from slapo_graph.flat import FlatGraph, compiled, flat
 from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
 from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
 from slapo_pipeline.rules import above_violations
 from slapo_pipeline.split import PipelineSplit
+from slapo_runtime.partition import Output, Partition, Stage, Value
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Record
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core.dialect import ScheduledModel
+    from slapo_core.primitive import Record
 
 
 @hookimpl

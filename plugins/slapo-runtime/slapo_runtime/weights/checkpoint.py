@@ -1,0 +1,319 @@
+"""Save and load checkpoints in the reference model's layout, under any schedule.
+
+A directory holds ``model.safetensors`` (the reference model's state dict, readable by any tool), where needed
+``added.safetensors`` (what replacements added), ``trained.safetensors`` (what a runtime trains in a wider type than the
+model has) and ``optimizer.safetensors``, the configurations of a model that has
+them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: readers find
+the checkpoint before or the new one, wherever a save was interrupted. Those of ours carry the same identifier, so that
+files of two checkpoints that were copied into one directory are recognized.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
+from slapo_runtime.ranks.rng_state import restore, torch_states
+from slapo_runtime.ranks.world import World, together
+from slapo_runtime.weights.checkpoint_files import Writer, checksums, located
+from slapo_runtime.weights.optimizer_state import OptimizerState
+from slapo_runtime.weights.optimizer_storage import optimizer_storage
+from slapo_runtime.weights.sources import SafetensorsSource, Source, Wider
+
+if TYPE_CHECKING:
+    from slapo_core.mesh import Mesh
+    from slapo_runtime.state import LiveTensor, OptimizerStorage
+    from slapo_runtime.weights.state import Loading, TensorState
+
+
+FORMAT = 1
+MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
+TRAINED = "trained.safetensors"
+ALL = (MODEL, TRAINED, ADDED, OPTIMIZER)
+COUNTERS = "counters"  # the one name in what a runtime saves that may be left unused
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    state: TensorState,
+    optimizer: torch.optim.Optimizer | OptimizerStorage | None,
+    runtime: Mapping[str, Any],
+) -> None:
+    """Save weights and optimizer state: a collective; the first rank writes.
+
+    Raises:
+        ReplicaError: replicas of a tensor or of the optimizer's state differ; the written checkpoint is complete,
+            with the values of the first rank.
+        RankMismatchError: the forward computes with other values than the runtime trains; nothing was written.
+        BuildError: the optimizer or ``runtime`` holds something that has no place in a checkpoint, or writing failed;
+            on every rank.
+    """
+    if not os.fspath(directory):
+        raise ArgumentError("the directory of the checkpoint is empty", hint='engine.save("checkpoints/step-1000")')
+    mesh = state.mesh
+    differing = state.differing(optimizer)
+    random = _random_states(mesh)
+    with together(mesh, "saving the optimizer's state"):
+        refuse_not_json(runtime)
+    moments = collected(state, optimizer)
+    if moments is not None:
+        moments.unite()
+    writes = mesh is None or mesh.is_first_rank
+    with contextlib.ExitStack() as stack:
+        writer: Writer | None = None
+        weights = state.whole(rank0_only=True, include_added=True, as_trained=True)
+        with together(mesh, f"writing the checkpoint '{directory}'"):
+            if writes:
+                with writing(directory):
+                    writer = stack.enter_context(Writer(Path(directory), ALL, last=MANIFEST))
+                    for name, tensors in _files(state, weights).items():
+                        writer.write(name, tensors)
+        weights.clear()  # before the optimizer's state comes, of which there is twice as much
+        tensors = moments.gather(wanted=writes) if moments is not None else {}
+        with together(mesh, f"writing the checkpoint '{directory}'"):
+            if writer is not None:
+                with writing(directory):
+                    writer.write(OPTIMIZER, tensors)
+                    about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
+                    if differing is not None:
+                        about["replicas"] = differing.message
+                    if runtime:
+                        about["runtime"] = dict(runtime)
+                    writer.finish(state.correspondence.tree.root, {"format": FORMAT, "random": random, **about})
+    if differing is not None:
+        raise as_written(differing, directory) from differing
+
+
+@contextlib.contextmanager
+def writing(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn errors of the file system into a BuildError.
+
+    Raises:
+        BuildError: a file or the directory cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise BuildError(f"'{os.fspath(directory)}' cannot be written: {type(error).__name__}: {error}") from error
+
+
+def as_written(error: ReplicaError, directory: str | os.PathLike[str]) -> ReplicaError:
+    """Add to an error that the first rank's values were written."""
+    path = os.fspath(directory)
+    text = f"{error.message}\n'{path}' was written with the values of the first rank"
+    return ReplicaError(text, tensor=error.tensor, ranks=error.ranks, directory=path, hint=error.hint)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    state: TensorState,
+    optimizer: torch.optim.Optimizer | OptimizerStorage | None,
+    uses: Collection[str],
+) -> dict[str, Any]:
+    """Load weights and optimizer state; every rank reads its own shards.
+
+    Returns:
+        the runtime's further state.
+
+    Raises:
+        WeightsError: the directory is not a complete checkpoint, or is of another model; nothing was changed.
+        BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
+    """
+    path = Path(directory)
+    moments = collected(state, optimizer)
+    with together(state.mesh, f"reading the checkpoint '{directory}'"):
+        manifest = _read_manifest(path)
+        _check_sums(path, manifest.get("checksums", {}), state.mesh)
+        weights: Source = _source(path, MODEL)
+        if TRAINED in manifest["files"]:
+            weights = Wider(weights, _source(path, TRAINED), state.correspondence.survey.keys)
+        added = _source(path, ADDED) if ADDED in manifest["files"] else None
+        if moments is not None:
+            moments.unite()
+        tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
+        runtime = dict(manifest.get("runtime") or {})
+        label = f"the checkpoint '{path}'"
+        loading = prepared(state, weights, added, moments, manifest["optimizer"], tensors, runtime, uses, label)
+    give(state, moments, loading, label)
+    states = manifest.get("random", {}).get(_replica(state.mesh), {})
+    restore({device: base64.b64decode(content) for device, content in states.items()})
+    return runtime
+
+
+def collected(state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerState | None:
+    """Collect an optimizer's state, not yet merged over ``pp``: a collective; None of None."""
+    moments: OptimizerState | None = None
+    with together(state.mesh, "looking at the optimizer's state"):
+        storage = optimizer_storage(optimizer)
+        if storage is not None:
+            moments = OptimizerState(state, storage)
+    if moments is not None:
+        moments.meet()
+    return moments
+
+
+def prepared(
+    state: TensorState,
+    weights: Source,
+    added: Source | None,
+    moments: OptimizerState | None,
+    about_optimizer: Mapping[str, Any] | None,
+    tensors: Source | None,
+    runtime: Mapping[str, Any],
+    uses: Collection[str],
+    label: str,
+) -> Loading:
+    """Check a checkpoint against the engine, and read this rank's shards, without changes.
+
+    Args:
+        state: of the model.
+        weights: of the checkpoint.
+        added: what replacements added.
+        moments: of the engine's optimizer, united; None without one. It is prepared too.
+        about_optimizer: the description of the checkpoint's optimizer; None without one.
+        tensors: of its state.
+        runtime: of the checkpoint.
+        uses: what of it the engine makes use of.
+        label: of the checkpoint, for messages.
+    """
+    loading = state.prepare(weights)
+    for live, shard in _read_added(state, added):
+        loading.take(live, shard)
+    if moments is not None:
+        if about_optimizer is None:
+            raise BuildError(
+                f"{label} holds no optimizer state, and this engine has an optimizer",
+                hint="load the weights only: build(sch, weights=dir)",
+            )
+        moments.prepare(about_optimizer, tensors)
+    unused = sorted(set(runtime) - set(uses) - {COUNTERS})
+    if unused:
+        warnings.warn(
+            f"{label}: ignored, unknown to this engine: {', '.join(unused)}",
+            stacklevel=6,
+        )
+    return loading
+
+
+def give(state: TensorState, moments: OptimizerState | None, loading: Loading, label: str) -> None:
+    """Assign the prepared values: a collective."""
+    if moments is not None:  # first, because an optimizer may refuse what was read, and can be given back its own
+        try:
+            with together(state.mesh, f"giving the optimizer its state of {label}"):
+                moments.load()
+        except BaseException:
+            moments.take_back()
+            raise
+    loading.assign()
+
+
+def _files(state: TensorState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Split the weights by file: in the model's own types, in wider trained types, and added ones."""
+    survey = state.correspondence.survey
+    own, trained = {}, {}
+    for key, name in survey.keys.items():
+        value, dtype = weights[key], survey.specs[name].dtype
+        if state.kept is not None and value.dtype != dtype:
+            if torch.promote_types(value.dtype, dtype) != dtype:
+                trained[name] = value
+            value = value.to(dtype)
+        own[key] = value
+    return {MODEL: own, TRAINED: trained, ADDED: {name: one for name, one in weights.items() if name not in own}}
+
+
+def _replica(mesh: Mesh | None) -> str:
+    return str(mesh.rank("dp") if mesh is not None else 0)
+
+
+def _random_states(mesh: Mesh | None) -> dict[str, dict[str, str]]:
+    """Gather the RNG states of each replica's first rank: a collective."""
+    own = {device: base64.b64encode(content).decode() for device, content in torch_states().items()}
+    with World(mesh) as world:
+        by_replica: dict[str, dict[str, str]] = {}
+        for replica, states in world.gather((_replica(mesh), own)):
+            by_replica.setdefault(replica, states)
+    return by_replica
+
+
+def _check_sums(path: Path, sums: Mapping[str, Sequence[int]], mesh: Mesh | None) -> None:
+    """Refuse damaged files by their checksums; every rank reads its share of the chunks."""
+    ranks = [0] if mesh is None or mesh.device_mesh is None else sorted(mesh.device_mesh.mesh.flatten().tolist())
+    place = ranks.index(mesh.global_rank) if mesh is not None and len(ranks) > 1 else 0
+    for name, expected in sums.items():
+        own = range(place, len(expected), len(ranks))
+        for number, found in zip(own, checksums(located(path, name, last=MANIFEST), own), strict=True):
+            if found != expected[number]:
+                raise WeightsError(
+                    f"{path / name} is damaged: the checksum of its part {number + 1} of {len(expected)} differs from "
+                    f"that in {MANIFEST}",
+                    hint="load another checkpoint, or copy this one again",
+                )
+
+
+def refuse_not_json(runtime: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(runtime, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BuildError(f"the runtime's state must be JSON-serializable: {error}") from error
+
+
+def _source(directory: Path, name: str) -> SafetensorsSource:
+    return SafetensorsSource(located(directory, name, last=MANIFEST))
+
+
+def _read_added(state: TensorState, added: Source | None) -> list[tuple[LiveTensor, torch.Tensor]]:
+    shapes = added.shapes() if added is not None else {}
+    live = {tensor.name: tensor for tensor in state.correspondence.added()}
+    fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
+    for names, what in (
+        (set(live) - set(fitting), "not in the checkpoint: they keep their values"),
+        (set(shapes) - set(fitting), "in the checkpoint, but not in this schedule"),
+    ):
+        if names:
+            warnings.warn(f"tensors added by replacements, {what}: {', '.join(sorted(names))}", stacklevel=4)
+    if added is None:
+        return []
+    own = [live[name] for name in fitting if live[name].is_local]
+    return [(one, added.read(one.name, one.layout, state.mesh)) for one in own]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        manifest: dict[str, Any] = json.loads(located(path, MANIFEST, last=MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or {"format", "id", "files", "optimizer"} - set(manifest):
+            raise ValueError("it lacks entries")
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"'{path}' is not a checkpoint written by engine.save(): {MANIFEST}: {error}",
+            hint="plain weights are loaded with build(sch, weights=dir)",
+        ) from error
+    if not isinstance(manifest["format"], int) or manifest["format"] > FORMAT:
+        raise WeightsError(
+            f"the checkpoint '{path}' is in format {manifest['format']!r}; this slapo-core reads up to {FORMAT}",
+            hint="pip install --upgrade slapo-core",
+        )
+    for name in {MODEL, *(name for name in ALL if name in manifest["files"])}:
+        try:
+            with safe_open(located(path, name, last=MANIFEST), framework="pt") as handle:
+                identifier = (handle.metadata() or {}).get("slapo_checkpoint")
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{path / name} cannot be read as safetensors: {error}") from error
+        if identifier != manifest["id"]:
+            raise WeightsError(
+                f"the files in '{path}' are of two different saves ({name} does not belong to {MANIFEST})",
+                hint="load an earlier checkpoint, or the weights alone with build(sch, weights=dir)",
+            )
+    return manifest

@@ -1,0 +1,99 @@
+"""Check `slapo_partition` and `slapo_liveness` of a plugin on small stages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from slapo_core.plugins.manager import HookManager
+from slapo_core.plugins.registry import Registry
+from slapo_core.schedule.creation import create_schedule
+from slapo_runtime.partition import Output, Partition, Stage, StageModule, Value
+from slapo_runtime.pipeline.checks import check_liveness
+from slapo_testing.check import CheckError, NotApplicable
+
+_STAGES_HOOKS = ("slapo_partition", "slapo_liveness")
+
+_CHAIN: Mapping[str, tuple[int, tuple[int, ...]]] = {
+    "hidden": (0, (1,)), "skip": (0, (3,)), "mask": (0, (1, 2, 3)), "middle": (1, (2,)), "aside": (1, ()),
+    "late": (2, (3,)), "logits": (3, ()),
+}  # fmt: skip
+"""Value -> who makes it, and who reads it; of four stages."""
+
+
+def check_stages_hooks(distribution: str, registry: Registry) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The checks of those of the two hooks that a plugin has, by their names.
+
+    Args:
+        distribution: e.g. ``"acme-slapo"``.
+        registry: where it is loaded from; it is the one in use.
+    """
+    manager = HookManager(registry)
+    manager.activate(distribution)
+    for hook, check in zip(_STAGES_HOOKS, (_check_partition, _check_liveness), strict=True):
+        if manager.has(hook):
+            yield hook, functools.partial(check, distribution, manager)
+
+
+def sample_partitions() -> Iterator[tuple[Partition, tuple[str, ...]]]:
+    """Partitions whose modules compute nothing, each with outputs that the last stage needs."""
+    for count in (2, 3, 4):
+        last = count - 1
+        values = {
+            name: Value(
+                name,
+                min(made, last),
+                tuple(dict.fromkeys(stage for stage in (min(each, last) for each in read) if stage > min(made, last))),
+                (2, 3),
+                torch.bool if name == "mask" else torch.float32,
+                name != "mask",
+            )
+            for name, (made, read) in _CHAIN.items()
+        }
+        stages = tuple(
+            Stage(
+                index,
+                _Nothing(),
+                ("ids",) if index == 0 else (),
+                tuple(name for name, value in values.items() if index in value.consumers),
+                tuple(name for name, value in values.items() if value.producer == index),
+                f"block{index}" if index < last else None,
+            )
+            for index in range(count)
+        )
+        for outputs in ((), ("logits",), ("logits", "hidden", "aside")):
+            yield Partition(stages, values, (), Output(("logits", "hidden", "aside"), lambda outputs: outputs)), outputs
+
+
+class _Nothing(StageModule):
+    def forward(
+        self, inputs: Mapping[str, object], values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:  # pragma: no cover - never called
+        raise NotImplementedError
+
+
+def _check_partition(distribution: str, manager: HookManager) -> None:
+    schedule = create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), plugins=[distribution])
+    inputs = {"input": torch.zeros(2, 2)}
+    answer = manager.single("slapo_partition", schedule=schedule, inputs=inputs, batch_axes={})
+    if answer is not None:
+        raise CheckError(
+            "it cuts a model that no step asks to cut",
+            required="None where no step of the schedule cuts the model",
+            got=repr(answer[1]),
+            hint="return None unless schedule.records holds a step that cuts",
+        )
+
+
+def _check_liveness(distribution: str, manager: HookManager) -> None:
+    answers = 0
+    for partition, outputs in sample_partitions():
+        answer = manager.single("slapo_liveness", partition=partition, outputs=outputs)
+        if answer is not None:
+            check_liveness(answer[1], partition, outputs, answer[0])
+            answers += 1
+    if not answers:
+        raise NotApplicable("it has no answer about four simple stages")

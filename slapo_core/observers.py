@@ -1,0 +1,74 @@
+"""What recorders and observers of a run tell each other: marks of hooks, origins of calls, the lock for patches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, NamedTuple
+
+__all__ = ["PATCHING", "Origin", "attributed", "dropout_is_off", "is_inlined", "is_recording", "run_from"]
+
+PATCHING = threading.RLock()
+"""Held while classes of torch, classes of modules or global names are replaced for a run, and until they are back."""
+
+
+class Origin(NamedTuple):
+    """Where a call in a graph comes from that a step's hook made.
+
+    Args:
+        module: path of the hooked module below the recorded one.
+        hook: the hook.
+    """
+
+    module: str
+    hook: Any
+
+
+_attribute: Callable[..., Any] | None = None
+
+
+def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` with ``args``, code of a hook; who attributes what runs is told whose."""
+    if origin is None or _attribute is None:
+        return function(*args)
+    return _attribute(origin, function, *args)
+
+
+@contextmanager
+def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
+    """While this lasts, ``attribute(origin, function, *args)`` makes the calls that a graph holds of steps' hooks."""
+    global _attribute
+    before, _attribute = _attribute, attribute
+    try:
+        yield
+    finally:
+        _attribute = before
+
+
+def dropout_is_off() -> bool:
+    """Whether ``verify`` has switched dropout off around this call.
+
+    It does so by a torch-function mode, which sees what Python calls. Code that calls nothing, such as a kernel that
+    drops elements itself, has to leave that out while this is true.
+    """
+    from slapo_core.private import active_function_modes
+
+    return any(getattr(mode, "slapo_switches_dropout_off", False) for mode in active_function_modes())
+
+
+def is_inlined(part: Any) -> bool:
+    """Return whether a graph can hold a step's hook or forward (``slapo_is_inlined``).
+
+    Of a function the mark is the function itself: ``functools.wraps`` copies marks onto what is wrapped around it.
+    """
+    mark = getattr(part, "slapo_is_inlined", False)
+    return mark is part if isinstance(part, FunctionType) else bool(mark)
+
+
+def is_recording() -> bool:
+    """Whether a recorder writes down what runs now."""
+    from slapo_core.private import active_function_modes
+
+    return any(getattr(mode, "slapo_is_recorder", False) for mode in active_function_modes())
