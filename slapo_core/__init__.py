@@ -99,6 +99,23 @@ if TYPE_CHECKING:
         verify as verify,
     )
 
+DISTRIBUTIONS = (
+    "slapo-core",
+    "slapo-deepspeed",
+    "slapo-estimate",
+    "slapo-fusion",
+    "slapo-graph",
+    "slapo-megatron",
+    "slapo-models",
+    "slapo-pipeline",
+    "slapo-runtime",
+    "slapo-testing",
+    "slapo-tp",
+    "slapo-tune",
+    "slapo-verify",
+)
+"""The project's own, whose names are theirs whether or not they are installed."""
+
 _PUBLIC = {
     "Change": "slapo_core.primitive",
     "Command": "slapo_core.cli.main",

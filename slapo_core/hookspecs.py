@@ -18,7 +18,7 @@ asked only if no other plugin answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from slapo_core.dialect import ScheduledModel
     from slapo_core.node import Node
     from slapo_core.primitive import Primitive, Suggestion, Violation
-    from slapo_runtime.partition import Liveness, Partition
 
 __all__ = ["PROJECT", "Fact", "Problem", "hookimpl", "hookspec"]
 
@@ -198,47 +197,6 @@ def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterabl
 
     Returns:
         changes of this plugin's own steps, and steps to add; nothing or None if there is nothing to try.
-    """
-
-
-@hookspec(firstresult=True)
-def slapo_partition(
-    schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
-) -> Partition | None:
-    """Called when stages are needed: by ``build`` and ``verify``, once for each input signature and mode.
-
-    The answer must be the same on every rank. It is asked on ranks that have values for one stage only: the tensors of
-    the others are on the meta device there, and stand for tensors on the device of the inputs.
-
-    First result: yes; two active plugins that answer are an error.
-
-    Args:
-        schedule: with all steps applied; must not be changed. Its model is in the mode that is asked for.
-        inputs: the arguments of the model's forward, by parameter; those that are left out are missing. Tensors may be
-            without values.
-        batch_axes: for a parameter of the forward, the axis of its tensors that counts the samples; None for one that
-            has none. Where nothing is said it is the first axis of every tensor that has axes.
-
-    Returns:
-        the stages; None if no step of this plugin cuts the model.
-
-    Raises:
-        TraceError: it cannot be cut there; the message names the step that asks for it.
-    """
-
-
-@hookspec(firstresult=True)
-def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | None:
-    """Called when `slapo_partition` has answered: which values pass from each stage to the next?
-
-    First result: yes; two active plugins that answer are an error.
-
-    Args:
-        partition: of the model; must not be changed.
-        outputs: names of the values of the output that the last stage needs, for a loss.
-
-    Returns:
-        what is sent; None to leave it to others.
     """
 
 

@@ -27,11 +27,10 @@ def list_plugins(
     """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
     from slapo_core.cli.output import print_json, print_table
     from slapo_core.plugins import current_registry
-    from slapo_core.plugins.groups import KINDS
 
-    if kind is not None and kind not in KINDS:
-        raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(KINDS)}", param_hint="--kind")
     registry = current_registry()
+    if kind is not None and kind not in registry.kinds:
+        raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(registry.kinds)}", param_hint="--kind")
     chosen = [plugin for plugin in registry.plugins if kind is None or plugin.provides(kind)]
     error = registry.settings_error
     if as_json_:
@@ -54,7 +53,7 @@ def show(
 
     plugin = current_registry().plugin(name)
     if as_json_:
-        print_json(_plugin_json(plugin))
+        print_json(_plugin_json(plugin, current_registry()))
         return
     fields = [
         ("plugin", plugin.label),
@@ -79,14 +78,12 @@ def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
     return {
         "core": {"name": CORE_DISTRIBUTION, "version": registry.core_version},
         "error": None if error is None else str(error),
-        "plugins": [_plugin_json(plugin) for plugin in plugins],
+        "plugins": [_plugin_json(plugin, registry) for plugin in plugins],
     }
 
 
-def _plugin_json(plugin: Plugin) -> dict[str, Any]:
-    from slapo_core.plugins.groups import KINDS
-
-    kinds = sorted({*KINDS, *(entry.kind for entry in plugin.entries)})
+def _plugin_json(plugin: Plugin, registry: Registry) -> dict[str, Any]:
+    kinds = sorted({*registry.kinds, *(entry.kind for entry in plugin.entries)})
     return {
         "name": plugin.name,
         "reason": plugin.reason,

@@ -1,92 +1,62 @@
-"""The entry-point groups of plugins, the base class of each, and the names that plugins may use."""
+"""The entry-point groups that core reads, what each must hold, and the names that plugins may use."""
 
 from __future__ import annotations
 
 import keyword
 import re
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = [
-    "CORE_COMMANDS",
-    "CORE_DISTRIBUTION",
-    "FIRST_PARTY",
-    "GROUP_PREFIX",
-    "KINDS",
-    "Kind",
-    "is_identifier",
-    "noun",
-    "owner_of",
-    "split_name",
-]
-
+import slapo_core
 
 GROUP_PREFIX = "slapo.v1."
+CORE_DISTRIBUTION = "slapo-core"
+FIRST_PARTY: tuple[str, ...] = slapo_core.DISTRIBUTIONS
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of plugin object.
+    """A kind of entry.
 
     Args:
-        base: ``"module:Class"`` that the object must derive from; None for hooks, which are a module.
-        namespaced: whether names must be ``<namespace>.<name>``, of which ``<name>`` alone may be used; other names
-            have no short form.
+        holds: what its objects must be: a subclass of ``base``, a function, a module; ``"text"`` is never imported.
+        base: ``"module:Class"`` of a class.
+        namespaced: whether names must be ``<namespace>.<name>``, of which ``<name>`` alone may be used.
     """
 
-    base: str | None
+    holds: Literal["class", "function", "module", "text"] = "class"
+    base: str = "builtins:object"
     namespaced: bool = False
 
 
 KINDS: dict[str, Kind] = {
-    "primitives": Kind("slapo_core.primitive:Primitive", namespaced=True),
-    "dialects": Kind("slapo_core.dialect:Dialect"),
-    "compilers": Kind("slapo_fusion.compilers:Compiler"),
-    "patterns": Kind("slapo_graph.match:Pattern", namespaced=True),
-    "samplers": Kind("slapo_tune.sampler:Sampler"),
-    "tracers": Kind("slapo_graph.protocol:Tracer"),
-    "commands": Kind("slapo_core.cli.main:Command"),
-    "guards": Kind("builtins:object"),
-    "hooks": Kind(None),
+    "primitives": Kind(base="slapo_core.primitive:Primitive", namespaced=True),
+    "dialects": Kind(base="slapo_core.dialect:Dialect"),
+    "commands": Kind(base="slapo_core.cli.main:Command"),
+    "queries": Kind("function"),  # of a node, nodes or a schedule; leave no record
+    "codecs": Kind(),  # values in saved schedules
+    "guards": Kind(),  # of live models: told of each step
+    "hooks": Kind("module"),
+    "hookspecs": Kind("module"),  # further hooks, known before any hooks module is loaded
+    "kinds": Kind("text"),  # further kinds, each with the base class of its objects
+    "renamed": Kind("text"),  # former name of a primitive -> its name
 }
+"""The kinds of core; distributions declare others under ``slapo.v1.kinds``."""
 
 
 def noun(kind: str) -> str:
     """A kind in the singular, for messages: ``"primitives"`` as ``"primitive"``."""
-    return "hooks module" if kind == "hooks" else kind.removesuffix("s")
+    if kind in ("hooks", "hookspecs"):
+        return f"{kind} module"
+    return "query" if kind == "queries" else kind.removesuffix("s")
 
-
-CORE_DISTRIBUTION = "slapo-core"
-
-FIRST_PARTY = (
-    CORE_DISTRIBUTION,
-    "slapo-deepspeed",
-    "slapo-estimate",
-    "slapo-fusion",
-    "slapo-graph",
-    "slapo-megatron",
-    "slapo-pipeline",
-    "slapo-runtime",
-    "slapo-tp",
-    "slapo-tune",
-)
-"""The project's own distributions that provide names: their namespaces are theirs, installed or not."""
-
-CORE_COMMANDS = ("dialects", "doctor", "patterns", "plugins", "primitives", "stubs")
-
-_OWNERS = {
-    "device": "slapo-estimate",
-    "live": "slapo-runtime",
-    "record": "slapo-graph",
-    "slapo": CORE_DISTRIBUTION,
-    "torch": "slapo-runtime",
-}
 
 _IDENTIFIER = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 def owner_of(namespace: str) -> str:
-    """The distribution that a namespace, or a name without one, belongs to: ``"slapo-tp"`` for ``"tp"``."""
-    return _OWNERS.get(namespace, f"slapo-{namespace.replace('_', '-')}")
+    """The distribution that a namespace belongs to: ``"slapo-tp"`` for ``"tp"``."""
+    return CORE_DISTRIBUTION if namespace == "slapo" else f"slapo-{namespace.replace('_', '-')}"
 
 
 def is_identifier(text: str) -> bool:

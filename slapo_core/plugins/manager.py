@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import reprlib
 from collections.abc import Iterator
@@ -12,15 +13,11 @@ import pluggy
 from packaging.utils import canonicalize_name
 
 from slapo_core import hookspecs
-from slapo_core.errors import HookError, TraceError
+from slapo_core.errors import HookError, PluginError
 from slapo_core.plugins.metadata import DISABLE, LOCAL_VERSION
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
-
-
-_MAY_RAISE: dict[str, type[Exception]] = {"slapo_partition": TraceError}
-"""Errors that a hook may raise by its specification: re-raised unchanged."""
 
 
 class HookManager:
@@ -35,6 +32,9 @@ class HookManager:
         self._active: dict[str, str] = {}  # distribution -> label, whether or not it has hooks
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
+        for name in registry.names("hookspecs"):
+            with contextlib.suppress(PluginError):  # which the registry remembers, as the state of that plugin
+                self._manager.add_hookspecs(registry.load(name, "hookspecs"))
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -131,12 +131,13 @@ class HookManager:
     def _ask(self, name: str, chosen: list[pluggy.HookImpl], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
         """The answers, one function after the other, so that each of them, and each exception, has an owner."""
         answers = []
+        may_raise = getattr(getattr(self._manager.hook, name).spec.function, "slapo_may_raise", KeyboardInterrupt)
         for each in chosen:
             values, label = [arguments[argument] for argument in each.argnames], self._active[each.plugin_name]
             try:
                 answer = each.function(*values)
                 answer = list(answer) if isinstance(answer, Iterator) else answer
-            except (KeyboardInterrupt, _MAY_RAISE.get(name, KeyboardInterrupt)):
+            except (KeyboardInterrupt, may_raise):
                 raise
             except BaseException as error:  # SystemExit of a plugin must not end the user's process
                 raise HookError(

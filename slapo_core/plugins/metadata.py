@@ -15,11 +15,11 @@ from packaging.utils import canonicalize_name
 
 from slapo_core.errors import UnusablePluginError
 from slapo_core.plugins.groups import (
-    CORE_COMMANDS,
     CORE_DISTRIBUTION,
     FIRST_PARTY,
     GROUP_PREFIX,
     KINDS,
+    Kind,
     is_identifier,
     noun,
     owner_of,
@@ -59,13 +59,13 @@ class Entry:
 
     @property
     def bare(self) -> str:
-        """``"shard"`` of ``"tp.shard"``; for kinds without namespaces the name itself."""
-        return self.name if self.namespace is None else self.name.rpartition(".")[2]
+        """``"shard"`` of ``"tp.shard"``; of a name without namespace the name itself."""
+        return self.name.rpartition(".")[2]
 
     @property
     def namespace(self) -> str | None:
-        """``"tp"`` of ``"tp.shard"``; None for kinds without namespaces."""
-        return self.name.partition(".")[0] if self.kind in KINDS and KINDS[self.kind].namespaced else None
+        """``"tp"`` of ``"tp.shard"``; None of a name without."""
+        return self.name.partition(".")[0] if "." in self.name else None
 
     @property
     def label(self) -> str:
@@ -145,8 +145,16 @@ def read_plugins(
         if plugin is not None:
             found[name] = plugin
         seen.add(name)
-    plugins = [_judge(plugin, found, disabled) for plugin in found.values()]
+    kinds = {**declared_kinds(found.values()), **KINDS}
+    plugins = [_judge(plugin, found, disabled, kinds) for plugin in found.values()]
     return tuple(sorted(_with_conflicts(plugins), key=lambda plugin: plugin.name))
+
+
+def declared_kinds(plugins: Iterable[Plugin]) -> dict[str, Kind]:
+    """The kinds that distributions declare, by name; of two that declare one, the project's own comes first."""
+    declared = [entry for plugin in plugins for entry in plugin.entries if entry.kind == "kinds"]
+    declared.sort(key=lambda entry: (entry.distribution in FIRST_PARTY, entry.distribution), reverse=True)
+    return {entry.name: Kind(base=entry.value) for entry in reversed(declared)}
 
 
 @functools.cache
@@ -175,24 +183,25 @@ def close_matches(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
 
 
-def name_violation(entry: Entry, installed: Collection[str] = ()) -> str | None:
+def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping[str, Kind] = KINDS) -> str | None:
     """Why a name may not be provided by its distribution; None if it may.
 
     Args:
         entry: the name.
         installed: the distributions whose namespaces are theirs, besides those of the project.
+        kinds: those of core, and those that are declared.
     """
-    if entry.kind == "hooks":
+    if entry.kind in ("hooks", "hookspecs", "renamed"):
         return None
-    if entry.kind not in KINDS:
+    if entry.kind not in kinds:
         group = entry.kind if entry.kind.startswith("slapo.") else GROUP_PREFIX + entry.kind
-        close = close_matches(entry.kind.rpartition(".")[2], KINDS) or ["primitives"]
+        close = close_matches(entry.kind.rpartition(".")[2], kinds) or ["primitives"]
         return f"unknown entry-point group '{group}'; did you mean '{GROUP_PREFIX}{close[0]}'?"
-    parts, namespaced = entry.name.split("."), KINDS[entry.kind].namespaced
+    parts, namespaced = entry.name.split("."), kinds[entry.kind].namespaced
     if not all(map(is_identifier, parts)) or len(parts) > 2 or (namespaced and len(parts) != 2):
         form = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
         return f"{noun(entry.kind)} name {entry.name!r} must be {form}"
-    owner = CORE_DISTRIBUTION if entry.kind == "commands" and entry.name in CORE_COMMANDS else owner_of(parts[0])
+    owner = owner_of(parts[0])
     if owner != entry.distribution and (owner in FIRST_PARTY or owner in installed):
         what = f"namespace '{parts[0]}' of {noun(entry.kind)}" if namespaced else noun(entry.kind)
         return f"{what} '{entry.name}' belongs to {owner}"
@@ -253,12 +262,12 @@ def _unmet_requirement(distribution: Distribution, core: str | None) -> str | No
     return None
 
 
-def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str]) -> Plugin:
+def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str], kinds: Mapping[str, Kind]) -> Plugin:
     """The state of a plugin as the user and the rules for names have it."""
     if plugin.name in disabled:
         remedy = f"remove {plugin.name} from {DISABLE}"
         return replace(plugin, state="disabled", reason=f"{DISABLE} names it", remedy=remedy)
-    violations = filter(None, (name_violation(entry, installed) for entry in plugin.entries))
+    violations = filter(None, (name_violation(entry, installed, kinds) for entry in plugin.entries))
     violation = next(violations, None) if plugin.usable else None
     if violation is None:
         return plugin
@@ -271,7 +280,7 @@ def _with_conflicts(plugins: Sequence[Plugin]) -> Iterator[Plugin]:
     providers: dict[tuple[str, str], dict[str, Plugin]] = defaultdict(dict)
     for plugin in plugins:
         for entry in plugin.entries if plugin.usable else ():
-            if entry.kind != "hooks":
+            if entry.kind not in ("hooks", "hookspecs"):
                 providers[entry.kind, entry.name][plugin.name] = plugin
     for plugin in plugins:
         lost = [entry for entry in plugin.entries if plugin.usable and len(providers[entry.kind, entry.name]) > 1]

@@ -8,7 +8,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import PluginError, UnknownNameError, UnusablePluginError
-from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, KINDS, noun, owner_of
+from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, KINDS, Kind, noun, owner_of
 from slapo_core.plugins.metadata import (
     DISABLE,
     LOCAL_VERSION,
@@ -26,6 +26,7 @@ from slapo_core.plugins.metadata import (
     Plugin,
     close_matches,
     core_version,
+    declared_kinds,
     name_violation,
     read_plugins,
 )
@@ -62,6 +63,7 @@ class Registry:
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, tuple[str, BaseException | None]] = {}
         self._indexed: tuple[int, _Index] | None = None
+        self.kinds: dict[str, Kind] = {**declared_kinds(self._installed), **KINDS}
 
     @classmethod
     def discover(
@@ -167,6 +169,9 @@ class Registry:
         """
         self.check_settings()
         index = self._index
+        if kind == "primitives" and name not in index.full[kind]:
+            former = index.full["renamed"].get(name)
+            name = former.value if former is not None else name
         full = name if name in index.full[kind] else index.meaning(kind, name)
         if full is None:
             raise self._missing(kind, name, path)
@@ -217,8 +222,8 @@ class Registry:
         name, owner = str(getattr(cls, "name", None)), cls if isinstance(cls, type) else type(cls)
         value = f"{owner.__module__}:{owner.__qualname__}"
         entry = Entry(kind, name, value, owner.__module__.partition(".")[0], LOCAL_VERSION)
-        violation = name_violation(entry, [plugin.name for plugin in self._installed])
-        violations = [violation] if violation is not None else class_violations(cls, entry)
+        violation = name_violation(entry, [plugin.name for plugin in self._installed], self.kinds)
+        violations = [violation] if violation is not None else class_violations(cls, entry, self.kinds[kind])
         if violations:
             raise UnusablePluginError(f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label)
         other = self._index.full[kind].get(name)
@@ -234,7 +239,7 @@ class Registry:
     @property
     def _index(self) -> _Index:
         if self._indexed is None or self._indexed[0] != len(self._local):
-            self._indexed = (len(self._local), _Index((*self._installed, *self._local_plugins())))
+            self._indexed = (len(self._local), _Index((*self._installed, *self._local_plugins()), self.kinds))
         return self._indexed[1]
 
     def _local_plugins(self) -> Iterator[Plugin]:
@@ -253,7 +258,7 @@ class Registry:
         cause = None
         try:
             loaded = pkgutil.resolve_name(entry.value if ":" in entry.value else f"{entry.value}:")
-            reason = "; ".join(class_violations(loaded, entry))
+            reason = "; ".join(class_violations(loaded, entry, self.kinds[entry.kind]))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like must not end the user's process
@@ -319,10 +324,13 @@ class _Index:
     """The names of usable plugins: full name -> entry, and bare name -> full names, of each kind."""
 
     plugins: Sequence[Plugin]
-    full: dict[str, dict[str, Entry]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
-    bare: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    kinds: Iterable[str]
+    full: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    bare: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.full = {kind: {} for kind in self.kinds}
+        self.bare = {kind: {} for kind in self.kinds}
         usable = [entry for plugin in self.plugins if plugin.usable for entry in plugin.entries]
         lost = {entry for plugin in self.plugins for entry in plugin.lost}
         for entry in sorted(set(usable) - lost, key=lambda entry: (entry.name, entry.distribution)):
@@ -330,7 +338,9 @@ class _Index:
         for kind, entries in self.full.items():
             for entry in sorted(entries.values(), key=lambda entry: entry.bare):
                 self.bare[kind][entry.bare] = (*self.bare[kind].get(entry.bare, ()), entry.name)
-        self.namespaces = tuple(sorted({entry.namespace for entry in usable if entry.namespace}))
+        self.namespaces = tuple(
+            sorted({entry.namespace for entry in usable if entry.namespace and entry.kind == "primitives"})
+        )
 
     def meaning(self, kind: str, bare: str) -> str | None:
         """Return the full name of a bare one; None if unknown or ambiguous.
@@ -343,17 +353,19 @@ class _Index:
         return full[0]
 
 
-def class_violations(loaded: Any, entry: Entry) -> list[str]:
+def class_violations(loaded: Any, entry: Entry, kind: Kind) -> list[str]:
     """Every rule of its kind that a loaded object breaks, in words.
 
     Args:
         loaded: the object of the entry point.
-        entry: the entry point, of a kind in `KINDS`.
+        entry: the entry point.
+        kind: its kind.
     """
-    declared = KINDS[entry.kind].base
-    if declared is None:
+    if kind.holds == "module":
         return [] if isinstance(loaded, ModuleType) else [f"must be a module (got {loaded!r})"]
-    base = pkgutil.resolve_name(declared)
+    if kind.holds == "function":
+        return [] if inspect.isfunction(loaded) else [f"must be a function (got {loaded!r})"]
+    base = pkgutil.resolve_name(kind.base)
     is_class = isinstance(loaded, type)
     if not (is_class and issubclass(loaded, base)):
         got = f"class {loaded.__qualname__}" if is_class else f"an instance of {type(loaded).__qualname__}"

@@ -18,7 +18,7 @@ from slapo_core.plugins.manager import HookManager
 from slapo_core.primitive import Primitive, Record, check_primitive
 from slapo_core.schedule.history import History
 from slapo_core.schedule.records import caller_location, dump_records, fingerprint
-from slapo_core.schedule.sugar import bound_primitive
+from slapo_core.schedule.sugar import bound_primitive, bound_query
 from slapo_core.schedule.transaction import Transaction
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.render import explain_records, render_tree
@@ -101,10 +101,10 @@ class Schedule(OnRoot):
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
                 raise AttributeError(name)
-            return self.primitive_named(name, self.root, "")
+            return self.member_named(name, self.root, "")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.primitive_names()]
+        return [*super().__dir__(), *self.member_names()]
 
     def __str__(self) -> str:
         """Draw the module tree, repeated layers folded, with the steps at each module."""
@@ -352,13 +352,16 @@ class Schedule(OnRoot):
         self._history.check_in_force(what)
         return self._history.kept
 
-    def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
-        """Return ``target.<name>``, e.g. ``sch["fc"].shard``; ``where`` is the path or pattern of the target."""
+    def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Any:
+        """Return ``target.<name>``, a query or a primitive; ``where`` is the path or pattern of the target."""
+        if name in self.registry.names("queries"):
+            return bound_query(self, name, target, where)
         return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
 
-    def primitive_names(self) -> tuple[str, ...]:
-        """The bare names and namespaces that nodes know, e.g. ``("shard", ..., "tp")``."""
-        return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
+    def member_names(self) -> tuple[str, ...]:
+        """The queries, bare names and namespaces that nodes know, e.g. ``("find", ..., "shard", ..., "tp")``."""
+        registry = self.registry
+        return (*registry.names("queries"), *registry.bare_names("primitives"), *registry.namespaces())
 
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
         """Load what a plugin provides under a name; see :meth:`slapo_core.node.Node.plugin`."""

@@ -187,10 +187,10 @@ class TreeNode(OnNodes):
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_"):
                 raise AttributeError(name)
-            return self._tree.owner.primitive_named(name, self, self.path)
+            return self._tree.owner.member_named(name, self, self.path)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._tree.owner.primitive_names()]
+        return [*super().__dir__(), *self._tree.owner.member_names()]
 
     def __repr__(self) -> str:
         module = self._tree.index.modules.get(self.path)

@@ -222,10 +222,10 @@ class NodeGroup(OnNodes):
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_"):
                 raise AttributeError(name)
-            return self.nodes[0]._tree.owner.primitive_named(name, self, self.pattern)
+            return self.nodes[0]._tree.owner.member_named(name, self, self.pattern)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.nodes[0]._tree.owner.primitive_names()]
+        return [*super().__dir__(), *self.nodes[0]._tree.owner.member_names()]
 
     def __repr__(self) -> str:
         return f"<Group '{self.pattern}': {len(self)} nodes>"

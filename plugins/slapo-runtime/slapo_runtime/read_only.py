@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ApplyError
+from slapo_core.schedule.sugar import bound_query
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.tree import Tree, tree_of_copy
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from slapo_core.mesh import Mesh
     from slapo_core.node import Node
     from slapo_core.plugins.manager import HookManager
+    from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive, Record
     from slapo_core.schedule.schedule import Schedule
 
@@ -41,6 +43,10 @@ class ScheduledCopy:
     @property
     def records(self) -> tuple[Record, ...]:
         return self._schedule.records
+
+    @property
+    def registry(self) -> Registry:
+        return self._schedule.registry
 
     @property
     def hooks(self) -> HookManager:
@@ -78,11 +84,13 @@ class ScheduledCopy:
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
         return self._schedule.plugin_named(kind, name, path)
 
-    def primitive_names(self) -> tuple[str, ...]:
-        return self._schedule.primitive_names()
+    def member_names(self) -> tuple[str, ...]:
+        return self._schedule.member_names()
 
-    def primitive_named(self, name: str, target: Any, where: str) -> Callable[..., Any]:
-        if name not in self.primitive_names():
+    def member_named(self, name: str, target: Any, where: str) -> Callable[..., Any]:
+        if name in self.registry.names("queries"):
+            return bound_query(self, name, target, where)
+        if name not in self.member_names():
             raise AttributeError(name)
         raise self._is_read(f"apply {name} at '{where}'")
 

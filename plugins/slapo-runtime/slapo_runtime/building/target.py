@@ -13,7 +13,6 @@ import torch
 from slapo_core.accelerators import accelerator, device_of
 from slapo_core.dialect import BuildArguments
 from slapo_core.errors import ArgumentError, BuildError, HookError, OptimizerError, SealedError, SlapoError, TraceError
-from slapo_core.plugins.groups import CORE_DISTRIBUTION
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
 from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.pipeline.batches import InputSignature, bound_batch, in_mode
@@ -101,7 +100,7 @@ class Target:
     Args:
         dialect: the dialect.
         label: its plugin, e.g. ``"slapo-megatron 0.1.0"``.
-        is_own: whether it is slapo-core's: what its ``build`` raises is then the user's own, such as the optimizer's
+        is_own: whether it is slapo-runtime's: what its ``build`` raises is then the user's own, such as the optimizer's
             factory, and is not given another name.
     """
 
@@ -125,7 +124,7 @@ class Target:
             )
         entry = schedule.registry.resolve("dialects", name)
         dialect = schedule.registry.load(entry)
-        is_own = entry.distribution == CORE_DISTRIBUTION
+        is_own = entry.distribution == "slapo-runtime"
         with _blamed(entry.label, name, "__init__", is_own=is_own):
             target = cls(dialect(), entry.label, is_own)
         schedule.hooks.activate(entry.distribution, version=entry.version)

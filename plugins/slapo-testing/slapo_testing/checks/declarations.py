@@ -10,7 +10,7 @@ from typing import Any
 
 from slapo_core.errors import PluginError, SerializationError
 from slapo_core.plugins import current_registry
-from slapo_core.plugins.groups import GROUP_PREFIX
+from slapo_core.plugins.groups import GROUP_PREFIX, KINDS
 from slapo_core.plugins.metadata import LOCAL_VERSION, Entry
 from slapo_core.plugins.registry import class_violations
 from slapo_core.primitive import Primitive
@@ -121,7 +121,7 @@ def require_entry_point(cls: Any, kind: str) -> None:
 
 
 def _hold(cls: Any, entry: Entry, declaration: str) -> None:
-    violations = class_violations(cls, entry)
+    violations = class_violations(cls, entry, KINDS[entry.kind])
     if violations:
         raise CheckError(
             f"the class {cls.__qualname__} and its entry point '{entry.name}' do not agree",
