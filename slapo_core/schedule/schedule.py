@@ -356,7 +356,7 @@ class Schedule(OnRoot):
         """Return ``target.<name>``, a query or a primitive; ``where`` is the path or pattern of the target."""
         if name in self.registry.names("queries"):
             return bound_query(self, name, target, where)
-        return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
+        return bound_primitive(self.registry, name, target, where)
 
     def member_names(self) -> tuple[str, ...]:
         """The queries, bare names and namespaces that nodes know, e.g. ``("find", ..., "shard", ..., "tp")``."""
