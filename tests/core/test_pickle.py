@@ -15,7 +15,7 @@ import slapo_core as slapo
 from slapo_core.edit import Edit
 from slapo_core.node import Node
 from slapo_core.tree.forward import ModuleForward
-from tests.core.small_models import MLP
+from slapo_testing.models import MLP
 from tests.messages import Messages
 
 
