@@ -19,7 +19,7 @@ from slapo_core.errors import SerializationError
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.edit import Forward, HookKind
+    from slapo_core.observers import Forward, HookKind
     from slapo_graph.match import Graph
 
 

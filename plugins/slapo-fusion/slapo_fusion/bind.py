@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
-from slapo_core.edit import goes_around
+from slapo_core.observers import goes_around
 from slapo_fusion.kernels import (
     Bound,
     Kernel,

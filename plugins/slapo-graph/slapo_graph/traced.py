@@ -16,7 +16,7 @@ from torch import nn
 from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
 from slapo_core.observers import PATCHING
 from slapo_core.tree.forward import ModuleForward
-from slapo_core.tree.structure import structure
+from slapo_core.tree.index import structure
 from slapo_graph import regions
 from slapo_graph.arguments import MISSING, Parameters, forms
 from slapo_graph.diagnostics import refusal
