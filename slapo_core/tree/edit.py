@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ApplyError, TraceError
+from slapo_core.errors import ApplyError
 from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.tree.assignment import gradient_hooks
+from slapo_core.tree.forward import FORWARD, ChangeBelow, ReplacedForward
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
     AddHook,
@@ -21,9 +22,10 @@ from slapo_core.tree.journal import (
     Entry,
     ReplaceModule,
     SetAttribute,
-    SetGraph,
+    SetForward,
     SetLayout,
     SetRequiresGrad,
+    SetState,
     SetTensor,
     WrapForward,
 )
@@ -34,10 +36,9 @@ if TYPE_CHECKING:
     from slapo_core.primitive import Primitive
     from slapo_core.tree.node import Node
     from slapo_core.tree.tree import Tree
-    from slapo_graph.match import Graph
 
 
-_OF_CALLS = (AddHook, WrapForward, SetGraph, ReplaceModule)
+_OF_CALLS = (AddHook, WrapForward, SetForward, ReplaceModule)
 """Edits that are noticed where a module is called, and nowhere else."""
 
 
@@ -144,7 +145,7 @@ class Edit:
         self._do(node, entry)
 
     def add_module(self, node: Node, name: str, module: nn.Module) -> Node:
-        """Give a traced module another child, for its graph to call.
+        """Give a module another child, for the forward that is set in place of its own to call.
 
         Args:
             node: the module.
@@ -208,14 +209,29 @@ class Edit:
         """
         self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active, inside))
 
-    def set_graph(self, node: Node, graph: Graph) -> None:
-        """Run a static graph instead of the module's forward.
+    def set_forward(self, node: Node, forward: Forward) -> None:
+        """Run a function in place of the module's forward; what steps wrapped around the forward stays around it.
 
         Args:
-            node: the module; what steps wrapped around its forward stays around the graph.
-            graph: never changed once it is here: another one comes in its place.
+            node: the module.
+            forward: takes the module first, and holds no module, so that a deep copy of the model runs on itself. A
+                :class:`~slapo_core.tree.forward.ReplacedForward` is told what later steps change below the module.
         """
-        self._do(node, SetGraph(self._tree.calls, node.module, graph))
+        self._do(node, SetForward(self._tree.calls, node.module, forward))
+
+    def set_state(self, node: Node, key: str, value: Any) -> None:
+        """Keep a value for the module, which ``node.state[key]`` gives until the step is undone.
+
+        Args:
+            node: the module.
+            key: e.g. ``"acme.plan"``.
+            value: not a module of the model, nor anything that holds one; None removes the value.
+        """
+        if key == FORWARD:
+            raise ApplyError(f"'{FORWARD}' is the key of set_forward", path=node.path, hint="take another key")
+        self._do(node, SetState(self._tree.calls, node.module, key, value))
+
+    set_graph = set_forward  # until slapo-graph calls set_forward
 
     def set_attribute(self, node: Node, name: str, value: Any) -> None:
         """Set a plain attribute of the module, such as ``num_heads``."""
@@ -315,65 +331,28 @@ class Edit:
             self._after_edit(len(self.entries))
 
     def follow(self, first: int) -> None:
-        """Record the graphs above the modules changed since edit ``first`` again.
+        """Tell the forwards that steps set above the modules changed since edit ``first``.
 
         Raises:
-            ApplyError: one of them was rewritten, and that cannot be repeated, or it calls the module no more; not
-                where tensors were changed too: another step will follow, e.g. the collective of a split layer.
+            ApplyError: one of them cannot take up the change.
         """
+        done = list(zip(self._paths[first:], self.entries[first:], strict=True))
         wrapped = {
             path
-            for path, entry in zip(self._paths[first:], self.entries[first:], strict=True)
+            for path, entry in done
             if isinstance(entry, WrapForward) and entry.active and goes_around(entry.wrapper)
         }
-        traced = {
-            path: entry.graph
-            for path, entry in zip(self._paths[first:], self.entries[first:], strict=True)
-            if isinstance(entry, SetGraph)
-        }
-        is_waiting = any(isinstance(entry, SetTensor) for entry in self.entries[first:])
-        done = zip(self._paths[first:], self.entries[first:], strict=True)
+        forwards = {path: entry.new for path, entry in done if isinstance(entry, SetForward)}
+        is_waiting = any(isinstance(entry, SetTensor) for _, entry in done)
         for path, is_call in dict.fromkeys((path, isinstance(entry, _OF_CALLS)) for path, entry in done):
             names = path.split(".") if path else []
             for depth in range(len(names) - 1, -1, -1):
-                above, below = ".".join(names[:depth]), ".".join(names[depth:])
-                module = self._tree.index.modules.get(above)
-                graph = self._tree.calls.graph(module) if module is not None else None
-                if module is None or graph is None:
-                    continue
-                where = f"'{above}'" if above else "the root"
-                opened = self._opened(graph, path, below) if path in wrapped else traced.get(path)
-                try:
-                    uncalled = graph.follow(module)
-                except TraceError as error:
-                    parted = graph.parted(module, opened, self._tree.index.modules[path]) if opened else None
-                    if parted is not None:
-                        self.set_graph(self._tree.node(above), parted[0])
-                        self.set_graph(self._tree.node(path), parted[1])
-                        continue
-                    if is_waiting:
-                        continue
-                    raise ApplyError(
-                        f"'{path}' is part of a rewritten region of the graph of {where}: {error.message}",
-                        path=path,
-                        hint="change the module first, and rewrite then",
-                    ) from error
-                if is_call and any(f"{below}.".startswith(f"{each}.") for each in uncalled):
-                    raise ApplyError(
-                        f"'{path}' is no longer called: the graph of {where} was rewritten; hooks and wrappers there "
-                        "would have no effect",
-                        path=path,
-                        hint="change the module first, and rewrite then",
-                    )
-                if opened is not None and path in wrapped:
-                    self.set_graph(self._tree.node(path), opened)
-
-    def _opened(self, graph: Graph, path: str, below: str) -> Graph | None:
-        """Record a graph for a module that was inlined in ``graph`` and becomes a call."""
-        module = self._tree.index.modules.get(path)
-        if module is None or self._tree.calls.graph(module) is not None:
-            return None
-        return graph.opened(below, module, lambda: self._tree.owner.example_call_of(path))
+                above, modules = ".".join(names[:depth]), self._tree.index.modules
+                forward = self._tree.calls.state(modules[above]).get(FORWARD) if above in modules else None
+                if isinstance(forward, ReplacedForward):
+                    node = self._tree.node(path) if path in modules else None
+                    change = ChangeBelow(path, node, is_call, path in wrapped, forwards.get(path), is_waiting)
+                    forward.take_up(change, self._tree.node(above), self)
 
     def _keep_hooks(self, node: Node, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Refuse to lose hooks registered on ``old``: only a tensor of its shape takes them over."""

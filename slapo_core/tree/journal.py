@@ -22,7 +22,7 @@ from slapo_core.private import (
     set_full_backward_flag,
 )
 from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks, TakenHook
-from slapo_core.tree.forward import CallChange, Calls, ModuleForward, Wrapping
+from slapo_core.tree.forward import FORWARD, CallChange, Calls, ModuleForward, ReplacedForward, Wrapping
 from slapo_core.tree.index import full_name
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from slapo_core.observers import Forward, HookKind
     from slapo_core.tree.tree import Tree
-    from slapo_graph.match import Graph
 
 __all__ = [
     "AddHook",
@@ -41,9 +40,10 @@ __all__ = [
     "Entry",
     "ReplaceModule",
     "SetAttribute",
-    "SetGraph",
+    "SetForward",
     "SetLayout",
     "SetRequiresGrad",
+    "SetState",
     "SetTensor",
     "TakenHook",
     "WrapForward",
@@ -175,19 +175,19 @@ class WrapForward(Entry):
         return f"forward wrapped by {name_of(self.wrapper)}{_if_inactive(self.active)}"
 
 
-class SetGraph(Entry):
-    """A static graph in place of the forward; wrappers stay around the graph.
+class SetForward(Entry):
+    """A function in place of the forward; wrappers stay around it.
 
     Args:
         calls: where it is noted.
         module: whose forward it is.
-        graph: called like the forward, with the module first.
+        new: called like the forward, with the module first.
     """
 
-    def __init__(self, calls: Calls, module: nn.Module, graph: Graph) -> None:
-        self.calls, self.module, self.graph = calls, module, graph
-        self.base = MethodType(graph, module)
-        self.graph_before: Graph | None = None
+    def __init__(self, calls: Calls, module: nn.Module, new: Forward) -> None:
+        self.calls, self.module, self.new = calls, module, new
+        self.base = MethodType(new, module)
+        self.old: Any = None
         self.base_before: Any = None
         self.forward: ModuleForward | None = None
         self.was_in_place = True
@@ -196,21 +196,38 @@ class SetGraph(Entry):
         if self.forward is None or (self.was_in_place and not self.forward.is_in_place):
             self.forward = ModuleForward.of(self.module)
         self.base_before = self.forward.set_base(self.base)
-        self.graph_before = self.calls.set_graph(self.module, self.graph)
+        self.old = self.calls.set_state(self.module, FORWARD, self.new)
 
     def undo(self) -> None:
         if self.forward is None:
             return
         self.was_in_place = self.forward.is_in_place
         self.forward.set_base(self.base_before)
-        self.calls.set_graph(self.module, self.graph_before)
+        self.calls.set_state(self.module, FORWARD, self.old)
 
     @property
     def changed(self) -> tuple[nn.Module, ...]:
         return (self.module,)
 
     def describe(self) -> str:
-        return f"forward runs {self.graph!r}"
+        return f"forward runs {repr(self.new) if isinstance(self.new, ReplacedForward) else name_of(self.new)}"
+
+
+class SetState(Entry):
+    """A value that a plugin keeps for a module."""
+
+    def __init__(self, calls: Calls, module: nn.Module, key: str, value: Any) -> None:
+        self.calls, self.module, self.key, self.new = calls, module, key, value
+        self.old: Any = None
+
+    def redo(self) -> None:
+        self.old = self.calls.set_state(self.module, self.key, self.new)
+
+    def undo(self) -> None:
+        self.calls.set_state(self.module, self.key, self.old)
+
+    def describe(self) -> str:
+        return f"state '{self.key}': {self.new!r}"
 
 
 def _if_inactive(active: bool) -> str:

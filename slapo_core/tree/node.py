@@ -11,6 +11,7 @@ from slapo_core.errors import PathError
 from slapo_core.layout import Layout
 from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
+from slapo_core.tree.forward import FORWARD, ReplacedForward
 from slapo_core.tree.index import full_name, shape_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from slapo_core.primitive import Primitive, Record
     from slapo_core.tree.selection import Selection
     from slapo_core.tree.tree import Tree
-    from slapo_graph.match import Graph
 
 
 class Node(OnNodes):
@@ -120,20 +120,29 @@ class Node(OnNodes):
         """
         forward = self.module.__dict__.get("forward")
         is_set = forward is not None and getattr(forward, "has_own", True)
-        return not self.is_traced and not is_set and all(map(goes_around, self.wrappers))
+        return not self.forward_is_replaced and not is_set and all(map(goes_around, self.wrappers))
 
     @property
-    def is_traced(self) -> bool:
-        """Whether a static graph runs as its forward."""
-        return self._tree.calls.graph(self.module) is not None
+    def forward_is_replaced(self) -> bool:
+        """Whether a step set something in place of the module's forward."""
+        return FORWARD in self.state
 
     @property
-    def graph(self) -> Graph | None:
+    def state(self) -> Mapping[str, Any]:
+        """What primitives keep for the module by ``edit.set_state``; what they set as its forward is ``"forward"``."""
+        return self._tree.calls.state(self.module)
+
+    # -- until slapo-graph publishes them as queries
+    is_traced = forward_is_replaced
+
+    @property
+    def graph(self) -> Any:
         """The static graph that runs as the module's forward; None if the module is not traced."""
-        graph = self._tree.calls.graph(self.module)
-        if graph is not None:
-            graph.look(self.module)
-        return graph
+        forward: Any = self.state.get(FORWARD)
+        if isinstance(forward, ReplacedForward):
+            forward.look(self.module)  # type: ignore[attr-defined]
+            return forward
+        return None
 
     @property
     def mesh(self) -> Mesh | None:

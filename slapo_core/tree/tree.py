@@ -18,7 +18,7 @@ from slapo_core.tree.selection import NodeGroup, close_matches, is_glob, matchin
 from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from slapo_core.primitive import Primitive, Record
     from slapo_core.tree.edit import Edit
     from slapo_core.tree.node import Node
-    from slapo_graph.match import Graph
 
 
 class Owner(Protocol):
@@ -222,7 +221,7 @@ class Tree:
 
 
 def tree_of_copy(copy: nn.Module, original: Tree, owner: Owner) -> Tree:
-    """Make a read-only tree: the copy's modules and tensors, the original's layouts, hooks and graphs.
+    """Make a read-only tree: the copy's modules and tensors, the original's layouts, hooks and forwards.
 
     Args:
         copy: a deep copy of the original's root.
@@ -249,8 +248,8 @@ class _CallsOfCopy(Calls):
     def hooks(self, module: nn.Module) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
         return self._original.calls.hooks(self._other(module))
 
-    def graph(self, module: nn.Module) -> Graph | None:
-        return self._original.calls.graph(self._other(module))
+    def state(self, module: nn.Module) -> Mapping[str, Any]:
+        return self._original.calls.state(self._other(module))
 
     def _other(self, module: nn.Module) -> nn.Module:
         path = self._tree.index.path_of(module)

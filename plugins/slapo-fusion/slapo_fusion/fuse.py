@@ -180,7 +180,7 @@ class Fuse(Primitive):
             graph: Any = place.graph
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
             transform = Fusing(compiler, options, where)
-            edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
+            edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
 
 
 def slapo_cases() -> list[Case]:
