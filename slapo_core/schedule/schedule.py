@@ -437,6 +437,6 @@ class Schedule(OnRoot):
             raise ApplyError(
                 f"cannot {what} while a primitive is being applied: the edits would be recorded in another order than "
                 "they were made",
-                hint="in apply(self, node, edit): edit.apply(other_node, OtherPrimitive(...))",
+                hint="in apply(self, node, edit): OtherPrimitive(...).apply(other_node, edit)",
             )
         self._history.check_in_force(what)

@@ -106,7 +106,7 @@ class Transaction:
         self._admit = admit
         self._settle = settle
         self._provider = ("", "")
-        self._edit = Edit(tree, apply_inner=self._apply_inner, after_edit=after_edit)
+        self._edit = Edit(tree, after_edit=after_edit)
 
     def run(self, node: Node, primitive: Primitive, *, index: int, location: str) -> tuple[Node, Step]:
         """Apply ``primitive`` at ``node``.

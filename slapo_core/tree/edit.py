@@ -33,7 +33,6 @@ from slapo_core.tree.journal import (
 if TYPE_CHECKING:
     from slapo_core.layout import Layout
     from slapo_core.observers import Forward, HookKind
-    from slapo_core.primitive import Primitive
     from slapo_core.tree.node import Node
     from slapo_core.tree.tree import Tree
 
@@ -50,7 +49,6 @@ class Edit:
 
     Args:
         tree: the tree that is changed.
-        apply_inner: applies a primitive as part of this edit (given by the transaction).
         after_edit: called with the number of edits made so far after each one; the test kit raises from it.
     """
 
@@ -58,11 +56,9 @@ class Edit:
         self,
         tree: Tree,
         *,
-        apply_inner: Callable[[Node, Primitive, Edit], Node] | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> None:
         self._tree = tree
-        self._apply_inner = apply_inner
         self._after_edit = after_edit
         self._open = True
         self.entries: list[Entry] = []
@@ -259,12 +255,6 @@ class Edit:
                 hint="use another key, or edit.set_requires_grad" if key == "requires_grad" else "use another key",
             )
         self._do(node, Annotate(parameter, name, key, value))
-
-    def apply(self, node: Node, primitive: Primitive) -> Node:
-        """Apply another primitive as part of this one: checked as usual, recorded and undone with this one."""
-        if self._apply_inner is None:
-            raise ApplyError(f"{primitive.name} cannot be applied from here: this edit belongs to no transaction")
-        return self._apply_inner(node, primitive, self)
 
     def note(self, text: str) -> None:
         """Say why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
