@@ -62,11 +62,6 @@ class Node(OnNodes):
         return self._module
 
     @property
-    def name(self) -> str:
-        """The last level of the path: ``"query"`` of ``"attention.self.query"``."""
-        return self.path.rpartition(".")[2]
-
-    @property
     def aliases(self) -> tuple[str, ...]:
         """Other paths under which the same module is reachable."""
         return tuple(alias for alias, path in self._tree.index.all_aliases.items() if path == self.path)
