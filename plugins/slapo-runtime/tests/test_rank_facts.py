@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.describe import describe
+from slapo_core.tree.render import describe
 from slapo_runtime.ranks.rank_consistency import RankFact, checksum, describe_tensor, first_difference
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.mesh import declare_mesh
+from slapo_core.layout import declare_mesh
 from slapo_runtime.ranks.launcher import run_ranks
 from slapo_runtime.ranks.world import World
 
