@@ -13,7 +13,7 @@ from slapo_core.tree.node import Node
 from slapo_core.tree.tree import Tree, tree_of_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from slapo_core.layout import Mesh
@@ -35,6 +35,11 @@ class ScheduledCopy:
     def __init__(self, schedule: Schedule, model: nn.Module) -> None:
         self._schedule = schedule
         self.model = model
+
+    @property
+    def original(self) -> Schedule:
+        """The schedule whose model was copied."""
+        return self._schedule
 
     @property
     def mesh(self) -> Mesh | None:
@@ -65,17 +70,8 @@ class ScheduledCopy:
 
     # -- what nodes need --------------------------------------------------------------------------------------
 
-    def records_so_far(self) -> tuple[Record, ...]:
-        return self._schedule.records_so_far()
-
     def removal_of(self, path: str) -> Record | None:
         return self._schedule.removal_of(path)
-
-    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._schedule.example_call_of(path)
-
-    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        return self._schedule.example_calls_of(path)
 
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]:
         """Rewind the schedule's own model."""
@@ -99,9 +95,6 @@ class ScheduledCopy:
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         raise self._is_read(f"apply {primitive}")
-
-    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Any:
-        raise self._is_read("find")
 
     def _is_read(self, what: str) -> ApplyError:
         return ApplyError(f"cannot {what}: this is a read-only copy of the scheduled model")
