@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,7 @@ class Trace(Primitive):
                 relative = below.path.removeprefix(f"{node.path}.") if node.path else below.path
                 if not graph.leaves(below.module, relative):
                     continue  # a graph can hold its wrappers
-                inner = graph.opened(relative, below.module, below.example_call)
+                inner = graph.opened(relative, below.module, functools.partial(example_call, below))
                 if inner is not None:
                     edit.set_forward(below, inner)
                 closed = below.path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,7 +190,12 @@ class TracedForward(ReplacedForward):
         if change.is_wrapped:
             child = change.node
             is_own = child is not None and not child.forward_is_replaced
-            opened = self.opened(below, child.module, child.example_call) if child is not None and is_own else None
+            if child is not None and is_own:
+                from slapo_graph.example_calls import example_call
+
+                opened = self.opened(below, child.module, functools.partial(example_call, child))
+            else:
+                opened = None
         try:
             uncalled = self.follow(node.module)
         except TraceError as error:
