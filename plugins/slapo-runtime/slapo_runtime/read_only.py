@@ -10,7 +10,7 @@ from torch import nn
 from slapo_core.errors import ApplyError
 from slapo_core.schedule.sugar import bound_query
 from slapo_core.tree.node import Node
-from slapo_core.tree.tree import Tree, tree_of_copy
+from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ class ScheduledCopy:
 
     @functools.cached_property
     def _tree(self) -> Tree:
-        return tree_of_copy(self.model, self._schedule.tree, self)
+        return self._schedule.tree.of_copy(self.model, self)
 
     # -- what nodes need --------------------------------------------------------------------------------------
 
