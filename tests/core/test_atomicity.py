@@ -18,9 +18,9 @@ from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
 from slapo_testing import ModelSnapshot, assert_bit_identical
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
-from tests.core.edits import Call, Everything, Fault, Halve, HookAll, fault_after, pre_hook
-from tests.core.small_models import CNN, MLP, Frozen, Odd, Tied, bert
+from slapo_testing.models import CNN, MLP, Frozen, Odd, Tied, bert
 from tests.messages import Messages
+from tests.support.edits import Call, Everything, Fault, Halve, HookAll, fault_after, pre_hook
 
 
 def odd() -> nn.Module:

@@ -12,8 +12,9 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_testing.snapshot import ModelSnapshot
-from tests.core.edits import Call, HookAll, post_hook, wrapped
+from slapo_tp.preconditions import After
 from tests.messages import Messages
+from tests.support.edits import Call, HookAll, post_hook, wrapped
 
 EDITS: dict[str, Callable[[Any, Any], Any]] = {
     "set_parameter": lambda node, edit: edit.set_parameter(node, "weight", torch.zeros(2, 4)),

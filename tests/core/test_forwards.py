@@ -18,7 +18,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.tree.forward import ModuleForward, Wrapping
 from slapo_testing import ModelSnapshot, assert_bit_identical
-from tests.core.edits import Call
+from tests.support.edits import Call
 
 
 class Scale(nn.Module):

@@ -20,9 +20,9 @@ from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_testing import ModelSnapshot, assert_bit_identical
 from slapo_testing.fixtures import isolated_registry  # noqa: F401 - a fixture
-from tests.core.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
-from tests.core.small_models import MLP, Block
+from slapo_testing.models import MLP, Block
 from tests.messages import Messages
+from tests.support.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 """Of the mesh: on one rank the steps below have nothing to do."""

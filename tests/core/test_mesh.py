@@ -14,7 +14,7 @@ import slapo_core as slapo
 from slapo_core.errors import MeshError
 from slapo_core.layout import Mesh, declare_mesh
 from slapo_runtime.ranks.launcher import run_ranks
-from tests.core.small_models import MLP
+from slapo_testing.models import MLP
 from tests.messages import Messages
 
 
