@@ -12,7 +12,6 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_testing.snapshot import ModelSnapshot
-from slapo_tp.preconditions import After
 from tests.messages import Messages
 from tests.support.edits import Call, HookAll, post_hook, wrapped
 

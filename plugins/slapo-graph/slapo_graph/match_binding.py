@@ -12,10 +12,9 @@ from slapo_graph.finding import find_in, first_graph, how_to_open, how_to_search
 from slapo_graph.match import Match
 
 if TYPE_CHECKING:
+    from slapo_core import Node, Schedule
     from slapo_core.primitive import Primitive
     from slapo_core.schedule.history import History
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import Node
     from slapo_graph.patterns.pattern import GraphPattern
 
 
