@@ -33,12 +33,14 @@ class Node(OnNodes):
 
     Attributes that are not listed here are primitives: ``node.shard("weight", axis=0)`` is
     ``node.apply(Shard("weight", axis=0))``, and ``node.tp.shard(...)`` names the namespace too.
+
+    Attributes:
+        path: from the root, e.g. ``"encoder.layer.0"``; ``""`` for the root.
     """
 
     __slots__ = ("_generation", "_module", "_tree", "path")
 
     path: str
-    """The path from the root, e.g. ``"encoder.layer.0"``; ``""`` for the root."""
 
     def __init__(self, tree: Tree, path: str) -> None:
         self._tree = tree

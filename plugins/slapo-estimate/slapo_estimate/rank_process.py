@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core
+from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
+from slapo_core.internals import buffers_of
 from slapo_core.private import (
     FakeStore,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
     attention_of_cuda,
-    buffers_of,
     tree_map_only,
 )
-from slapo_core.tree.edit import Edit
 from slapo_estimate.assumptions import Assumptions
 from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.results import RankEstimate
@@ -42,7 +42,7 @@ from slapo_runtime.weights.correspondence import Correspondence
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_estimate.device import DeviceSpec
     from slapo_estimate.source import Source
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
-from slapo_core.tree.selection import is_regular_expression
 from slapo_graph.example_calls import example_calls
 from slapo_graph.match import Match
 from slapo_graph.traced import graph_of
@@ -16,9 +15,8 @@ from slapo_graph.traced import graph_of
 if TYPE_CHECKING:
     from torch import fx
 
+    from slapo_core import Node, Schedule
     from slapo_core.plugins.registry import Registry
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import Node
     from slapo_graph.patterns.pattern import Found, GraphPattern
 
 
@@ -181,7 +179,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
         untraced=tuple(untraced),
         closed=opaque_calls(searched),
         hooked=hooked_calls(searched),
-        expression=next(filter(is_regular_expression, globs), None),
+        expression=next((glob for glob in globs if set(glob) & set("\\()|^$+")), None),
     )
 
 

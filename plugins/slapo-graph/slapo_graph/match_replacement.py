@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Edit, Node
 from slapo_core.primitive import Violation
 from slapo_core.primitives.replacement import named_tensors, set_mode, set_tensor, type_of
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
 from slapo_graph.match import Match, by_place
 from slapo_graph.traced import graph_of
 

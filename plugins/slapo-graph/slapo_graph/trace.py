@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Edit, Node
 from slapo_core.errors import PathError, SlapoError, TraceError
+from slapo_core.internals import children_of
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
-from slapo_core.private import children_of
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
 from slapo_graph.example_calls import example_call, example_calls
 from slapo_graph.protocol import Untraceable
 from slapo_graph.traced import graph_of
@@ -101,12 +100,12 @@ class Trace(Primitive):
 
     def _trace(self, node: Node, path: str, calls: Mapping[str, Call], edit: Edit) -> None:
         """Set the graph of ``node``, which lies at ``path`` from where the primitive is applied."""
-        from slapo_core.tree.forward import ModuleForward
+        from slapo_core.internals import forwards
         from slapo_graph.leaves import Leaves, is_predefined
         from slapo_graph.traced import TracedForward
 
         tracer = node.plugin("tracers", self.tracer)()
-        forward = ModuleForward.of(node.module).bottom
+        forward = forwards.ModuleForward.of(node.module).bottom
         leaves = Leaves(self._leaves(), self.flatten, path)
         peer = next((graph for graph in _graphs_of_peers(node) if isinstance(graph, TracedForward)), None)
         pool = peer.pool if peer is not None else None

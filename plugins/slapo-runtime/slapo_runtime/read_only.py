@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from slapo_core import Node
 from slapo_core.errors import ApplyError
 from slapo_core.schedule.sugar import bound_query
-from slapo_core.tree.node import Node
-from slapo_core.tree.tree import Tree, tree_of_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from slapo_core import Schedule
     from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
     from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive, Record
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import Node
+    from slapo_core.tree.tree import Tree
 
 
 class ScheduledCopy:
@@ -66,7 +65,7 @@ class ScheduledCopy:
 
     @functools.cached_property
     def _tree(self) -> Tree:
-        return tree_of_copy(self.model, self._schedule.tree, self)
+        return self._schedule.tree.of_copy(self.model, self)
 
     # -- what nodes need --------------------------------------------------------------------------------------
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from slapo_core import Schedule, create_schedule
 from slapo_core.errors import ReplayError, SerializationError, SlapoError, UnknownNameError
+from slapo_core.internals import module_index
 from slapo_core.primitive import Record
 from slapo_core.private import apply_to_tensors
-from slapo_core.schedule.creation import create_schedule
-from slapo_core.schedule.schedule import Schedule
-from slapo_core.tree.index import made_beforehand
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -51,7 +50,7 @@ def copy_model(
         made = _made(tensor, dtype, shares_memory=shares_memory)
         if made is not None:
             memo[id(tensor)] = made
-    memo |= {key: made for key, made in made_beforehand(model).items() if key not in memo}
+    memo |= {key: made for key, made in module_index.made_beforehand(model).items() if key not in memo}
     copied = copy.deepcopy(model, memo)
     for name, parameter in copied.named_parameters(remove_duplicate=False):
         original = model.get_parameter(name)
@@ -251,7 +250,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
 
 def _register(primitives: Mapping[type[Primitive], None]) -> None:
     """Register primitives that a script registered or applied as values."""
-    from slapo_core.plugins import current_registry
+    from slapo_core.internals import current_registry
 
     registry = current_registry()
     for cls in primitives:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError
-from slapo_core.private import parameters_of, write_count
+from slapo_core.internals import parameters_of
+from slapo_core.private import write_count
 
 if TYPE_CHECKING:
     import torch

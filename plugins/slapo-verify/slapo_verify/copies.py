@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slapo_core import Schedule
 from slapo_core.errors import ApplyError, SerializationError
+from slapo_core.internals import buffers_of, hooks_of, parameters_of
 from slapo_core.primitive import Record
-from slapo_core.private import apply_to_tensors, buffers_of, hooks_of, parameters_of, refresh_flat_weights
+from slapo_core.private import apply_to_tensors, refresh_flat_weights
 from slapo_core.schedule.records import primitive_to_json
-from slapo_core.schedule.schedule import Schedule
 from slapo_runtime.schedule_copies import (
     Step,
     copy_model,

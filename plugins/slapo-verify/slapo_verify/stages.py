@@ -23,8 +23,8 @@ from slapo_verify.phases import Caller, Runner
 from slapo_verify.tolerance import marks
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
     from slapo_verify.trials import ReferenceRun, Trials
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core import Schedule
 from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
-from slapo_core.schedule.schedule import Schedule
 from slapo_runtime.building.agreement import agree, synchronized_rng
 from slapo_runtime.building.request import Request
 from slapo_runtime.building.target import Arguments, Target, stages_of_build

@@ -25,7 +25,7 @@ from slapo_runtime.ranks.world import together
 from slapo_runtime.weights.gradients import GradientClipper, TiedGradients
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.building.target import Arguments
     from slapo_runtime.partition import Output, Partition
     from slapo_runtime.request import BuildRequest, StagedModel

@@ -19,8 +19,8 @@ from slapo_runtime.pipeline.batches import InputSignature, bound_batch, in_mode
 from slapo_runtime.pipeline.stages import Staged, needing, staged
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.dialect import Dialect, Engine, Plan
-    from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.partition import Output
     from slapo_runtime.request import BuildRequest
 

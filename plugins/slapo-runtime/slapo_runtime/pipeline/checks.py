@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.private import buffers_of, parameters_of, write_count
-from slapo_core.tree.index import walk
+from slapo_core.internals import buffers_of, module_index, parameters_of
+from slapo_core.private import write_count
 from slapo_runtime.partition import Liveness, Partition, Stage
 
 # Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.
@@ -18,7 +18,7 @@ from slapo_runtime.partition import Liveness, Partition, Stage
 
 def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer under each of its names."""
-    for path, module in walk(model):
+    for path, module in module_index.walk(model):
         prefix = f"{path}." if path else ""
         for table in (parameters_of(module), buffers_of(module)):
             yield from ((f"{prefix}{name}", tensor) for name, tensor in table.items() if tensor is not None)

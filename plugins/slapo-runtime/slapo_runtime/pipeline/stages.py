@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, HookError
-from slapo_core.private import buffers_of, children_of, non_persistent_buffers_of, parameters_of, pytree
+from slapo_core.internals import buffers_of, children_of, parameters_of
+from slapo_core.private import non_persistent_buffers_of, pytree
 from slapo_runtime.partition import Liveness, Partition, Stage
 from slapo_runtime.pipeline.batches import bound_batch, in_mode
 from slapo_runtime.pipeline.checks import (
@@ -23,7 +24,7 @@ from slapo_runtime.pipeline.checks import (
 )
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.read_only import ScheduledCopy
 
 

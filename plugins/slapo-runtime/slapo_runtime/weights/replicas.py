@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slapo_core.errors import RankMismatchError, ReplicaError
+from slapo_core.internals import describe
 from slapo_core.layout import DATA_DIMS
-from slapo_core.tree.render import describe
 from slapo_runtime.ranks.rank_consistency import checksum
 from slapo_runtime.ranks.rng_state import restore, torch_states
 from slapo_runtime.ranks.world import World

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import RankFailedError, VerifyError
-from slapo_core.private import hooks_of, tree_leaves
+from slapo_core.internals import hooks_of
+from slapo_core.private import tree_leaves
 from slapo_runtime.ranks.launcher import run_ranks
 from slapo_testing.bench import Bench, build_inputs, build_model, call, prepare
 from slapo_testing.case import Case, made
