@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from slapo_core.node import Node
     from slapo_core.primitive import Record, Violation
-    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 __all__ = [
     "BuildArguments",
@@ -123,9 +123,9 @@ class Dialect(ABC):
         name: what users pass as ``build(sch, target=...)``.
         supports: the mesh dimensions the runtime can run, e.g. ``frozenset({"dp", "tp"})``; ``build`` refuses larger
             ones than 1 that are not among them.
-        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``request.materialize()``, because
+        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``context.materialize()``, because
             it partitions them as they come. Otherwise they all have their values before it is called.
-        accumulates: whether a training step of the engine takes ``request.micro_batches(batch)`` one after the other;
+        accumulates: whether a training step of the engine takes ``context.micro_batches(batch)`` one after the other;
             ``build(..., accumulate=2)`` is refused otherwise.
     """
 
@@ -178,12 +178,12 @@ class Dialect(ABC):
         return tuple(stage * pp // stages for stage in range(stages))
 
     @abstractmethod
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
         """Hand the scheduled model to the runtime.
 
         Args:
             plan: what :meth:`plan` gave; all ranks have the same.
-            request: the model, its state, and the user's arguments of ``build``.
+            context: the model, its state, and the user's arguments of ``build``.
         """
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Shard
 
 import slapo_core as slapo
 from slapo_core.layout import Layout
-from slapo_runtime.state import TensorShard
+from slapo_runtime.storage import TensorShard
 
 __all__ = ["InMemory", "Odd", "laid_out"]
 

@@ -22,10 +22,11 @@ from slapo_core.tree.node import TreeNode
 from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
+from slapo_runtime.context import BuildContext
 from slapo_runtime.native.dialect import TorchDialect
 from slapo_runtime.native.engine import TorchEngine
-from slapo_runtime.request import BuildRequest
-from slapo_runtime.state import LiveTensor, ModelState
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import LiveTensor
 from slapo_tp.preconditions import After, Distributed, Divisible
 from slapo_tune.sampler import SearchSpace
 from slapo_verify import VerifyReport
@@ -63,7 +64,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
         "Dialect",
         "Plan",
         "ScheduledModel",
-        "BuildRequest",
+        "BuildContext",
         "ModelState",
         "LiveTensor",
         "hookimpl",
@@ -74,7 +75,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing tracers": ("Tracer", "Recorded", "Guard", "Flag", "Untraceable", "check"),
 }
 _HOMES = {
-    "slapo_runtime.building": "Building and training",
+    "slapo_runtime.build": "Building and training",
     "slapo_runtime.native": "Building and training",
     "slapo_verify": "Verifying",
     "slapo_core.schedule": "Scheduling",
@@ -84,7 +85,7 @@ _HOMES = {
 _BESIDE = {
     cls.__name__: cls
     for cls in (
-        After, BuildRequest, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
+        After, BuildContext, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
         ScheduledModel, SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
     )
 }  # fmt: skip

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.tree.tree import Tree
-    from slapo_runtime.state import Placement
+    from slapo_runtime.storage import Placement
 
 
 class TensorTable:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.building.batches import micro_batches
+from slapo_runtime.batches import micro_batches
 from slapo_runtime.native.dialect import TorchDialect
 from slapo_runtime.native.pipeline.runner import Runner
 from slapo_runtime.native.pipeline.schedules import SCHEDULES, schedule_named, schedule_of

@@ -42,8 +42,8 @@ from slapo_core.private import (
 )
 from slapo_estimate.rank_process import Request, estimate_rank
 from slapo_estimate.source import Functions
+from slapo_runtime.launcher import run_process, run_ranks
 from slapo_runtime.native import private as native
-from slapo_runtime.ranks.launcher import run_process, run_ranks
 from tests.estimation.models import adam, make_net, split
 from tests.private_names import private_names
 

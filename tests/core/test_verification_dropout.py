@@ -14,7 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.edit import Edit
 from slapo_core.node import Node
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_verify.dropout import Draw, compare_draws
 from tests.core import test_verification_ranks as mini
 from tests.messages import Messages

@@ -285,7 +285,7 @@ def broken(how: str) -> list[str]:
         if how == "the mean over replicas":
             patch.setattr(engine_module, "average_gradients", lambda *args, **kwargs: None)
         elif how == "the sum over ties":
-            from slapo_runtime.building.request import Request
+            from slapo_runtime.context import Request
 
             patch.setattr(Request, "sum_tied_gradients", lambda self: None)
         else:

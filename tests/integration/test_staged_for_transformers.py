@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.core.building_support import on_meta, real
 from tests.core.staged_support import build, in_turn
 

@@ -36,8 +36,8 @@ from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
 from slapo_estimate.training_step import pipeline_of, train, train_stages
 from slapo_estimate.values import Unknown, Values, is_followed
-from slapo_runtime.building.batches import micro_batches
-from slapo_runtime.weights.correspondence import Correspondence
+from slapo_runtime.batches import micro_batches
+from slapo_runtime.correspondence import Correspondence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

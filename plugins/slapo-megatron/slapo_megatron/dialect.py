@@ -13,7 +13,7 @@ from slapo_megatron.installation import check_device, require_device, require_me
 if TYPE_CHECKING:
     from slapo_core import Engine
     from slapo_core.dialect import BuildArguments, ScheduledModel
-    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.context import BuildContext
     from slapo_testing import DialectCase
 
 
@@ -131,18 +131,18 @@ class MegatronDialect(Dialect):
         check_stages(plan.config["model_parallel_config"], plan.config["microbatches"], stages, pp)
         return tuple(stage % pp for stage in range(stages))
 
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
         from slapo_megatron.groups.process_groups import given_back
 
-        require_device(request)
+        require_device(context)
         with given_back():
-            if request.stage_ranks:
+            if context.stage_ranks:
                 from slapo_megatron.pipeline.engine import PipelineEngine
 
-                return PipelineEngine(plan, request)
+                return PipelineEngine(plan, context)
             from slapo_megatron.single_stage import WholeEngine
 
-            return WholeEngine(plan, request)
+            return WholeEngine(plan, context)
 
 
 def slapo_cases() -> list[DialectCase]:

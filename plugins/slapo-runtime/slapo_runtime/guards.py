@@ -27,10 +27,8 @@ from slapo_core.private import ALL_HOOK_TABLES, active_ddp, is_functorch_wrapped
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, WrapForward
 from slapo_core.tree.journal.calls import TakenHook
-from slapo_runtime.consistency import refuse_if_incomplete
-from slapo_runtime.ranks.rank_consistency import RankFact, checksum, describe_tensor
-from slapo_runtime.ranks.rng_state import synchronize_and_warn
-from slapo_runtime.ranks.world import World
+from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
+from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
     from slapo_core.layout import Layout

@@ -11,7 +11,7 @@ from slapo_core.mesh import Mesh
 
 if TYPE_CHECKING:
     from slapo_runtime.partition import Value
-    from slapo_runtime.request import StagedModel
+    from slapo_runtime.stages import StagedModel
 
 
 def plan_of(dialect: Dialect, schedule: ScheduledModel, options: Mapping[str, Any], **given: Any) -> Plan:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from slapo_core.mesh import Mesh
     from slapo_deepspeed.state.flat_layout import Places
     from slapo_runtime.flat_shards import Place
-    from slapo_runtime.state import LiveTensor
+    from slapo_runtime.storage import LiveTensor
 
 
 class DeepSpeedTensors:

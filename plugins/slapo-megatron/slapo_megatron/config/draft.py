@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.dialect import ScheduledModel
     from slapo_core.primitive import Record
-    from slapo_runtime.request import StagedModel
+    from slapo_runtime.stages import StagedModel
 
 
 class StagesOf:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from slapo_core import Engine
     from slapo_core.dialect import ScheduledModel
+    from slapo_runtime.context import BuildContext
     from slapo_runtime.native.pipeline.runner import Runner
-    from slapo_runtime.request import BuildRequest, StagedModel
+    from slapo_runtime.stages import StagedModel
 
 
 _REPLICATED: dict[str, Any] = {
@@ -123,14 +124,14 @@ class TorchDialect(Dialect):
 
         average_gradients(parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
 
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
-        if request.stage_ranks:
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
+        if context.stage_ranks:
             from slapo_runtime.native.pipeline.engine import PipelineEngine
 
-            return PipelineEngine(plan, request)
+            return PipelineEngine(plan, context)
         from slapo_runtime.native.engine import TorchEngine
 
-        return TorchEngine(plan, request)
+        return TorchEngine(plan, context)
 
 
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core.errors import RankFailedError, VerifyError
 from slapo_core.private import hooks_of, tree_leaves
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_testing.bench import Bench, build_inputs, build_model, call, prepare
 from slapo_testing.case import Case, made
 from slapo_testing.check import CheckError, NotApplicable

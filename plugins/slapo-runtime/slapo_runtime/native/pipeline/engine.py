@@ -14,16 +14,16 @@ from slapo_runtime.engine import StatefulEngine
 from slapo_runtime.flat_shards import buckets
 from slapo_runtime.native.pipeline.runner import Runner
 from slapo_runtime.native.pipeline.schedules import schedule_of
-from slapo_runtime.rng_streams import advance, step_seed
-from slapo_runtime.stage_runner import StageCache
+from slapo_runtime.stage_runner import StageCache, advance, step_seed
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from slapo_core import Plan
+    from slapo_runtime.context import BuildContext
     from slapo_runtime.native.pipeline.stage import Work
     from slapo_runtime.partition import Partition
-    from slapo_runtime.request import BuildRequest, StagedModel
+    from slapo_runtime.stages import StagedModel
 
 
 @torch.no_grad()
@@ -171,28 +171,28 @@ class PipelineEngine(StatefulEngine):
 
     Args:
         plan: the plan of the build; ``plan.config`` holds the options of the pipeline.
-        request: from ``build``.
+        context: from ``build``.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest) -> None:
-        mesh = request.schedule.mesh
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
         assert mesh is not None
-        if request.accumulate > 1:
+        if context.accumulate > 1:
             raise BuildError(
-                f"a pipeline accumulates gradients over its micro-batches (got accumulate={request.accumulate})",
-                hint=f"microbatches={request.accumulate * plan.config['microbatches']}, and no accumulate",
+                f"a pipeline accumulates gradients over its micro-batches (got accumulate={context.accumulate})",
+                hint=f"microbatches={context.accumulate * plan.config['microbatches']}, and no accumulate",
             )
-        self.plan, self._request, self._mesh = plan, request, mesh
-        self._state = request.state
-        self.optimizer = request.make_optimizer()
-        self._ranks, self._rank = request.stage_ranks, mesh.rank("pp")
+        self.plan, self._context, self._mesh = plan, context, mesh
+        self._state = context.state
+        self.optimizer = context.make_optimizer()
+        self._ranks, self._rank = context.stage_ranks, mesh.rank("pp")
         self._count: int = plan.config["microbatches"]
         here = [live for live in self._state.tensors() if live.is_local]
         self._parameters = [live.tensor for live in here if live.is_parameter]
-        self._device = request.device or next((live.tensor.device for live in here), torch.device("cpu"))
+        self._device = context.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
-        self._forms = StageCache(request, self._count, self._axes, "", self._runner)
+        self._forms = StageCache(context, self._count, self._axes, "", self._runner)
         self._sent: dict[int, list[int]] = {}  # bytes, by stage
         self._part: nn.Module | None = None
         self._at = "nothing"  # of a step, for the message of an error
@@ -201,8 +201,8 @@ class PipelineEngine(StatefulEngine):
     def module(self) -> nn.Module:
         """This rank's part of the scheduled model; made when it is first asked for."""
         if self._part is None:
-            example = self._request.staged_example(self._count, axes=self._axes)
-            self._part = self._request.part(example.staged.partition)
+            example = self._context.staged_example(self._count, axes=self._axes)
+            self._part = self._context.part(example.staged.partition)
         return self._part
 
     @property
@@ -213,9 +213,9 @@ class PipelineEngine(StatefulEngine):
             BuildError: the engine is closed.
         """
         self._require_open()
-        return PipelineRuntime(self._passes, self._request.clip_gradients, self._sent)
+        return PipelineRuntime(self._passes, self._context.clip_gradients, self._sent)
 
-    # -- steps; documented in spec/engine.py ------------------------------------------------------------------
+    # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._require_open()
@@ -224,7 +224,7 @@ class PipelineEngine(StatefulEngine):
         loss = self._passes(batch, zero=self.optimizer)
         with self._closing(lambda: self._at):
             self._at = "clipping gradients"
-            norm = self._request.clip_gradients()
+            norm = self._context.clip_gradients()
             self._at = "the step of the optimizer"
             self.optimizer.step()
         return StepResult(loss, None, norm)
@@ -237,7 +237,7 @@ class PipelineEngine(StatefulEngine):
             gather_outputs: give the output for the whole batch, on every rank.
         """
         self._require_open()
-        with self._request.evaluating(batch):
+        with self._context.evaluating(batch):
             cut, runner = self._forms.of(batch, training=False)
             whole = self._whole(batch, runner.partition) if gather_outputs else runner.partition
             with self._closing(lambda: self._at):
@@ -263,7 +263,7 @@ class PipelineEngine(StatefulEngine):
         """Forward and backward of all micro-batches; gradients are those of the batch of all replicas then."""
         self._require_open()
         self._refuse_without_gradients()
-        with self._request.training(batch):
+        with self._context.training(batch):
             cut, runner = self._forms.of(batch, training=True)
             with self._closing(lambda: self._at):
                 if zero is not None:
@@ -278,7 +278,7 @@ class PipelineEngine(StatefulEngine):
                 replicas = self._mesh.group("dp")
                 if replicas is not None:
                     average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
-                self._request.sum_tied_gradients()
+                self._context.sum_tied_gradients()
                 for parameter, gradient in earlier:
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
@@ -301,7 +301,7 @@ class PipelineEngine(StatefulEngine):
 
     def _whole(self, batch: Any, partition: Partition) -> Partition:
         """Return the stages for the uncut batch, which say the shapes of the whole output."""
-        whole = self._request.staged(batch, 1, training=False, axes=self._axes).staged.partition
+        whole = self._context.staged(batch, 1, training=False, axes=self._axes).staged.partition
         if whole.output.names != partition.output.names:
             raise BuildError(
                 "the output of the whole batch has other tensors than that of a micro-batch: the outputs of the "

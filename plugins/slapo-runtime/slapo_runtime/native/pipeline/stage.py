@@ -15,7 +15,7 @@ from slapo_runtime.native.pipeline.split_backward import Watch, backward_of_inpu
 from slapo_runtime.native.pipeline.torch_pipelining import StageBase
 from slapo_runtime.native.private import storage_id
 from slapo_runtime.p2p_packing import check_sent
-from slapo_runtime.rng_streams import start_stream, was_used
+from slapo_runtime.stage_runner import start_stream, was_used
 
 if TYPE_CHECKING:
     from slapo_runtime.partition import Liveness, Partition, Value

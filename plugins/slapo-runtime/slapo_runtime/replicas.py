@@ -8,7 +8,7 @@ changes; a state dict has the first rank's values.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,16 +17,15 @@ import torch
 from slapo_core.describe import describe
 from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.mesh import DATA_DIMS
-from slapo_runtime.ranks.rank_consistency import checksum
-from slapo_runtime.ranks.rng_state import restore, torch_states
-from slapo_runtime.ranks.world import World
+from slapo_runtime.consistency import restore, torch_states
+from slapo_runtime.storage import InPlace, TorchOptimizer, optimizer_storage, sharded_over
 from slapo_runtime.weights.exchange import exchange_device, spread
-from slapo_runtime.weights.optimizer_storage import InPlace, TorchOptimizer, optimizer_storage, sharded_over
+from slapo_runtime.world import World, checksum, ranks_along
 
 if TYPE_CHECKING:
     from slapo_core.mesh import Mesh
-    from slapo_runtime.state import LiveTensor, OptimizerStorage, TensorStorage
-    from slapo_runtime.weights.correspondence import Correspondence
+    from slapo_runtime.correspondence import Correspondence
+    from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
 
 
 _Among = tuple[tuple[str, tuple[int, ...]], ...]
@@ -390,35 +389,3 @@ def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
         else:
             dist.broadcast(value, group_src=0, group=mesh.group(mesh_dim))
     return value
-
-
-def gather_along(mesh: Mesh, mesh_dim: str, value: T) -> list[T]:
-    """Gather the values of the ranks that differ from this one in their place along ``mesh_dim`` only.
-
-    A collective of the whole mesh.
-    """
-    with World(mesh) as world:
-        values = dict(zip(world.ranks, world.gather(value), strict=True))
-        row = next(ranks for ranks in ranks_along(mesh, (mesh_dim,)) if world.rank in ranks)
-        return [values[rank] for rank in row]
-
-
-def ranks_along(mesh: Mesh, over: Sequence[str], among: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[list[int]]:
-    """Group the global ranks along mesh dimensions: ``[[0, 1], [2, 3]]``.
-
-    Args:
-        mesh: one that runs.
-        over: the mesh dimensions.
-        among: for some of them, the only places along it that count.
-    """
-    assert mesh.device_mesh is not None
-    names = list(mesh.sizes)
-    axes = [names.index(mesh_dim) for mesh_dim in over]
-    grid = mesh.device_mesh.mesh
-    for mesh_dim, places in among:
-        grid = grid.index_select(names.index(mesh_dim), torch.tensor(places, device=grid.device))
-    grid = grid.movedim(axes, list(range(-len(axes), 0)))
-    length = 1
-    for size in grid.shape[len(names) - len(axes) :]:
-        length *= size
-    return [sorted(row) for row in grid.reshape(-1, length).tolist()]

@@ -9,8 +9,7 @@ import torch
 
 from slapo_core.describe import describe
 from slapo_core.errors import OptimizerError
-from slapo_runtime.ranks.rank_consistency import RankFact
-from slapo_runtime.ranks.world import World
+from slapo_runtime.world import RankFact, World
 
 if TYPE_CHECKING:
     from slapo_core.mesh import Mesh

@@ -12,10 +12,10 @@ from torch import nn
 from slapo_core.errors import HookError
 from slapo_core.private import buffers_of
 from slapo_core.tree.structure import made_beforehand, structure
+from slapo_runtime.batches import InputSignature
 from slapo_runtime.partition import Partition
-from slapo_runtime.pipeline.batches import InputSignature
-from slapo_runtime.pipeline.stages import Staged, staged
-from slapo_runtime.read_only import ScheduledCopy
+from slapo_runtime.schedule_copies import ScheduledCopy
+from slapo_runtime.stages import StagedModel, staged
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
@@ -30,7 +30,7 @@ class StagedCalls:
 
     Args:
         schedule: its model is in the mode in which it is to run whenever stages are asked for.
-        outputs: see :func:`~slapo_runtime.pipeline.stages.staged`.
+        outputs: see :func:`~slapo_runtime.stages.staged`.
         batch_axes: likewise.
         answers: shared by the copies of one model; None: its own.
     """
@@ -45,9 +45,9 @@ class StagedCalls:
     ) -> None:
         self._schedule, self._outputs, self._batch_axes = schedule, outputs, batch_axes
         self._answers = answers if answers is not None else Answers()
-        self._known: list[tuple[InputSignature, Staged | None]] = []
+        self._known: list[tuple[InputSignature, StagedModel | None]] = []
 
-    def of(self, inputs: Mapping[str, Any]) -> Staged | None:
+    def of(self, inputs: Mapping[str, Any]) -> StagedModel | None:
         """Return the stages for a call; None where no plugin cuts the model.
 
         Args:
@@ -74,11 +74,11 @@ class Answers:
     """Keep stages of one model's copies, to bind them to further copies."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Sequence[Record], Any, InputSignature, Staged]] = []
+        self._known: list[tuple[Sequence[Record], Any, InputSignature, StagedModel]] = []
 
     def of_copies(
         self, schedule: Schedule | ScheduledCopy, form: InputSignature, models: Sequence[nn.Module]
-    ) -> Staged | None:
+    ) -> StagedModel | None:
         """Return stages made of a copy with the same records and input signature.
 
         Args:
@@ -96,7 +96,7 @@ class Answers:
                     return dataclasses.replace(made, partition=bound)
         return None
 
-    def add(self, schedule: Schedule | ScheduledCopy, form: InputSignature, made: Staged) -> None:
+    def add(self, schedule: Schedule | ScheduledCopy, form: InputSignature, made: StagedModel) -> None:
         """Keep an answer."""
         self._known.append((schedule.records, structure(schedule.model), form, made))
 
@@ -114,7 +114,7 @@ class IsolatedStagedCalls:
     Args:
         schedule: says where to cut.
         model: a private copy of its model; the first stage is made of it.
-        answers: see :class:`~slapo_runtime.pipeline.calls.StagedCalls`.
+        answers: see :class:`~slapo_verify.stage_calls.StagedCalls`.
     """
 
     def __init__(self, schedule: Schedule, model: nn.Module, *, answers: Answers | None = None) -> None:
@@ -124,8 +124,8 @@ class IsolatedStagedCalls:
         self.copies: list[nn.Module] = []
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # what stands in a copy for a module of the model
 
-    def of(self, inputs: Mapping[str, Any]) -> Staged | None:
-        """As :meth:`slapo_runtime.pipeline.calls.StagedCalls.of`.
+    def of(self, inputs: Mapping[str, Any]) -> StagedModel | None:
+        """As :meth:`slapo_verify.stage_calls.StagedCalls.of`.
 
         Raises:
             HookError: a plugin says something else about another copy, too.
@@ -156,7 +156,7 @@ class IsolatedStagedCalls:
         stages = tuple(each.partition.stages[number] for number, each in enumerate(found) if each is not None)
         return dataclasses.replace(first, partition=dataclasses.replace(first.partition, stages=stages))
 
-    def take_back(self, staged: Staged) -> None:
+    def take_back(self, staged: StagedModel) -> None:
         """Give the model the buffers that its stages have put in the places of others."""
         for stage in staged.partition.stages[1:]:
             for name, buffer in stage.module.named_buffers():
@@ -174,7 +174,7 @@ def _around_the_same_tensors(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {**made_beforehand(model), **memo})
 
 
-def _as_data(staged: Staged) -> Any:
+def _as_data(staged: StagedModel) -> Any:
     """Return the stages' declaration, without modules."""
     partition: Partition = staged.partition
     stages = [(each.index, each.inputs, each.uses, each.makes, each.last) for each in partition.stages]

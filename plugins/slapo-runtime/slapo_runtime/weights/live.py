@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
 from slapo_core.private import parameters_of
 from slapo_core.schedule.schedule import Schedule
-from slapo_runtime.ranks.world import together
+from slapo_runtime.gradients import GradientClipper
+from slapo_runtime.state import ModelState
 from slapo_runtime.weights.checkpoint import as_written, writing
-from slapo_runtime.weights.checkpoint_files import export_plain, write_configurations
-from slapo_runtime.weights.gradients import GradientClipper
-from slapo_runtime.weights.state import TensorState
+from slapo_runtime.weights.files import export_plain, write_configurations
+from slapo_runtime.world import together
 
 if TYPE_CHECKING:
     import torch
 
 
-def live_state(schedule: Schedule, call: str) -> TensorState:
+def live_state(schedule: Schedule, call: str) -> ModelState:
     """Return the state of a schedule's model, by the reference model's names and shapes.
 
     Args:
@@ -48,12 +48,12 @@ def live_state(schedule: Schedule, call: str) -> TensorState:
                 hint="of a built model: engine.state_dict(), engine.load_state_dict(), build(..., max_grad_norm=1.0); "
                 f"of one that is trained without build: call {call} once before sch.seal()",
             )
-        state = kept[_STATE_KEY] = TensorState.of(schedule)
-    assert isinstance(state, TensorState)
+        state = kept[_STATE_KEY] = ModelState.of(schedule)
+    assert isinstance(state, ModelState)
     return state
 
 
-_STATE_KEY = "slapo_runtime.live"
+_STATE_KEY = "slapo_runtime.weights.live"
 
 
 def clip_grad_norm_(
@@ -102,7 +102,7 @@ def clip_grad_norm_(
     return norm
 
 
-_CLIPPER_KEY = "slapo_runtime.live.clipper"
+_CLIPPER_KEY = "slapo_runtime.weights.live.clipper"
 
 
 def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slapo_core.errors import LaunchError, RankFailedError
-from slapo_runtime.ranks.process import Job, describe, origin, run_rank, trace_file
+from slapo_runtime.rank_process import Job, describe, origin, run_rank, trace_file
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ _PRELOAD = [
     "torch.distributed._functional_collectives",
     "torch.utils.checkpoint",
     "torch._dynamo",  # by every optimizer
-    "slapo_runtime.ranks.process",
-    "slapo_runtime.building",
+    "slapo_runtime.rank_process",
+    "slapo_runtime.build",
     "slapo_core.schedule.creation",
     "slapo_verify.session",
 ]

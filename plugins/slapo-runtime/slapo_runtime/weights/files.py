@@ -1,24 +1,262 @@
-"""Sources of weights: safetensors files, read by slice, or a mapping of full tensors."""
+"""Files of weights: safetensors and their index, read and written."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
 import json
 import os
+import re
+import shutil
+import uuid
+import warnings
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from slapo_core.errors import WeightsError
 from slapo_core.layout import Layout
-from slapo_runtime.weights.checkpoint_files import COMPLETE, INDEX_FILE, SINGLE_FILE
+from slapo_runtime.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from slapo_core.mesh import Mesh
     from slapo_runtime.weights.mapping import Survey, TensorSpec
+
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+COMPLETE = ".checkpoint-complete"
+_WRITING = ".checkpoint-writing"
+
+
+@contextlib.contextmanager
+def replacing(directory: Path, *, last: str) -> Iterator[Path]:
+    """Give a directory to write new files into; at the end of the block they replace those of the same names.
+
+    Args:
+        directory: made if it is not there; other files in it stay.
+        last: the name of the file that every reader reads first.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _finish(directory, last)
+    writing = directory / _WRITING
+    if writing.exists():  # of a writer that was interrupted
+        shutil.rmtree(writing)
+    writing.mkdir()
+    try:
+        yield writing
+        for file in writing.iterdir():
+            _to_disk(file)
+        _to_disk(writing)
+        writing.rename(directory / COMPLETE)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)  # the error that is on its way says more
+        raise
+    _finish(directory, last)
+
+
+def located(directory: Path, name: str, *, last: str) -> Path:
+    """Return the path to read a file from; the file ``last`` decides whether new files count."""
+    complete = directory / COMPLETE
+    has_new = (complete / last).is_file()
+    return complete / name if has_new and (complete / name).is_file() else directory / name
+
+
+def _finish(directory: Path, last: str) -> None:
+    complete = directory / COMPLETE
+    if not complete.is_dir():
+        return
+    _to_disk(directory)
+    for file in sorted(complete.iterdir(), key=lambda file: file.name == last):
+        file.replace(directory / file.name)
+    _to_disk(directory)
+    complete.rmdir()
+
+
+def _to_disk(path: Path) -> None:
+    if os.name != "posix" and path.is_dir():  # elsewhere a directory cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_configurations(model: nn.Module, directory: Path) -> None:
+    """Write ``config.json``, and ``generation_config.json`` for a model that generates, where a model has them.
+
+    A model has one where its ``config`` can ``save_pretrained``, as those of transformers can. What cannot be written
+    is left out with a warning: the weights are worth more.
+
+    Args:
+        model: the scheduled one.
+        directory: it exists.
+    """
+    config = getattr(model, "config", None)
+    if not callable(getattr(config, "save_pretrained", None)):
+        return
+    if hasattr(model, "peft_config"):  # its names are peft's: a plain model would take none of these weights
+        warnings.warn(
+            "the checkpoint has no config.json: transformers would load random weights with it, because the names of "
+            "a peft model are its own; slapo_core.save_pretrained(sch, directory) of a live loop writes the adapter",
+            stacklevel=6,
+        )
+        return
+    written: list[tuple[str, Any]] = [("config", _with_class(config, model))]
+    generation = getattr(model, "generation_config", None)
+    if callable(getattr(generation, "save_pretrained", None)):
+        written.append(("generation_config", generation))
+    for name, value in written:
+        try:
+            value.save_pretrained(directory)
+        except Exception as error:  # noqa: BLE001 - told: foreign validation must not cost a checkpoint
+            warnings.warn(
+                f"the checkpoint has no {name}.json, because {type(value).__name__}.save_pretrained() raised "
+                f"{type(error).__name__}: {error}",
+                stacklevel=6,
+            )
+
+
+def _with_class(config: Any, model: nn.Module) -> Any:
+    """A copy that names the class and the element type, as ``model.save_pretrained`` writes it."""
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__]
+    dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+    config.dtype = str(dtype).removeprefix("torch.")
+    return config
+
+
+_CHUNK = 64 << 20  # bytes that one checksum is of
+
+
+class Writer:
+    """A context manager: without :meth:`finish` nothing was written.
+
+    Args:
+        directory: of the checkpoint.
+        files: the names of all that a checkpoint can have; the first is always written.
+        last: the name of the description.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[str], *, last: str) -> None:
+        self._directory, self._files, self._last = directory, files, last
+        self._identifier = uuid.uuid4().hex
+        self._written: list[str] = []
+        self._stack = contextlib.ExitStack()
+        self._new = Path()
+
+    def __enter__(self) -> Writer:
+        self._new = self._stack.enter_context(replacing(self._directory, last=self._last))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+    def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write tensors by name; a file without any is left out."""
+        from safetensors.torch import save_file
+
+        if tensors or name == self._files[0]:
+            metadata = {"format": "pt", "slapo_checkpoint": self._identifier}
+            save_file(_unshared(tensors), self._new / name, metadata=metadata)
+            self._written.append(name)
+
+    def finish(self, model: nn.Module, about: Mapping[str, Any]) -> None:
+        """Write the description, and put all files into their places.
+
+        Args:
+            model: the reference model, for its configurations.
+            about: further entries of the description.
+        """
+        sums = {name: list(checksums(self._new / name)) for name in sorted(self._written)}
+        manifest = {**about, "id": self._identifier, "files": sorted(self._written), "checksums": sums}
+        write_configurations(model, self._new)
+        (self._new / self._last).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        self._stack.close()
+        for name in set(self._files) - set(self._written):
+            (self._directory / name).unlink(missing_ok=True)  # of an earlier checkpoint
+
+
+def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
+    """The CRC-32 of chunks of 64 MiB of a file; None: of all."""
+    chunks = range(-(-file.stat().st_size // _CHUNK)) if chunks is None else chunks
+    with file.open("rb") as stream:
+        for number in chunks:
+            stream.seek(number * _CHUNK)
+            yield zlib.crc32(stream.read(_CHUNK))
+
+
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Clone tied tensors, as the format requires."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
+        seen.add(id(tensor))
+    return result
+
+
+_SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def export_plain(
+    weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str | None
+) -> None:
+    """Write ``model.safetensors``, or, where a limit asks for it, several files and their index.
+
+    Tied names become tensors of their own, so that a plain model finds all of its keys.
+
+    Raises:
+        ArgumentError: an invalid size.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    limit = None if max_shard_size is None else parse_bytes(max_shard_size, name="max_shard_size")
+    shards = _shards(weights, limit)
+    names = [SINGLE_FILE]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        save_file({key: weights[key].clone() for key in shard}, path / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(_size(tensor) for tensor in weights.values())
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    else:
+        (path / INDEX_FILE).unlink(missing_ok=True)  # of an earlier export, like what follows
+    for file in path.iterdir():
+        if file.name not in names and (_SHARDS.fullmatch(file.name) or file.name == SINGLE_FILE):
+            file.unlink()
+
+
+def _shards(weights: Mapping[str, torch.Tensor], limit: int | None) -> list[list[str]]:
+    """Split the names into files below the limit, at least one tensor each."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in weights.items():
+        if limit is not None and shards[-1] and size + _size(tensor) > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _size(tensor)
+    return shards
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 class Source(ABC):

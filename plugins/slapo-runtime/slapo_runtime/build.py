@@ -1,28 +1,197 @@
-"""Find the dialect of a build, check the schedule against it, and find the stages."""
+"""`build`: a scheduled model becomes an engine, phase by phase.
+
+Plan (the dialect, pure) -> agree (the ranks compare) -> place (which rank holds what, where there are pipeline stages)
+-> materialize (only what this rank keeps) -> hand over (the dialect makes its engine) -> seal. A failure in any phase
+leaves the schedule, and the model, usable. Planning comes before agreeing because the options that a dialect fills in
+are among what the ranks have to agree about.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.accelerators import accelerator, device_of
+from slapo_core.accelerators import device_of
 from slapo_core.dialect import BuildArguments
-from slapo_core.errors import ArgumentError, BuildError, HookError, OptimizerError, SealedError, SlapoError, TraceError
+from slapo_core.errors import (
+    ArgumentError,
+    BuildError,
+    HookError,
+    OptimizerError,
+    RankMismatchError,
+    SealedError,
+    SlapoError,
+    TraceError,
+)
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
-from slapo_runtime.consistency import refuse_if_incomplete
-from slapo_runtime.pipeline.batches import InputSignature, bound_batch, in_mode
-from slapo_runtime.pipeline.stages import Staged, needing, staged
+from slapo_core.schedule.schedule import Schedule
+from slapo_runtime.batches import bound_batch, in_mode
+from slapo_runtime.consistency import SAME_SCRIPT, agree, refuse_if_incomplete, synchronized_rng
+from slapo_runtime.context import BuildContext
+from slapo_runtime.correspondence import placed, placement_facts
+from slapo_runtime.replicas import divergence, replicas_of
+from slapo_runtime.stages import StagedModel, ask
+from slapo_runtime.weights.files import Source, open_source
+from slapo_runtime.weights.materialize import Materialization
+from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.dialect import Dialect, Engine, Plan
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_runtime.partition import Output
-    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.context import BuildContext
+
+
+_SAME_ADDED = (
+    "call torch.manual_seed(0) on every rank before the step that adds it, or give it values that draw nothing"
+)
+
+
+def build(
+    sch: Schedule,
+    target: str = "torch",
+    *,
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    max_grad_norm: float | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    accumulate: int = 1,
+    elementwise: bool = False,
+    **config: Any,
+) -> Engine:
+    """Hand a scheduled model to a runtime, with its values in place; every rank of the mesh calls it.
+
+    Args:
+        sch: the schedule. It is sealed when everything went well; after an error it can be used as before.
+        target: the dialect, e.g. ``"torch"``.
+        optimizer: a factory that is given the list of the engine's parameters, e.g.
+            ``lambda params: torch.optim.AdamW(params, lr=1e-4)``. Without one the engine can only evaluate.
+        weights: full weights with the reference model's names: a directory with safetensors files, one such file, or
+            a mapping. Without them real tensors are used as they are, and tensors on the meta device are initialized
+            by the model's own initialization, to the same full values under every schedule.
+        loss: ``loss(output, batch)``, a scalar tensor; default: the output's ``loss``. With it, what a batch holds
+            beyond the arguments of the model's forward is left to the loss.
+        max_grad_norm: largest L2 norm of all gradients over all ranks; larger ones are scaled down.
+        device: where to put the model, e.g. ``"cuda:0"``; None leaves it where it is.
+        seed: another number gives other initial values.
+        accumulate: how many micro-batches ``train_step`` cuts a batch into, along the first axis of every tensor: the
+            gradients are their mean, which is the batch's for a loss that is a mean over equally weighted samples.
+        elementwise: whether the optimizer updates every element by that element's own gradients alone, as SGD and AdamW
+            do. One that is not known to is refused where a parameter is split, unless this says so.
+        config: options of the dialect.
+
+    Raises:
+        UnknownNameError: no such target is installed.
+        BuildError: the target cannot run this schedule; every reason is given.
+        WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialized, or a
+            reference tensor has no successor.
+        OptimizerError: an optimizer instead of a factory, one that does not hold the engine's parameters, or one that
+            is not known to be element-wise where a parameter is split.
+        RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or
+            what a step added.
+        SealedError: the schedule was built or sealed before.
+    """
+    if not isinstance(sch, Schedule):
+        raise ArgumentError(
+            f"build takes a schedule (got {type(sch).__name__})", hint="build(slapo_core.create_schedule(model))"
+        )
+    arguments = Arguments(optimizer, weights, loss, max_grad_norm, device, seed, accumulate, elementwise)
+    try:
+        with World(sch.mesh) as world:
+            return _Build(sch, arguments, world).run(target, config)
+    except BaseException:
+        sch.forget_target()
+        raise
+
+
+@dataclass
+class _Build:
+    """One call of :func:`build`."""
+
+    schedule: Schedule
+    arguments: Arguments
+    world: World
+
+    def run(self, name: str, config: Mapping[str, Any]) -> Engine:
+        with self.world.together(f"build(target='{name}')"):
+            target, plan, source = self._plan(name, config)
+        with self.world.together("looking at the tensors of the model"):
+            values = Materialization(
+                self.schedule, source, device=self.arguments.torch_device(), seed=self.arguments.seed
+            )
+        agree(self.world, self.schedule, self.arguments, plan, source, values.reference)
+        stage_ranks = self._place(target, plan, values)
+        try:
+            with synchronized_rng(self.world, self.schedule.mesh):
+                self._materialize(target, values)
+                engine = self._hand_over(target, plan, values, stage_ranks)
+                self._compare_added(values)
+        except BaseException:
+            values.take_back()
+            raise
+        self._seal(values)
+        return engine
+
+    def _plan(self, name: str, config: Mapping[str, Any]) -> tuple[Target, Plan, Source | None]:
+        """Make the plan, without changes and communication."""
+        self.arguments.check()
+        target = Target.named(name, self.schedule)
+        plan = target.plan(self.schedule, config, self.arguments.for_plan())
+        source = open_source(self.arguments.weights) if self.arguments.weights is not None else None
+        return target, plan, source
+
+    def _place(self, target: Target, plan: Plan, values: Materialization) -> tuple[int, ...]:
+        """Decide which rank holds which tensors, and return each stage's pipeline rank."""
+        with self.world.together("making the stages"):
+            found = stages_of_build(self.schedule, self.arguments, target, plan)
+            if found is None:
+                return ()
+            stages, ranks = found
+            placement = placed(values.correspondence, stages.partition, ranks)
+        facts = placement_facts(stages.partition, ranks, placement, stages.liveness.boundaries)
+        self.world.agree(facts, hint=SAME_SCRIPT)
+        values.place(placement)
+        return ranks
+
+    def _materialize(self, target: Target, values: Materialization) -> None:
+        """Give every tensor its value, unless the dialect takes them one by one."""
+        if not target.dialect.takes_tensors:
+            with self.world.together("giving the model its values"):
+                for _ in values.run():
+                    pass
+
+    def _hand_over(self, target: Target, plan: Plan, values: Materialization, stage_ranks: tuple[int, ...]) -> Engine:
+        with self.world.together(f"build() of target '{plan.target}'"):
+            context = BuildContext(self.schedule, self.arguments, values, stage_ranks=stage_ranks)
+            engine = target.build(plan, context)
+            if not values.is_complete:
+                raise BuildError(
+                    f"target '{plan.target}' of {target.label} left tensors without their values",
+                    plugin=target.label,
+                    hint="with takes_tensors = True, build() takes them all: for tensor in context.materialize(): ...",
+                )
+            return engine
+
+    def _compare_added(self, values: Materialization) -> None:
+        """Compare added tensors, after the runtime may have broadcast them."""
+        mesh = self.schedule.mesh
+        if mesh is None or self.world.is_alone:
+            return
+        added = {live.name for live in values.correspondence.added()}
+        copies = replicas_of(values.correspondence, values.state.kept)
+        error = divergence(self.world, mesh, [one for one in copies if one.name in added], hint=_SAME_ADDED)
+        if error is not None:
+            raise RankMismatchError(error.message, hint=_SAME_ADDED)
+
+    def _seal(self, values: Materialization) -> None:
+        values.keep()
+        self.schedule.seal("build()")
 
 
 @dataclass(frozen=True)
@@ -176,10 +345,10 @@ class Target:
             )
         return ranks
 
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
         """Let the dialect make its engine."""
         with self._blamed("build"):
-            return self.dialect.build(plan, request)
+            return self.dialect.build(plan, context)
 
     def _check(self, schedule: Schedule, *, trains: bool) -> None:
         mesh = schedule.mesh
@@ -255,52 +424,9 @@ def _warn_if_alone(schedule: Schedule) -> None:
         )
 
 
-Outputs = Sequence[str] | Callable[["Output"], Sequence[str]] | None
-_FORMS = 16  # that are kept
-
-
-class Stages:
-    """Cache the stages of a materialized model for the most recent input signatures.
-
-    Args:
-        schedule: the schedule to build.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._modules = list(schedule.model.modules())
-        self._parameters = list(schedule.model.parameters())
-        self._kept: list[tuple[Any, InputSignature, Staged | None]] = []  # those that came last, last
-
-    def of(
-        self,
-        inputs: Mapping[str, Any],
-        *,
-        training: bool,
-        outputs: Outputs,
-        batch_axes: Mapping[str, int | None] | None,
-    ) -> Staged | None:
-        """Find the stages; see :meth:`slapo_runtime.request.BuildRequest.stages`."""
-        with in_mode(self._modules, training=training):
-            form = InputSignature(inputs, [module.training for module in self._modules])
-            if not form.is_plain:
-                return ask(self._schedule, inputs, outputs, batch_axes)
-            key = (
-                [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters],  # runtimes convert them
-                outputs if outputs is None or callable(outputs) else tuple(outputs),
-                dict(batch_axes or {}),
-                _autocast(),
-            )
-            known = next((one for one in reversed(self._kept) if one[0] == key and one[1] == form), None)
-            if known is None:
-                known = (key, form, ask(self._schedule, inputs, outputs, batch_axes))
-            self._kept = [*[one for one in self._kept if one is not known][1 - _FORMS :], known]
-        return known[2]
-
-
 def stages_of_build(
     schedule: Schedule, arguments: Arguments, target: Target, plan: Plan
-) -> tuple[Staged, tuple[int, ...]] | None:
+) -> tuple[StagedModel, tuple[int, ...]] | None:
     """Find the stages for the schedule's example inputs, and each stage's pipeline rank.
 
     Returns:
@@ -340,26 +466,13 @@ def stages_of_build(
     return found, target.stage_ranks(plan, stages, pp)
 
 
-def ask(
-    schedule: Schedule,
-    inputs: Mapping[str, Any],
-    outputs: Outputs = None,
-    batch_axes: Mapping[str, int | None] | None = None,
-) -> Staged | None:
-    """Ask the plugins; ``outputs`` may be a function of the model's output, as data."""
-    found = staged(schedule, inputs, batch_axes=batch_axes)
-    if found is None or outputs is None:
-        return found
-    return needing(schedule, found, outputs(found.partition.output) if callable(outputs) else outputs)
-
-
 def _refuse_cut(schedule: Schedule, arguments: Arguments) -> None:
     """Refuse a model that is cut, where no ranks are there for the stages."""
     inputs: dict[str, Any] = {}
     if schedule.example_inputs is not None:
         with contextlib.suppress(ArgumentError):  # of no batch: nothing but a message depends on it here
             inputs = bound_batch(schedule.model, schedule.example_inputs, for_loss=arguments.loss is not None)
-    found: Staged | None = None
+    found: StagedModel | None = None
     cause: Exception | None = None
     try:
         with in_mode(list(schedule.model.modules()), training=True):
@@ -377,10 +490,5 @@ def _refuse_cut(schedule: Schedule, arguments: Arguments) -> None:
     ) from cause
 
 
-def _cuts(found: Staged) -> str:
+def _cuts(found: StagedModel) -> str:
     return "after " + ", ".join(f"'{stage.last}'" for stage in found.partition.stages[:-1])
-
-
-def _autocast() -> tuple[Any, ...]:
-    kinds = ("cpu", *({device.type} if (device := accelerator()) is not None else ()))
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)

@@ -1,4 +1,4 @@
-"""Run one rank process of `slapo_runtime.ranks.launcher`."""
+"""Run one rank process of `slapo_runtime.launcher`."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_runtime.flat_shards import buckets
+from slapo_runtime.storage import sharded_over
 from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
-from slapo_runtime.weights.optimizer_storage import sharded_over
 
 if TYPE_CHECKING:
     from slapo_core.mesh import Mesh
-    from slapo_runtime.state import LiveTensor
-    from slapo_runtime.weights.correspondence import Correspondence
+    from slapo_runtime.correspondence import Correspondence
+    from slapo_runtime.storage import LiveTensor
 
 
 class GradientClipper:
