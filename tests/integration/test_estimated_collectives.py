@@ -14,8 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules.module import register_module_forward_hook
 
 import slapo_core as slapo
-from slapo_core.private import FakeStore, FakeTensorMode
 from slapo_estimate.assumptions import Assumptions
+from slapo_estimate.private import FakeStore, FakeTensorMode
 from slapo_estimate.rank_process import Request, estimate_rank, fake_batch, without_memory
 from slapo_estimate.results import Collective
 from slapo_estimate.values import Values

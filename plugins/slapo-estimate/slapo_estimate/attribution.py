@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording
-from slapo_core.private import current_autograd_node, hooks_of, next_sequence_number, parameters_of, sequence_number
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
+from slapo_estimate.private import current_autograd_node, hooks_of, next_sequence_number, parameters_of, sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

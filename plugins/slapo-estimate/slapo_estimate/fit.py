@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
 from slapo_core.mesh import Mesh
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
-from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.schedule.records import caller_location
 from slapo_core.tree.index import full_name
 from slapo_core.tree.selection import NodeGroup
 from slapo_estimate.estimates import estimate_source
+from slapo_estimate.private import buffers_of, children_of, parameters_of
 from slapo_estimate.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_runtime.sizes import format_bytes, parse_bytes
 

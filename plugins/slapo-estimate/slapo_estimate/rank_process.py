@@ -19,7 +19,10 @@ from torch import nn
 
 import slapo_core
 from slapo_core.errors import EstimateError, SlapoError
-from slapo_core.private import (
+from slapo_core.tree.edit import TreeEdit
+from slapo_estimate.assumptions import Assumptions
+from slapo_estimate.attribution import Place, name_causes
+from slapo_estimate.private import (
     FakeStore,
     FakeTensor,
     FakeTensorMode,
@@ -28,9 +31,6 @@ from slapo_core.private import (
     buffers_of,
     tree_map_only,
 )
-from slapo_core.tree.edit import TreeEdit
-from slapo_estimate.assumptions import Assumptions
-from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.results import RankEstimate
 from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
-from slapo_core.private import FakeTensorMode, bucket_assignment, tree_leaves
+from slapo_estimate.private import FakeTensorMode, bucket_assignment, tree_leaves
 from slapo_estimate.trackers import Watch
 from slapo_estimate.values import Values, seen_as_plain
 from slapo_runtime.batches import LossCall, bound_batch, micro_batches

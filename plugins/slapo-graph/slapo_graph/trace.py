@@ -11,7 +11,7 @@ from slapo_core.edit import Edit, goes_around
 from slapo_core.errors import PathError, SlapoError, TraceError
 from slapo_core.node import Node
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
-from slapo_core.private import children_of
+from slapo_graph.private import children_of
 from slapo_graph.protocol import Untraceable
 
 if TYPE_CHECKING:

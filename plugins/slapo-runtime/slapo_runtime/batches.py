@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, BuildError
-from slapo_core.private import pytree
+from slapo_runtime.private import pytree
 
 # From a batch to the arguments of the model's forward, by parameter: what the stages of a pipeline read.
 

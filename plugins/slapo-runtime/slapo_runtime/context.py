@@ -16,7 +16,6 @@ from torch import nn
 
 from slapo_core.accelerators import accelerator
 from slapo_core.errors import BuildError
-from slapo_core.private import tree_map_only
 from slapo_runtime.batches import (
     InputSignature,
     LossCall,
@@ -28,6 +27,7 @@ from slapo_runtime.batches import (
 )
 from slapo_runtime.consistency import FirstSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
+from slapo_runtime.private import tree_map_only
 from slapo_runtime.stages import Outputs, Part, StagedModel, ask
 from slapo_runtime.weights.optimizer import make_optimizer, same_groups
 from slapo_runtime.world import together

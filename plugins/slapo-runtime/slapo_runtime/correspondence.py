@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from slapo_core.describe import describe
 from slapo_core.errors import WeightsError
-from slapo_core.private import parameters_of
+from slapo_runtime.private import parameters_of
 from slapo_runtime.storage import LiveTensor, Placement
 from slapo_runtime.weights.mapping import Survey, TensorSpec, Translations, own_tensors, survey
 from slapo_runtime.world import RankFact

@@ -23,11 +23,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.private import ALL_HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, WrapForward
 from slapo_core.tree.journal.calls import TakenHook
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
+from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
 from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Guards:
             ("load_state_dict_pre", is_split, lambda: model.register_load_state_dict_pre_hook(self.before_load)),
             ("forward_pre", is_due, lambda: model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)),
         ):
-            hooks = {table: getattr(model, table) for table in ALL_HOOK_TABLES[kind]}
+            hooks = {table: getattr(model, table) for table in HOOK_TABLES[kind]}
             if is_wanted:
                 if kind not in self._hooks:
                     self._hooks[kind] = register().id
@@ -229,7 +229,7 @@ class Guards:
             if torch.is_grad_enabled():
                 self.look_while_compiling(self._number)
         elif self._mesh is None:  # of a copy, where it would stay
-            tables = [getattr(model, table) for table in ALL_HOOK_TABLES["forward_pre"]]
+            tables = [getattr(model, table) for table in HOOK_TABLES["forward_pre"]]
             for key in [key for key, hook in tables[0].items() if hook is self]:
                 for table in tables:
                     del table[key]

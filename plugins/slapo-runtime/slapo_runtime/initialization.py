@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import HookError, WeightsError
 from slapo_core.layout import Layout
-from slapo_core.private import TorchDispatchMode, storage_id, tree_leaves
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 from slapo_runtime.initializers import SKIP_MARK, InitializerCall, Initializers, Rerun, copy_on_meta, copy_with
+from slapo_runtime.private import TorchDispatchMode, storage_id, tree_leaves
 from slapo_runtime.weights.files import placed
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from slapo_core.errors import WeightsError
-from slapo_core.private import buffers_of, parameters_of
 from slapo_core.tree.assignment import Assignment
 from slapo_core.tree.index import ModuleIndex, TensorSites
+from slapo_runtime.private import buffers_of, parameters_of
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:

@@ -98,7 +98,7 @@ def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
     """
     import torch
 
-    from slapo_core.private import tree_leaves
+    from slapo_runtime.private import tree_leaves
 
     items = inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]
     found = set()

@@ -19,13 +19,13 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, ReplayError, SerializationError, SlapoError, UnknownNameError
 from slapo_core.primitive import Record
-from slapo_core.private import apply_to_tensors
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.sugar import bound_query
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.structure import made_beforehand
 from slapo_core.tree.tree import Tree, tree_of_copy
+from slapo_runtime.private import apply_to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from slapo_core.errors import RankFailedError
 from slapo_core.mesh import Mesh
-from slapo_core.private import new_group_among, set_timeout
+from slapo_runtime.private import new_group_among, set_timeout
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slapo_core.errors import BuildError, RankFailedError, RankMismatchError
-from slapo_core.private import default_store
+from slapo_runtime.private import default_store
 from slapo_runtime.trial_groups import Attempt, TrialMesh, causes, chain_of, describe_failure, lost_rank
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.private import buffers_of
 from slapo_core.tree.structure import made_beforehand, structure
 from slapo_runtime.batches import InputSignature
 from slapo_runtime.partition import Partition
 from slapo_runtime.schedule_copies import ScheduledCopy
 from slapo_runtime.stages import StagedModel, staged
+from slapo_verify.private import buffers_of
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record

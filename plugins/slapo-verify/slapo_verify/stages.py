@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError, TraceError
-from slapo_core.private import pytree
 from slapo_runtime.batches import bound_call
 from slapo_runtime.schedule_copies import ScheduledCopy
 from slapo_runtime.stages import StagedModel
 from slapo_verify.inputs import Batch
 from slapo_verify.kinds import KINDS
 from slapo_verify.phases import Caller, Runner
+from slapo_verify.private import pytree
 from slapo_verify.stage_calls import Answers, IsolatedStagedCalls, StagedCalls
 from slapo_verify.tolerance import marks
 

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import HookError, WeightsError
 from slapo_core.layout import Layout
-from slapo_core.private import buffers_of, non_persistent_buffers_of, parameters_of
 from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
+from slapo_runtime.private import buffers_of, non_persistent_buffers_of, parameters_of
 
 if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from slapo_runtime.native.pipeline.torch_pipelining import recomputes
-from slapo_runtime.native.private import is_compiled
+from slapo_runtime.private import is_compiled
 
 _LEAF = "torch::autograd::AccumulateGrad"
 

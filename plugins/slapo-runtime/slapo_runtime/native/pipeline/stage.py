@@ -13,8 +13,8 @@ from torch import nn
 
 from slapo_runtime.native.pipeline.split_backward import Watch, backward_of_inputs
 from slapo_runtime.native.pipeline.torch_pipelining import StageBase
-from slapo_runtime.native.private import storage_id
 from slapo_runtime.p2p_packing import check_sent
+from slapo_runtime.private import storage_id
 from slapo_runtime.stage_runner import start_stream, was_used
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from torch import nn
 
 from slapo_core.dialect import StepResult
 from slapo_core.errors import BuildError
-from slapo_core.private import tree_leaves, tree_map_only
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.dialects.bench import DialectBench, differences, evaluate_in_plain_torch, train
 from slapo_testing.dialects.case import EVALUATING, FORMS, FROZEN, OUTSIDE_LOSS, PARTLY_EVALUATING, TIED, TRAINING
+from slapo_testing.private import tree_leaves, tree_map_only
 
 _STEP = "optimizer.zero_grad(), context.compute_loss(batch), backward(), context.clip_gradients(), optimizer.step()"
 
