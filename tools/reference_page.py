@@ -16,7 +16,6 @@ from docstring_markdown import sections, signature, tidy
 import slapo_core
 import slapo_testing as testing
 from slapo_core import errors
-from slapo_core.dialect import ScheduledModel
 from slapo_core.plugins import current_registry
 from slapo_core.tree.node import TreeNode
 from slapo_core.tree.selection import NodeGroup
@@ -63,7 +62,6 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing dialects and hooks": (
         "Dialect",
         "Plan",
-        "ScheduledModel",
         "BuildContext",
         "ModelState",
         "LiveTensor",
@@ -86,7 +84,7 @@ _BESIDE = {
     cls.__name__: cls
     for cls in (
         After, BuildContext, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
-        ScheduledModel, SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
+        SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
     )
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.native.pipeline import engine as engine_module, stage as stage_module
+from slapo_runtime.native import pipeline_engine as engine_module, running_stage as stage_module
 from slapo_testing import run_ranks
 from tests.core.hand_stages import LENGTH, Net
 from tests.integration.pipelines.against import Case, differences

@@ -11,8 +11,8 @@ from slapo_deepspeed.config.resolution import NOTES, filled, steps_of
 from slapo_deepspeed.process_groups import check_device
 
 if TYPE_CHECKING:
-    from slapo_core import Engine
-    from slapo_core.dialect import BuildArguments, ScheduledModel
+    from slapo_core import Engine, Schedule
+    from slapo_core.dialect import BuildArguments
     from slapo_runtime.context import BuildContext
     from slapo_testing import DialectCase
 
@@ -42,7 +42,7 @@ class DeepSpeedDialect(Dialect):
         check_device(arguments.device)
         return {**config, "arguments": arguments_as_options(arguments)}
 
-    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+    def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         """Plan the configuration and steps; DeepSpeed itself validates the configuration.
 
         Raises:

@@ -17,7 +17,7 @@ from tests.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(
-    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline.engine"
+    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline_engine"
 )
 
 TWO = {"pp": 2}

@@ -272,7 +272,7 @@ def _register(primitives: Mapping[type[Primitive], None]) -> None:
 
 
 class ScheduledCopy:
-    """Implements :class:`slapo_runtime.context.ScheduledModel` for a deep copy of a schedule's model.
+    """Implements :class:`slapo_runtime.context.Schedule` for a deep copy of a schedule's model.
 
     Args:
         schedule: with the steps; its own model is neither returned nor changed.

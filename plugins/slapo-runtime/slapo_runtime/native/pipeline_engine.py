@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import StatefulEngine
 from slapo_runtime.flat_shards import buckets
-from slapo_runtime.native.pipeline.runner import Runner
-from slapo_runtime.native.pipeline.schedules import schedule_of
+from slapo_runtime.native.running_stage import Runner
+from slapo_runtime.native.schedules import schedule_of
 from slapo_runtime.stage_runner import StageCache, advance, step_seed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from slapo_core import Plan
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.native.pipeline.stage import Work
+    from slapo_runtime.native.running_stage import Work
     from slapo_runtime.partition import Partition
     from slapo_runtime.stages import StagedModel
 

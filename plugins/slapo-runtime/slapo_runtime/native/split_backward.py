@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from slapo_runtime.native.pipeline.torch_pipelining import recomputes
+from slapo_runtime.native.torch_pipelining import recomputes
 from slapo_runtime.private import is_compiled
 
 _LEAF = "torch::autograd::AccumulateGrad"
