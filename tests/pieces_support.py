@@ -18,7 +18,7 @@ __all__ = ["InMemory", "Odd", "laid_out"]
 
 
 class InMemory:
-    """The implementation of :class:`slapo_runtime.state.ShardSource` by the pieces of all ranks.
+    """The implementation of :class:`slapo_runtime.storage.ShardSource` by the pieces of all ranks.
 
     Args:
         pieces: of all ranks; every element must be in exactly one.

@@ -37,7 +37,7 @@ from slapo_runtime.context import BuildContext
 from slapo_runtime.correspondence import placed, placement_facts
 from slapo_runtime.replicas import divergence, replicas_of
 from slapo_runtime.stages import StagedModel, ask
-from slapo_runtime.weights.files import Source, open_source
+from slapo_runtime.weights.files import open_source
 from slapo_runtime.weights.materialize import Materialization
 from slapo_runtime.world import World
 
@@ -119,32 +119,32 @@ class _Build:
     world: World
 
     def run(self, name: str, config: Mapping[str, Any]) -> Engine:
-        with self.world.together(f"build(target='{name}')"):
-            target, plan, source = self._plan(name, config)
-        with self.world.together("looking at the tensors of the model"):
-            values = Materialization(
-                self.schedule, source, device=self.arguments.torch_device(), seed=self.arguments.seed
-            )
-        agree(self.world, self.schedule, self.arguments, plan, source, values.reference)
+        schedule, arguments, world = self.schedule, self.arguments, self.world
+        with world.together(f"build(target='{name}')"):
+            arguments.check()
+            target = Target.named(name, schedule)
+            plan = target.plan(schedule, config, arguments.for_plan())
+            source = open_source(arguments.weights) if arguments.weights is not None else None
+        with world.together("looking at the tensors of the model"):
+            values = Materialization(schedule, source, device=arguments.torch_device(), seed=arguments.seed)
+        agree(world, schedule, arguments, plan, source, values.reference)
         stage_ranks = self._place(target, plan, values)
         try:
-            with synchronized_rng(self.world, self.schedule.mesh):
-                self._materialize(target, values)
-                engine = self._hand_over(target, plan, values, stage_ranks)
+            with synchronized_rng(world, schedule.mesh):
+                if not target.dialect.takes_tensors:
+                    with world.together("giving the model its values"):
+                        for _ in values.run():
+                            pass
+                with world.together(f"build() of target '{plan.target}'"):
+                    engine = target.build(plan, BuildContext(schedule, arguments, values, stage_ranks=stage_ranks))
+                    self._refuse_incomplete(target, values)
                 self._compare_added(values)
         except BaseException:
             values.take_back()
             raise
-        self._seal(values)
+        values.keep()
+        schedule.seal("build()")
         return engine
-
-    def _plan(self, name: str, config: Mapping[str, Any]) -> tuple[Target, Plan, Source | None]:
-        """Make the plan, without changes and communication."""
-        self.arguments.check()
-        target = Target.named(name, self.schedule)
-        plan = target.plan(self.schedule, config, self.arguments.for_plan())
-        source = open_source(self.arguments.weights) if self.arguments.weights is not None else None
-        return target, plan, source
 
     def _place(self, target: Target, plan: Plan, values: Materialization) -> tuple[int, ...]:
         """Decide which rank holds which tensors, and return each stage's pipeline rank."""
@@ -159,24 +159,15 @@ class _Build:
         values.place(placement)
         return ranks
 
-    def _materialize(self, target: Target, values: Materialization) -> None:
-        """Give every tensor its value, unless the dialect takes them one by one."""
-        if not target.dialect.takes_tensors:
-            with self.world.together("giving the model its values"):
-                for _ in values.run():
-                    pass
-
-    def _hand_over(self, target: Target, plan: Plan, values: Materialization, stage_ranks: tuple[int, ...]) -> Engine:
-        with self.world.together(f"build() of target '{plan.target}'"):
-            context = BuildContext(self.schedule, self.arguments, values, stage_ranks=stage_ranks)
-            engine = target.build(plan, context)
-            if not values.is_complete:
-                raise BuildError(
-                    f"target '{plan.target}' of {target.label} left tensors without their values",
-                    plugin=target.label,
-                    hint="with takes_tensors = True, build() takes them all: for tensor in context.materialize(): ...",
-                )
-            return engine
+    @staticmethod
+    def _refuse_incomplete(target: Target, values: Materialization) -> None:
+        """Refuse an engine whose dialect has not taken every tensor."""
+        if not values.is_complete:
+            raise BuildError(
+                f"target '{target.dialect.name}' of {target.label} left tensors without their values",
+                plugin=target.label,
+                hint="with takes_tensors = True, build() takes them all: for tensor in context.materialize(): ...",
+            )
 
     def _compare_added(self, values: Materialization) -> None:
         """Compare added tensors, after the runtime may have broadcast them."""
@@ -188,10 +179,6 @@ class _Build:
         error = divergence(self.world, mesh, [one for one in copies if one.name in added], hint=_SAME_ADDED)
         if error is not None:
             raise RankMismatchError(error.message, hint=_SAME_ADDED)
-
-    def _seal(self, values: Materialization) -> None:
-        values.keep()
-        self.schedule.seal("build()")
 
 
 @dataclass(frozen=True)
@@ -397,7 +384,7 @@ def _warn_of_unused_dimensions(schedule: Schedule) -> None:
     if unused and schedule.mesh is not None:
         warnings.warn(
             f"mesh_dim {', '.join(unused)} of the mesh {schedule.mesh} is used by no step: its ranks do the same work",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -408,7 +395,7 @@ def _warn_if_unverified(schedule: Schedule) -> None:
         warnings.warn(
             f"the schedule shards tensors over {dims} and was never verified with these steps on this mesh: call "
             "slapo_core.verify(sch, batch) before build(); sch.to_json() keeps its result for replay()",
-            stacklevel=7,
+            stacklevel=6,
         )
 
 
@@ -420,7 +407,7 @@ def _warn_if_alone(schedule: Schedule) -> None:
         warnings.warn(
             f"torch.distributed runs {world_size} processes, but the schedule has no mesh: this rank trains "
             f'on its own; create_schedule(model, mesh={{"dp": {world_size}}}) trains replicas together',
-            stacklevel=7,
+            stacklevel=6,
         )
 
 

@@ -201,7 +201,7 @@ class BuildContext:
         """The placement of tensors on pipeline ranks; None for one pipeline rank.
 
         What this rank does not hold is a placeholder on the meta device, in ``schedule.model`` and in
-        ``state.tensors()`` (:attr:`~slapo_runtime.state.LiveTensor.is_local`).
+        ``state.tensors()`` (:attr:`~slapo_runtime.storage.LiveTensor.is_local`).
         """
         return self._values.correspondence.placement
 

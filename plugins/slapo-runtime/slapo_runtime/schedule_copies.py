@@ -101,7 +101,7 @@ def copy_with_steps(
     Args:
         model: only read.
         steps: to be repeated on the copy.
-        shares_memory: see :func:`~slapo_verify.copies.copy_model`; for the model.
+        shares_memory: see :func:`copy_model`; for the model.
     """
     memo: dict[int, Any] = {}
     copied = copy_model(model, memo, shares_memory=shares_memory)
@@ -272,7 +272,7 @@ def _register(primitives: Mapping[type[Primitive], None]) -> None:
 
 
 class ScheduledCopy:
-    """Implements :class:`slapo_runtime.context.Schedule` for a deep copy of a schedule's model.
+    """A read-only schedule around a deep copy of a schedule's model, for the hooks of plugins.
 
     Args:
         schedule: with the steps; its own model is neither returned nor changed.

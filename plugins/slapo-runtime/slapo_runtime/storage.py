@@ -215,7 +215,7 @@ class LiveTensor:
     Args:
         path: of the module that holds it, e.g. ``"encoder.layer.0.output.dense"``; the first place of a tied one.
         own_name: its name there, e.g. ``"weight"``.
-        tensor: the local tensor. Where the runtime keeps values elsewhere (:mod:`slapo_runtime.state`) it may be
+        tensor: the local tensor. Where the runtime keeps values elsewhere (:class:`TensorStorage`) it may be
             without its values and its shape; ``layout.local_shape(mesh)`` always says that.
         layout: how it lies in the reference tensor; ``layout.origin`` is ``""`` where no single one explains it.
         is_parameter: False for a buffer.
@@ -246,7 +246,7 @@ class LiveTensor:
 
 
 class InPlace:
-    """The implementation of :class:`slapo_runtime.state.TensorStorage` where the model holds its own tensors.
+    """The implementation of :class:`slapo_runtime.storage.TensorStorage` where the model holds its own tensors.
 
     Those that torch's ``fully_shard`` partitions over replicas are DTensors: full over these for who reads them.
     """
@@ -283,7 +283,7 @@ class InPlace:
 
 
 class TorchOptimizer:
-    """The implementation of :class:`slapo_runtime.state.OptimizerStorage` by an optimizer of the model's tensors.
+    """The implementation of :class:`slapo_runtime.storage.OptimizerStorage` by an optimizer of the model's tensors.
 
     Args:
         optimizer: its parameters are the model's.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedTensors:
-    """The implementation of :class:`slapo_runtime.state.TensorStorage`.
+    """The implementation of :class:`slapo_runtime.storage.TensorStorage`.
 
     Main weights are read and written in ZeRO's partitions or apart from the model; the model's parameters follow.
 

@@ -89,7 +89,7 @@ class ShardedDirectory:
         found: dict[str, Any] = json.loads(description)
         return found
 
-    # -- as slapo_runtime.state.ShardSource ------------------------------------------------------------------
+    # -- as slapo_runtime.storage.ShardSource ------------------------------------------------------------------
 
     def like(self, kind: str, name: str) -> torch.Tensor:
         found = self._tensors[_key(kind, name)]

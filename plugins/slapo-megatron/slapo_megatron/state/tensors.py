@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MegatronTensors:
-    """The implementation of :class:`slapo_runtime.state.TensorStorage`.
+    """The implementation of :class:`slapo_runtime.storage.TensorStorage`.
 
     Main parameters are read and written where Megatron's optimizers have them; the parameters of the model follow.
 
