@@ -31,7 +31,7 @@ def _public_modules() -> set[str]:
 
 
 def _users(modules: Iterable[str]) -> dict[str, set[str]]:
-    """Module -> the distributions that import it, where target "torch" is one, and the rest of slapo-runtime another."""
+    """Module -> the distributions that import it; target "torch" is one, the rest of slapo-runtime another."""
     packages = {"core": Path(slapo_core.__file__).parent}
     packages |= {
         file.parent.name.removeprefix("slapo_"): file.parent for file in _ROOT.parents[1].glob("*/slapo_*/py.typed")
