@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from slapo_core import BuildContext
     from slapo_core.primitive import Violation
     from slapo_core.schedule.schedule import Schedule
-    from slapo_runtime.context import BuildContext
 
 __all__ = [
     "BuildArguments",

@@ -27,9 +27,9 @@ import pluggy
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.node import Node
     from slapo_core.primitive import Primitive, Suggestion, Violation
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.tree.node import Node
 
 __all__ = ["PROJECT", "Fact", "Problem", "hookimpl", "hookspec"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core import private
-from tests.private_names import private_names
+from tests.support.private_names import private_names
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:

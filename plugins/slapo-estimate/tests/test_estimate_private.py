@@ -27,11 +27,8 @@ from slapo_estimate.private import (
     next_sequence_number,
     unset_fake_temporarily,
 )
-from slapo_estimate.rank_process import Request, estimate_rank
-from slapo_estimate.source import Functions
 from slapo_runtime.launcher import run_process
-from tests.estimation.models import adam, make_net, split
-from tests.private_names import private_names
+from tests.support.private_names import private_names
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
@@ -111,28 +108,6 @@ def _sum_of_nobody() -> tuple[int, int, list[float]]:
     x = torch.ones(2)
     dist.all_reduce(x)
     return dist.get_rank(), dist.get_world_size(), x.tolist()
-
-
-@pytest.mark.ranks
-def test_the_peak_of_a_step_is_this_number() -> None:
-    """Pinned: 8320 + 8256 + 4096 parameters of a rank, their gradients, AdamW's two moments and five counts."""
-    memory = run_process(_net_on_two_ranks, timeout=60.0)
-    assert memory == {
-        "parameters": 82688,
-        "buffers": 40,
-        "gradients": 82688,
-        "optimizer": 165396,
-        "activations": 4,
-        "temporaries": 66048,
-        "inputs": 4096,
-        "module": "optimizer",
-        "phase": "optimizer",
-    }
-
-
-def _net_on_two_ranks() -> dict[str, object]:
-    request = Request(Functions(make_net, split), {"tp": 2}, 1, (0, 1), torch.empty(16, 64), adam)
-    return dict(vars(estimate_rank(request).memory))
 
 
 def test_operators_have_formulas_of_their_operations() -> None:

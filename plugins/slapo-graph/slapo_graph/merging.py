@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.hookspecs import hookimpl
-from slapo_core.node import Node
 from slapo_core.primitive import Violation
+from slapo_core.tree.node import Node
 from slapo_graph.private import parameters_of
 
 if TYPE_CHECKING:

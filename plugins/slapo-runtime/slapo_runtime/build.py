@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.accelerators import device_of
 from slapo_core.dialect import BuildArguments
 from slapo_core.errors import (
     ArgumentError,
@@ -29,6 +28,7 @@ from slapo_core.errors import (
     SlapoError,
     TraceError,
 )
+from slapo_core.layout import device_of
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
 from slapo_core.schedule.schedule import Schedule
 from slapo_runtime.batches import bound_batch, in_mode

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.accelerators import accelerator
 from slapo_core.errors import BuildError
+from slapo_core.layout import accelerator
 from slapo_runtime.batches import (
     InputSignature,
     LossCall,

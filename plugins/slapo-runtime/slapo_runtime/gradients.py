@@ -17,7 +17,7 @@ from slapo_runtime.storage import sharded_over
 from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.correspondence import Correspondence
     from slapo_runtime.storage import LiveTensor
 

@@ -24,15 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
 from slapo_core.tree.index import full_name
-from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, WrapForward
-from slapo_core.tree.journal.calls import TakenHook
+from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, TakenHook, WrapForward
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
 from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
-    from slapo_core.layout import Layout
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Layout, Mesh
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.schedule.transaction import Step
 
@@ -82,7 +80,7 @@ class Guards:
     """
 
     name = "live"  # of the kind "guards"
-    slapo_only_looks = True  # slapo_core.node: only_looks
+    slapo_only_looks = True  # slapo_core.tree.node: only_looks
 
     def __init__(
         self,

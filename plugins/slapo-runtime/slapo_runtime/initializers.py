@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import WeightsError
-from slapo_core.tree.assignment import Assignment
 from slapo_core.tree.index import ModuleIndex, TensorSites
+from slapo_core.tree.journal import Assignment
 from slapo_runtime.private import buffers_of, parameters_of
 
 

@@ -22,8 +22,8 @@ from slapo_core.primitive import Record
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.sugar import bound_query
-from slapo_core.tree.node import TreeNode
-from slapo_core.tree.structure import made_beforehand
+from slapo_core.tree.index import made_beforehand
+from slapo_core.tree.node import Node
 from slapo_core.tree.tree import Tree, tree_of_copy
 from slapo_runtime.private import apply_to_tensors
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from slapo_core.mesh import Mesh
-    from slapo_core.node import Node
+    from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
     from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive
+    from slapo_core.tree.node import Node
 
 
 def copy_model(
@@ -300,7 +300,7 @@ class ScheduledCopy:
         return self._schedule.hooks
 
     @property
-    def root(self) -> TreeNode:
+    def root(self) -> Node:
         return self._tree.node("")
 
     def __getitem__(self, path: str) -> Any:
@@ -347,7 +347,7 @@ class ScheduledCopy:
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         raise self._is_read(f"apply {primitive}")
 
-    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Any:
+    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Any:
         raise self._is_read("find")
 
     def _is_read(self, what: str) -> ApplyError:

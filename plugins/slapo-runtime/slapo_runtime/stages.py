@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, HookError
-from slapo_core.tree.structure import walk
+from slapo_core.tree.index import walk
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.partition import Liveness, Output, Partition, Stage
 from slapo_runtime.private import buffers_of, children_of, non_persistent_buffers_of, parameters_of, pytree, write_count

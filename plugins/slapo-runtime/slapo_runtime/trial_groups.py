@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from slapo_core.errors import RankFailedError
-from slapo_core.mesh import Mesh
+from slapo_core.layout import Mesh
 from slapo_runtime.private import new_group_among, set_timeout
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from slapo_runtime.private import default_store
 from slapo_runtime.trial_groups import Attempt, TrialMesh, causes, chain_of, describe_failure, lost_rank
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 _CHUNK = 1 << 20  # elements; so that no temporary is larger than some megabytes

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from slapo_runtime import private
 from slapo_runtime.launcher import run_ranks
-from tests.private_names import private_names
+from tests.support.private_names import private_names
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Change, Node, Record, Schedule, Suggestion, Violation
-from slapo_core.node import only_looks
+from slapo_core.observers import only_looks
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of

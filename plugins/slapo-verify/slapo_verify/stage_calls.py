@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.tree.structure import made_beforehand, structure
+from slapo_core.tree.index import made_beforehand, structure
 from slapo_runtime.batches import InputSignature
 from slapo_runtime.partition import Partition
 from slapo_runtime.schedule_copies import ScheduledCopy

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
-from slapo_core.layout import Layout
-from slapo_core.mesh import DATA_DIMS
+from slapo_core.layout import DATA_DIMS, Layout
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.storage import ShardedState, ShardSource, TensorShard, optimizer_storage
 from slapo_runtime.weights.files import SafetensorsSource, Source, Wider, Writer, checksums, located, placed
@@ -25,7 +24,7 @@ from slapo_runtime.weights.optimizer_state import OptimizerState
 from slapo_runtime.world import World, together
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.state import Loading, ModelState
     from slapo_runtime.storage import LiveTensor, OptimizerStorage
 

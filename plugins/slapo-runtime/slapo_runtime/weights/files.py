@@ -26,7 +26,7 @@ from slapo_core.layout import Layout
 from slapo_runtime.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.weights.mapping import Survey, TensorSpec
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.describe import describe
 from slapo_core.errors import OptimizerError
+from slapo_core.tree.render import describe
 from slapo_runtime.world import RankFact, World
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 _ELEMENTWISE = {

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import RankFailedError, WeightsError
-from slapo_core.mesh import MESH_DIMS, Mesh
+from slapo_core.layout import MESH_DIMS, Mesh
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.initializers import copy_on_meta
 from slapo_runtime.launcher import preload_modules, run_ranks
