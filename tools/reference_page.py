@@ -16,15 +16,15 @@ from docstring_markdown import sections, signature, tidy
 import slapo_core
 import slapo_testing as testing
 from slapo_core import errors
-from slapo_core.dialect import ScheduledModel
 from slapo_core.plugins import current_registry
 from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
+from slapo_runtime.context import BuildContext
 from slapo_runtime.native.dialect import TorchDialect
 from slapo_runtime.native.engine import TorchEngine
-from slapo_runtime.request import BuildRequest
-from slapo_runtime.state import LiveTensor, ModelState
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import LiveTensor
 from slapo_tp.preconditions import After, Distributed, Divisible
 from slapo_tune.sampler import SearchSpace
 from slapo_verify import VerifyReport
@@ -61,8 +61,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing dialects and hooks": (
         "Dialect",
         "Plan",
-        "ScheduledModel",
-        "BuildRequest",
+        "BuildContext",
         "ModelState",
         "LiveTensor",
         "hookimpl",
@@ -73,7 +72,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing tracers": ("Tracer", "Recorded", "Guard", "Flag", "Untraceable", "check"),
 }
 _HOMES = {
-    "slapo_runtime.building": "Building and training",
+    "slapo_runtime.build": "Building and training",
     "slapo_runtime.native": "Building and training",
     "slapo_verify": "Verifying",
     "slapo_core.schedule": "Scheduling",
@@ -83,8 +82,8 @@ _HOMES = {
 _BESIDE = {
     cls.__name__: cls
     for cls in (
-        After, BuildRequest, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
-        ScheduledModel, SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
+        After, BuildContext, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
+        SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
     )
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""

@@ -17,7 +17,7 @@ from slapo_estimate.rank_process import RankResult, Request, simulate
 from slapo_estimate.results import Estimate
 from slapo_estimate.source import Functions, Source, of_schedule, require_sendable, sendable_batch
 from slapo_estimate.training_step import with_waiting
-from slapo_runtime.ranks.launcher import preload_modules, run_process
+from slapo_runtime.launcher import preload_modules, run_process
 from slapo_runtime.schedule_copies import installed_modules
 
 if TYPE_CHECKING:

@@ -24,15 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
 from slapo_core.internals import journal, module_index
-from slapo_core.private import ALL_HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
-from slapo_runtime.consistency import refuse_if_incomplete
-from slapo_runtime.ranks.rank_consistency import RankFact, checksum, describe_tensor
-from slapo_runtime.ranks.rng_state import synchronize_and_warn
-from slapo_runtime.ranks.world import World
+from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
+from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
+from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
-    from slapo_core import Schedule
     from slapo_core.layout import Layout, Mesh
+    from slapo_core.schedule.schedule import Schedule
     from slapo_core.schedule.transaction import Step
 
 _NUMBERS = itertools.count()
@@ -141,7 +139,7 @@ class Guards:
             ("load_state_dict_pre", is_split, lambda: model.register_load_state_dict_pre_hook(self.before_load)),
             ("forward_pre", is_due, lambda: model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)),
         ):
-            hooks = {table: getattr(model, table) for table in ALL_HOOK_TABLES[kind]}
+            hooks = {table: getattr(model, table) for table in HOOK_TABLES[kind]}
             if is_wanted:
                 if kind not in self._hooks:
                     self._hooks[kind] = register().id
@@ -230,7 +228,7 @@ class Guards:
             if torch.is_grad_enabled():
                 self.look_while_compiling(self._number)
         elif self._mesh is None:  # of a copy, where it would stay
-            tables = [getattr(model, table) for table in ALL_HOOK_TABLES["forward_pre"]]
+            tables = [getattr(model, table) for table in HOOK_TABLES["forward_pre"]]
             for key in [key for key, hook in tables[0].items() if hook is self]:
                 for table in tables:
                     del table[key]

@@ -12,7 +12,7 @@ from slapo_core import create_schedule
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.registry import Registry
 from slapo_runtime.partition import Output, Partition, Stage, StageModule, Value
-from slapo_runtime.pipeline.checks import check_liveness
+from slapo_runtime.stages import check_liveness
 from slapo_testing.check import CheckError, NotApplicable
 
 _STAGES_HOOKS = ("slapo_partition", "slapo_liveness")

@@ -16,10 +16,9 @@ from torch import nn
 from slapo_core.errors import ArgumentError, VerifyError
 from slapo_core.internals import describe
 from slapo_runtime.consistency import SAME_SCRIPT, obligations, schedule_facts
-from slapo_runtime.ranks.failures import Failure
-from slapo_runtime.ranks.rank_consistency import RankFact, describe_tensor
-from slapo_runtime.ranks.world import Attempt, World
 from slapo_runtime.schedule_copies import repeated
+from slapo_runtime.trial_groups import Failure
+from slapo_runtime.world import Attempt, RankFact, World, describe_tensor
 from slapo_verify.approximate import without_approximate_steps
 from slapo_verify.blame import Blame
 from slapo_verify.compare import Comparison, Difference
