@@ -116,6 +116,14 @@ DISTRIBUTIONS = (
 )
 """The project's own, whose names are theirs whether or not they are installed."""
 
+OWNERS = {
+    ("commands", "device"): "slapo-estimate",
+    ("commands", "patterns"): "slapo-graph",
+    ("commands", "plugins.check"): "slapo-testing",
+    ("dialects", "torch"): "slapo-runtime",
+}
+"""Those of their names that do not begin with the namespace of their distribution."""
+
 _PUBLIC = {
     "Change": "slapo_core.primitive",
     "Command": "slapo_core.cli.main",

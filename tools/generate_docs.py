@@ -18,6 +18,7 @@ from docstring_markdown import sections, tidy
 from reference_page import reference_page as make_reference_page
 
 from slapo_core import errors, hookspecs
+from slapo_runtime import hookspecs as runtime_hookspecs
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Made by tools/generate_docs.py; change the docstrings in {source} instead. -->\n"
@@ -28,17 +29,19 @@ def hooks_page() -> str:
     lines = [
         "# Hooks",
         "",
-        NOTE.format(source="slapo_core/hookspecs.py"),
+        NOTE.format(source="slapo_core/hookspecs.py and slapo_runtime/hookspecs.py"),
         inspect.cleandoc(hookspecs.__doc__ or ""),
     ]
     lines += ["", "| hook | answers |", "|---|---|"]
     parse = pluggy.PluginManager(hookspecs.PROJECT).parse_hookspec_opts
-    hooks = {name: options for name in vars(hookspecs) if (options := parse(hookspecs, name))}
-    for name, options in hooks.items():
+    modules = (hookspecs, runtime_hookspecs)
+    hooks = {name: module for module in modules for name in vars(module) if parse(module, name)}
+    for name, module in hooks.items():
+        options = parse(module, name) or {}
         answers = "at most one active plugin" if options["firstresult"] else "any number of active plugins"
         lines.append(f"| [`{name}`](#{name}) | {answers} |")
-    for name in hooks:
-        function = getattr(hookspecs, name)
+    for name, module in hooks.items():
+        function = getattr(module, name)
         signature = inspect.signature(function)
         arguments = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
         returns = str(signature.return_annotation).replace("'", "")

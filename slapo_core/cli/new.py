@@ -16,8 +16,14 @@ import typer
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import ArgumentError
-from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
-from slapo_core.plugins.metadata import Entry, core_version, name_violation
+from slapo_core.plugins.metadata import (
+    CORE_DISTRIBUTION,
+    FIRST_PARTY,
+    Entry,
+    core_version,
+    is_identifier,
+    name_violation,
+)
 
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:

@@ -72,7 +72,7 @@ def show(
 
 def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
     """Return the output of ``slapo plugins list --json``."""
-    from slapo_core.plugins.groups import CORE_DISTRIBUTION
+    from slapo_core.plugins.metadata import CORE_DISTRIBUTION
 
     error = registry.settings_error
     return {

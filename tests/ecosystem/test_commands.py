@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slapo_core.cli.main import make_app
-from slapo_core.plugins.groups import CORE_COMMANDS
+from slapo_core.plugins.metadata import CORE_COMMANDS
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
-from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
+from slapo_core.plugins.metadata import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_core.tree.selection import is_regular_expression
 from slapo_graph.match import Match
 
