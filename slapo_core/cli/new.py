@@ -111,8 +111,6 @@ class Project:
         hint = f"slapo plugins new {name} --namespace acme"
         if not is_identifier(namespace):
             raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
-        from slapo_testing.conformance import hides_member
-
         if hides_member(namespace):
             raise ArgumentError(f"namespace '{namespace}' would hide a member of nodes or schedules", hint=hint)
         entry = Entry("primitives", f"{namespace}.offload", "", name, "0.1.0")
@@ -129,6 +127,17 @@ class Project:
             "package": self.package,
             "year": str(datetime.datetime.now(tz=datetime.UTC).year),
         }
+
+
+def hides_member(name: str) -> bool:
+    """Whether schedules, nodes or groups have a member of that name: it is found before a primitive or namespace."""
+    from torch import nn
+
+    from slapo_core.schedule.creation import create_schedule
+
+    schedule = create_schedule(nn.Sequential(nn.Identity()))
+    targets = (schedule, schedule["0"], schedule["*"])
+    return any(hasattr(type(each), name) or name in getattr(each, "__dict__", ()) for each in targets)
 
 
 def render(project: Project, target: Path) -> tuple[Path, ...]:

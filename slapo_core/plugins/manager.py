@@ -125,14 +125,15 @@ class HookManager:
         return self._ask(name, self._implementations(name), arguments)
 
     def _implementations(self, name: str) -> list[pluggy.HookImpl]:
-        hook: pluggy.HookCaller = getattr(self._manager.hook, name)
-        return sorted(hook.get_hookimpls(), key=lambda each: each.plugin_name)
+        hook: pluggy.HookCaller | None = getattr(self._manager.hook, name, None)
+        found = [] if hook is None else hook.get_hookimpls()  # None: the distribution that specifies it is disabled
+        return sorted(found, key=lambda each: each.plugin_name)
 
     def _ask(self, name: str, chosen: list[pluggy.HookImpl], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
         """The answers, one function after the other, so that each of them, and each exception, has an owner."""
         answers = []
-        may_raise = getattr(getattr(self._manager.hook, name).spec.function, "slapo_may_raise", KeyboardInterrupt)
         for each in chosen:
+            may_raise = getattr(getattr(self._manager.hook, name).spec.function, "slapo_may_raise", KeyboardInterrupt)
             values, label = [arguments[argument] for argument in each.argnames], self._active[each.plugin_name]
             try:
                 answer = each.function(*values)

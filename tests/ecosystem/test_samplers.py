@@ -6,7 +6,7 @@ import pytest
 
 from slapo_core.errors import UnknownNameError
 from slapo_testing.distributions import FakeEnvironment
-from slapo_testing.samplers import sampler_checks
+from slapo_tune.cases import sampler_checks
 from tests.dists.healthy import acme, with_sampler
 from tests.messages import Messages
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from slapo_core import Engine
     from slapo_core.dialect import BuildArguments, ScheduledModel
     from slapo_runtime.request import BuildRequest
-    from slapo_testing import DialectCase
 
 
 class DeepSpeedDialect(Dialect):
@@ -60,9 +59,3 @@ class DeepSpeedDialect(Dialect):
         from slapo_deepspeed.zero.engine import ZeroEngine
 
         return ZeroEngine(plan, request)
-
-
-def slapo_cases() -> list[DialectCase]:
-    from slapo_deepspeed.cases import cases
-
-    return cases()
