@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from slapo_runtime.pipeline.stages import (
         stages as stages,
     )
-    from slapo_tune.sampler import (
+    from slapo_tune.samplers import (
         Sampler as Sampler,
         Trial as Trial,
     )
@@ -144,12 +144,12 @@ _PUBLIC = {
     "Primitive": "slapo_core.primitive",
     "Problem": "slapo_core.hookspecs",
     "Record": "slapo_core.primitive",
-    "Sampler": "slapo_tune.sampler",
+    "Sampler": "slapo_tune.samplers",
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.dialect",
     "Suggestion": "slapo_core.primitive",
     "Tracer": "slapo_graph.protocol",
-    "Trial": "slapo_tune.sampler",
+    "Trial": "slapo_tune.samplers",
     "Violation": "slapo_core.primitive",
     "build": "slapo_runtime.building.phases",
     "clip_grad_norm_": "slapo_runtime.live",

@@ -7,6 +7,7 @@ Slow imports are inside the command that needs them.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
@@ -183,7 +184,7 @@ def _doctor(
 
     report = diagnose(current_registry(), ask=ask or ())
     if as_json:
-        print_json(report.as_json())
+        print_json(dataclasses.asdict(report))
     else:
         print_report(report)
     if report.problems:

@@ -23,7 +23,7 @@ def register(root: typer.Typer, plugins: typer.Typer) -> None:
 
 
 def list_plugins(
-    as_json_: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
     kind: Annotated[str | None, typer.Option("--kind", help="Only plugins that provide this kind.")] = None,
 ) -> None:
     """List the installed plugins with their state, and what to do about those that are not ok. Imports none."""
@@ -32,8 +32,14 @@ def list_plugins(
         raise typer.BadParameter(f"no kind '{kind}'; the kinds are {', '.join(registry.kinds)}", param_hint="--kind")
     chosen = [plugin for plugin in registry.plugins if kind is None or plugin.provides(kind)]
     error = registry.settings_error
-    if as_json_:
-        print_json(as_json(registry, chosen))
+    if as_json:
+        print_json(
+            {
+                "core": {"name": CORE_DISTRIBUTION, "version": registry.core_version},
+                "error": None if error is None else str(error),
+                "plugins": [_plugin_json(plugin, registry) for plugin in chosen],
+            }
+        )
     else:
         print_table(("PLUGIN", "VERSION", "STATE", "PROVIDES", "REASON"), [_row(plugin, kind) for plugin in chosen])
         _print_remarks(chosen)
@@ -43,37 +49,21 @@ def list_plugins(
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="A distribution, e.g. slapo-tp.")],
-    as_json_: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+    name: Annotated[str, typer.Argument(help="A distribution, e.g. acme-slapo.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:
     """Show one plugin: state, reason, remedy, where it lies, and everything it provides. Does not import it."""
     plugin = current_registry().plugin(name)
-    if as_json_:
+    if as_json:
         print_json(_plugin_json(plugin, current_registry()))
         return
-    fields = [
-        ("plugin", plugin.label),
-        ("state", plugin.state),
-        ("reason", plugin.reason),
-        ("remedy", plugin.remedy),
-        ("source", plugin.source),
-    ]
-    for field, value in fields:
-        if value:
+    print(f"{'plugin':<10}{plugin.label}")
+    for field in ("state", "reason", "remedy", "source"):
+        if value := getattr(plugin, field):
             print(f"{field:<10}{value}")
     if plugin.entries:
         print()
         print_table(("KIND", "NAME", "OBJECT"), [(entry.kind, entry.name, entry.value) for entry in plugin.entries])
-
-
-def as_json(registry: Registry, plugins: list[Plugin]) -> dict[str, Any]:
-    """Return the output of ``slapo plugins list --json``."""
-    error = registry.settings_error
-    return {
-        "core": {"name": CORE_DISTRIBUTION, "version": registry.core_version},
-        "error": None if error is None else str(error),
-        "plugins": [_plugin_json(plugin, registry) for plugin in plugins],
-    }
 
 
 def _plugin_json(plugin: Plugin, registry: Registry) -> dict[str, Any]:
@@ -90,16 +80,12 @@ def _plugin_json(plugin: Plugin, registry: Registry) -> dict[str, Any]:
 
 
 def _row(plugin: Plugin, kind: str | None) -> tuple[str, ...]:
-    kinds = sorted({entry.kind for entry in plugin.entries}) if kind is None else [kind]
-    counts = [f"{len(plugin.provides(item))} {item}" for item in kinds]
-    if kind is not None:
-        counts = [", ".join(plugin.provides(kind))]
-    return (plugin.name, plugin.version or "-", plugin.state, ", ".join(counts) or "-", plugin.reason or "")
+    counts = [f"{len(plugin.provides(each))} {each}" for each in sorted({entry.kind for entry in plugin.entries})]
+    provided = ", ".join(counts if kind is None else plugin.provides(kind))
+    return (plugin.name, plugin.version or "-", plugin.state, provided or "-", plugin.reason or "")
 
 
 def _print_remarks(plugins: list[Plugin]) -> None:
-    remedies = [plugin for plugin in plugins if plugin.remedy]
+    remedies = [f"{plugin.name}: {plugin.remedy}" for plugin in plugins if plugin.remedy]
     if remedies:
-        print()
-    for plugin in remedies:
-        print(f"{plugin.name}: {plugin.remedy}")
+        print("", *remedies, sep="\n")

@@ -45,7 +45,7 @@ class HookManager:
         """Name a distribution: its hooks are called from now on.
 
         Args:
-            distribution: e.g. ``"slapo-tp"``; one that has no hooks is only remembered.
+            distribution: e.g. ``"acme-slapo"``; one that has no hooks is only remembered.
             version: of `Registry.provider`; ``"local"`` for code of this process,
                 which has no distribution and so no hooks, and is only remembered.
 
@@ -91,7 +91,7 @@ class HookManager:
             arguments: those of the hook's specification.
 
         Returns:
-            the plugin that answered, e.g. ``"slapo-tp 0.1.0"``, and its answer; None if none did.
+            the plugin that answered, e.g. ``"acme-slapo 1.0"``, and its answer; None if none did.
 
         Raises:
             HookError: an implementation raised, or two plugins answered.

@@ -88,8 +88,8 @@ class Entry:
     Args:
         kind: e.g. ``"primitives"``.
         name: the full name, e.g. ``"tp.shard"``.
-        value: where the object is, e.g. ``"slapo_tp.shard:Shard"``.
-        distribution: e.g. ``"slapo-tp"``.
+        value: where the object is, e.g. ``"acme_slapo.pad:Pad"``.
+        distribution: e.g. ``"acme-slapo"``.
         version: e.g. ``"0.1.0"``; ``"local"`` if registered in this process.
     """
 
@@ -111,7 +111,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        """The distribution with its version, e.g. ``"acme-slapo 1.0"``."""
         return f"{self.distribution} {self.version}"
 
 
@@ -120,7 +120,7 @@ class Plugin:
     """One installed distribution that provides something to slapo.
 
     Args:
-        name: canonical, e.g. ``"slapo-tp"``.
+        name: canonical, e.g. ``"acme-slapo"``.
         version: None where its metadata cannot be read.
         state: ``ok``, ``unusable``, ``conflict`` or ``disabled``.
         reason: why it is not ok; None if it is.
@@ -145,7 +145,7 @@ class Plugin:
 
     @property
     def label(self) -> str:
-        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        """The distribution with its version, e.g. ``"acme-slapo 1.0"``."""
         return f"{self.name} {self.version}" if self.version else self.name
 
     @property

@@ -198,7 +198,7 @@ class Registry:
         return self._load(entry)
 
     def provider(self, cls_or_instance: Any) -> tuple[str, str]:
-        """The distribution and version that a primitive's class comes from, e.g. ``("slapo-tp", "0.1.0")``.
+        """The distribution and version that a primitive's class comes from, e.g. ``("acme-slapo", "1.0")``.
 
         A class of no installed distribution gives its top-level module and ``"local"``.
 

@@ -28,7 +28,7 @@ class CheckCommand(Command):
 
 
 def check(
-    name: Annotated[str | None, typer.Argument(help="A distribution, e.g. slapo-tp; default: all.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A distribution, e.g. acme-slapo; default: all.")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the chained traceback of failures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:

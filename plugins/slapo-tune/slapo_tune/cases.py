@@ -13,7 +13,7 @@ from slapo_core.plugins.metadata import Entry
 from slapo_core.plugins.registry import Registry
 from slapo_testing import CheckError, NotApplicable
 from slapo_testing.kit import Kit
-from slapo_tune.sampler import Point, Sampler, Trial
+from slapo_tune.samplers import Point, Sampler, Trial
 
 
 class SamplerKit(Kit):
