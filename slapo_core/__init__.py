@@ -22,9 +22,6 @@ if TYPE_CHECKING:
         Plan as Plan,
         StepResult as StepResult,
     )
-    from slapo_core.edit import (
-        Edit as Edit,
-    )
     from slapo_core.hookspecs import (
         Fact as Fact,
         Problem as Problem,
@@ -32,12 +29,7 @@ if TYPE_CHECKING:
     )
     from slapo_core.layout import (
         Layout as Layout,
-    )
-    from slapo_core.mesh import (
         Mesh as Mesh,
-    )
-    from slapo_core.node import (
-        Node as Node,
     )
     from slapo_core.plugins.registry import (
         register_primitive as register_primitive,
@@ -57,6 +49,8 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
     )
+    from slapo_core.tree.edit import Edit as Edit
+    from slapo_core.tree.node import Node as Node
     from slapo_estimate.device import (
         DeviceSpec as DeviceSpec,
         Link as Link,
@@ -79,17 +73,20 @@ if TYPE_CHECKING:
     from slapo_graph.protocol import (
         Tracer as Tracer,
     )
-    from slapo_runtime.building.phases import (
+    from slapo_runtime.build import (
         build as build,
     )
-    from slapo_runtime.live import (
+    from slapo_runtime.context import (
+        BuildContext as BuildContext,
+    )
+    from slapo_runtime.stages import (
+        stages as stages,
+    )
+    from slapo_runtime.weights.live import (
         clip_grad_norm_ as clip_grad_norm_,
         load_state_dict as load_state_dict,
         save_pretrained as save_pretrained,
         state_dict as state_dict,
-    )
-    from slapo_runtime.pipeline.stages import (
-        stages as stages,
     )
     from slapo_tune.sampler import (
         Sampler as Sampler,
@@ -117,20 +114,21 @@ DISTRIBUTIONS = (
 """The project's own, whose names are theirs whether or not they are installed."""
 
 _PUBLIC = {
+    "BuildContext": "slapo_runtime.context",
     "Change": "slapo_core.primitive",
     "Command": "slapo_core.cli.main",
     "Compiler": "slapo_fusion.compilers",
     "DeviceSpec": "slapo_estimate.device",
     "Dialect": "slapo_core.dialect",
-    "Edit": "slapo_core.edit",
+    "Edit": "slapo_core.tree.edit",
     "Engine": "slapo_core.dialect",
     "Equivalence": "slapo_core.primitive",
     "Fact": "slapo_core.hookspecs",
     "Layout": "slapo_core.layout",
     "Link": "slapo_estimate.device",
     "Match": "slapo_graph.match",
-    "Mesh": "slapo_core.mesh",
-    "Node": "slapo_core.node",
+    "Mesh": "slapo_core.layout",
+    "Node": "slapo_core.tree.node",
     "Pattern": "slapo_graph.match",
     "Plan": "slapo_core.dialect",
     "Primitive": "slapo_core.primitive",
@@ -143,19 +141,19 @@ _PUBLIC = {
     "Tracer": "slapo_graph.protocol",
     "Trial": "slapo_tune.sampler",
     "Violation": "slapo_core.primitive",
-    "build": "slapo_runtime.building.phases",
-    "clip_grad_norm_": "slapo_runtime.live",
+    "build": "slapo_runtime.build",
+    "clip_grad_norm_": "slapo_runtime.weights.live",
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_estimate.estimates",
     "estimate_functions": "slapo_estimate.estimates",
     "fit": "slapo_estimate.fit",
     "hookimpl": "slapo_core.hookspecs",
-    "load_state_dict": "slapo_runtime.live",
+    "load_state_dict": "slapo_runtime.weights.live",
     "register_primitive": "slapo_core.plugins.registry",
     "replay": "slapo_core.schedule.creation",
-    "save_pretrained": "slapo_runtime.live",
-    "stages": "slapo_runtime.pipeline.stages",
-    "state_dict": "slapo_runtime.live",
+    "save_pretrained": "slapo_runtime.weights.live",
+    "stages": "slapo_runtime.stages",
+    "state_dict": "slapo_runtime.weights.live",
     "verify": "slapo_verify",
 }
 """Public name -> module. The distribution of ``slapo_x`` is ``slapo-x``."""

@@ -238,7 +238,7 @@ def _render(
     namespaces = sorted({full.partition(".")[0] for full in methods} - set(usable))
     lines = [*(f"# from {label}" for label in labels)]
     lines += [f"# left out: {item.what}: {' '.join(item.reason.split())}" for item in omissions]
-    lines += ["", "import typing as _t", *writer.imports, "", "from slapo_core.tree.node import TreeNode as _Node", ""]
+    lines += ["", "import typing as _t", *writer.imports, "", "from slapo_core.tree.node import Node as _Node", ""]
     lines += ['_Result = _t.TypeVar("_Result")', ""]
     for namespace in namespaces:
         lines += ["", f"class _Namespace_{namespace}(_t.Generic[_Result]):", f'    """Primitives of {namespace}."""']

@@ -252,7 +252,7 @@ def test_a_forward_that_a_step_changed_from_elsewhere_is_not_lost_either(size: i
     sch = _schedule(size)
 
     def below(node: slapo.Node, edit: slapo.Edit) -> None:
-        edit.apply(node["head"], Collective())
+        Collective().apply(node["head"], edit)
 
     sch.apply(Call(below))
     message(_refusal(lambda: sch["head"].replace(nn.Linear(8, 4))), "the forward of 'head'", "at another module")
@@ -303,7 +303,7 @@ def test_checkpointed_already_is_judged_by_the_module_that_stands_there(message:
 def test_a_checkpoint_made_by_another_step_counts() -> None:
     sch = slapo.create_schedule(MLP())
 
-    sch.apply(Call(lambda node, edit: edit.apply(node["head"], Checkpoint())))
+    sch.apply(Call(lambda node, edit: Checkpoint().apply(node["head"], edit)))
     assert "checkpointed already" in _refusal(lambda: sch["head"].checkpoint())
     sch.undo()
     sch["head"].checkpoint()

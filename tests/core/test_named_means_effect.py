@@ -56,16 +56,7 @@ def environment(fake_distributions: FakeEnvironment) -> FakeEnvironment:
             "acme_hooks": HOOKS,
         },
     )
-    outer = FakeDistribution(
-        "outer-slapo",
-        entry_points={"slapo.v1.primitives": {"outer.wrap": "outer_slapo:Thing"}},
-        modules={
-            "outer_slapo": thing(
-                "outer.wrap", "        from acme_slapo import Thing as Note\n        edit.apply(node, Note())"
-            )
-        },
-    )
-    fake_distributions.install(acme, outer)
+    fake_distributions.install(acme)
     return fake_distributions
 
 
@@ -103,25 +94,15 @@ def test_a_build_that_failed_switches_the_hooks_of_its_target_off(
     assert heard() == ["materialize 0.weight", "materialize 0.bias"]
 
 
-def test_a_primitive_applied_by_another_names_its_distribution_until_it_is_undone(schedule: slapo.Schedule) -> None:
-    schedule["0"].wrap()
-    assert schedule.hooks.active == ("acme-slapo", "outer-slapo")
+def test_a_primitive_names_its_distribution_until_it_is_undone(schedule: slapo.Schedule) -> None:
+    schedule["0"].acme.note()
+    assert schedule.hooks.active == ("acme-slapo",)
     assert heard() == ["preconditions acme.note"]
     with pytest.raises(slapo.PreconditionError):
         schedule["0"].shard("nothing", axis=0)
-    assert schedule.hooks.active == ("acme-slapo", "outer-slapo")
+    assert schedule.hooks.active == ("acme-slapo",)
     schedule.undo()
     assert schedule.hooks.active == ()
-
-
-def test_a_disabled_primitive_does_not_run_inside_of_another(environment: FakeEnvironment) -> None:
-    environ = {"SLAPO_DISABLE_PLUGINS": "acme-slapo"}
-    with use_registry(environment.registry(environ, with_installed=True)):
-        schedule = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
-        with pytest.raises(slapo.UnusablePluginError, match=r"primitive 'acme\.note' of acme-slapo 1\.0"):
-            schedule["0"].wrap()
-        assert schedule.records == ()
-        assert heard() == []
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ reveal_type(sch["layers.*"][0].acme.pad("weight"))
 """
 REVEALED = """\
 accepted.py:16: note: Revealed type is "slapo_core.tree.selection.Selection"
-accepted.py:17: note: Revealed type is "slapo_core.tree.node.TreeNode"
+accepted.py:17: note: Revealed type is "slapo_core.tree.node.Node"
 Success: no issues found in 1 source file
 """
 

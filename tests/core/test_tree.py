@@ -93,7 +93,6 @@ def test_facts_of_a_node() -> None:
     sch = slapo.create_schedule(model)
     node = sch["blocks.0.bn1"]
     assert node.path == "blocks.0.bn1"
-    assert node.name == "bn1"
     assert node.module is model.blocks[0].bn1
     assert node.parent is sch["blocks.0"]
     assert node.parent.parent.parent is sch.root is sch[""]

@@ -57,7 +57,7 @@ class HookAll(TestPrimitive):
 
 @dataclass(frozen=True)
 class Everything(TestPrimitive):
-    """One edit of every kind, and one through another primitive."""
+    """One edit of every kind, and those of another primitive."""
 
     name = "test.everything"
 
@@ -72,7 +72,7 @@ class Everything(TestPrimitive):
             edit.set_parameter(node, name, None)
         for name in node.buffers:
             edit.set_buffer(node, name, torch.zeros(2))
-        edit.apply(node, HookAll(prepend=True))
+        HookAll(prepend=True).apply(node, edit)
         for child in node.children:
             edit.replace_module(child, nn.Identity())
         edit.wrap_forward(node, wrapped)

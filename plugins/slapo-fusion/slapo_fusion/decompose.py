@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.edit import Carried
+from slapo_core.observers import Carried
 from slapo_fusion.bind import is_bound
 from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
 
@@ -144,7 +144,7 @@ class Decompose(Primitive):
             known = ", ".join(f"nn.{kind.__name__}" for kind in KINDS)
             yield Violation(f"it knows no pieces of a {type(module).__name__}", f"it knows those of {known}")
             return
-        if node.graph is not None:
+        if node.forward_is_replaced:
             yield Violation("it is traced, and its graph would be lost", "decompose before trace()")
         elif getattr(forward := module.__dict__.get("forward"), "has_own", forward is not None):
             yield Violation(

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
-from slapo_core.tree.selection import is_regular_expression
+from slapo_graph.example_calls import example_calls
 from slapo_graph.match import Match
+from slapo_graph.traced import graph_of
 
 if TYPE_CHECKING:
     from torch import fx
 
+    from slapo_core import Node, Schedule
     from slapo_core.plugins.registry import Registry
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import TreeNode
     from slapo_graph.patterns.pattern import Found, GraphPattern
 
 
-def opaque_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
+def opaque_calls(nodes: Iterable[Node]) -> tuple[str, ...]:
     """List opaque calls in the graphs of ``nodes``: modules with code of their own, inlined by ``flatten=True``.
 
     Not those of torch.nn, nor those of :func:`hooked_calls`: they stay calls.
@@ -28,7 +28,7 @@ def opaque_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
     return tuple(path for node in nodes for path in _calls(node, hooked=False))
 
 
-def hooked_calls(nodes: Collection[TreeNode]) -> tuple[str, ...]:
+def hooked_calls(nodes: Collection[Node]) -> tuple[str, ...]:
     """List opaque calls that ``flatten=True`` keeps: of modules with hooks, or with a forward of the instance.
 
     Not those that are among ``nodes`` themselves.
@@ -56,11 +56,11 @@ def how_to_open(closed: tuple[str, ...], hooked: tuple[str, ...] = ()) -> str:
     return f"not searched: {'; '.join(said)}"
 
 
-def _calls(node: TreeNode, *, hooked: bool) -> Iterator[str]:
+def _calls(node: Node, *, hooked: bool) -> Iterator[str]:
     """Yield calls of modules with code of their own in a graph: of hooked modules, or of the others."""
     from slapo_graph.leaves import is_changed, is_predefined
 
-    graph: Any = node.graph
+    graph: Any = graph_of(node)
     if graph is None or graph.first is None or (graph.leaves.flatten and not hooked):
         return
     for target in dict.fromkeys(
@@ -119,7 +119,29 @@ def how_to_search(expression: str) -> str:
     return f"a text is a glob, and '{expression}' is a regular expression: write re.compile({expression!r})"
 
 
-def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matches:
+def find(nodes: tuple[Node, ...], pattern: Any) -> Matches:
+    """Find every place at or below the nodes where the graph of a traced module has ``pattern``.
+
+    ``dense.find(lambda x, bias: F.gelu(x + bias))`` gives a :class:`Match` for each.
+
+    Args:
+        nodes: a node, those of a group, or the root of a schedule.
+        pattern: a function of the values that go in, which computes what is looked for; a module; the name of a
+            pattern of a plugin, e.g. ``"fusion.sdpa"``; a glob or regular expression over what calls are named in
+            ``print(node.graph)``; ``where(predicate)`` or ``any_of(...)`` of :mod:`slapo_graph.patterns`.
+
+    Returns:
+        the matches in the order of the model, none of which shares a graph node with another; its attribute
+        ``untraced`` has the paths of modules that were not searched because they are not traced.
+
+    Raises:
+        TraceError: nothing at or below these nodes is traced.
+        ArgumentError: it is not a pattern, or one that cannot be traced.
+    """
+    return find_in(nodes[0].schedule, nodes, pattern)
+
+
+def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     """Match ``pattern`` in the graphs of traced modules at or below ``nodes``.
 
     Of several variants of a graph (train and eval, ...), the one recorded first is searched.
@@ -127,7 +149,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
     Args:
         schedule: that the nodes belong to.
         nodes: where to look.
-        pattern: as of :meth:`slapo_core.node.Node.find`.
+        pattern: as of :meth:`slapo_graph.finding.find`.
 
     Raises:
         TraceError: nothing at or below them is traced.
@@ -136,7 +158,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
     from slapo_graph.patterns.definition import pattern_of
 
     made = pattern_of(pattern, lambda name: load_pattern(schedule.registry, name))
-    traced: dict[str, TreeNode] = {}
+    traced: dict[str, Node] = {}
     untraced: dict[str, None] = {}
     for node in nodes:
         _collect(node, traced, untraced)
@@ -157,11 +179,11 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
         untraced=tuple(untraced),
         closed=opaque_calls(searched),
         hooked=hooked_calls(searched),
-        expression=next(filter(is_regular_expression, globs), None),
+        expression=next((glob for glob in globs if set(glob) & set("\\()|^$+")), None),
     )
 
 
-def matches_at(node: TreeNode, pattern: GraphPattern) -> list[Match]:
+def matches_at(node: Node, pattern: GraphPattern) -> list[Match]:
     """Match in the graph of one traced node."""
     found = pattern.matches(first_graph(node), node.module)
     return [match_of(node.path, pattern, each, index, len(found)) for index, each in enumerate(found)]
@@ -189,17 +211,17 @@ def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: 
     )
 
 
-def first_graph(node: TreeNode) -> fx.Graph:
+def first_graph(node: Node) -> fx.Graph:
     """Return the graph to search: of the variant recorded first, or recorded now.
 
     Where that cannot be, between two steps that belong together, it is that of before.
     """
-    graph: Any = node.graph
+    graph: Any = graph_of(node)
     if graph.first is None:
-        graph.record(node.module, node.example_calls())
+        graph.record(node.module, example_calls(node))
     elif not graph.holds(node.module):
         with contextlib.suppress(ArgumentError, TraceError):
-            graph.follow(node.module, node.example_calls())
+            graph.follow(node.module, example_calls(node))
     recorded: fx.Graph = graph.first.recorded.graph
     return recorded
 
@@ -219,16 +241,16 @@ def load_pattern(registry: Registry, name: str) -> Any:
     return registry.load(name, "patterns") if expected or known else None
 
 
-def _collect(node: TreeNode, traced: dict[str, TreeNode], untraced: dict[str, None]) -> None:
+def _collect(node: Node, traced: dict[str, Node], untraced: dict[str, None]) -> None:
     """Sort the modules at and below ``node`` into those with a graph, and the topmost that no graph covers."""
-    if node.is_traced:
+    if graph_of(node) is not None:
         traced.setdefault(node.path, node)
-    below = {each.path: each for each in node.walk() if each.is_traced}
+    below = {each.path: each for each in node.walk() if graph_of(each) is not None}
     traced.update({path: each for path, each in below.items() if path not in traced})
     _note_untraced(node, set(traced), untraced)
 
 
-def _note_untraced(node: TreeNode, traced: set[str], untraced: dict[str, None]) -> None:
+def _note_untraced(node: Node, traced: set[str], untraced: dict[str, None]) -> None:
     if node.path in traced:
         return
     prefix = f"{node.path}." if node.path else ""

@@ -16,12 +16,11 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
-from slapo_core import accelerators
-from slapo_core.mesh import Mesh, declare_mesh
+from slapo_core import layout
+from slapo_core.layout import Mesh, declare_mesh
 from slapo_runtime.consistency import schedule_facts
-from slapo_runtime.ranks.launcher import run_ranks
-from slapo_runtime.ranks.rank_consistency import RankFact
-from slapo_runtime.ranks.world import World, _new_store as new_store, together
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.world import RankFact, World, _new_store as new_store, together
 from slapo_testing.bench import seeded
 from slapo_verify.phases import fixed_conditions
 from tests.messages import Messages
@@ -243,10 +242,10 @@ def test_only_the_devices_in_use_are_touched_by_a_fork_of_the_random_state(monke
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: 512 * (index == 5))
-    accelerators.fork_rng()
+    layout.fork_rng()
     assert asked == [{"devices": [3, 5], "device_type": "xpu"}]
-    assert accelerators.device_of("xpu") == torch.device("xpu", 3)
-    assert accelerators.device_of("cpu") == torch.device("cpu")
+    assert layout.device_of("xpu") == torch.device("xpu", 3)
+    assert layout.device_of("cpu") == torch.device("cpu")
 
 
 # -- calls on some ranks only -------------------------------------------------------------------------------------

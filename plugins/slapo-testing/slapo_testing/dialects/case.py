@@ -11,13 +11,13 @@ from torch import nn
 
 from slapo_core.dialect import Dialect
 from slapo_core.errors import ArgumentError
-from slapo_core.mesh import MESH_DIMS
+from slapo_core.layout import MESH_DIMS
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_runtime.request import LossFunction, OptimizerFactory
+    from slapo_runtime.context import LossFunction, OptimizerFactory
 
 
 @dataclass(frozen=True)
