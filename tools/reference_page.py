@@ -17,7 +17,6 @@ import slapo_core
 import slapo_testing as testing
 from slapo_core import errors
 from slapo_core.plugins import current_registry
-from slapo_core.tree.node import Node
 from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
@@ -89,12 +88,10 @@ _BESIDE = {
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""
 _NOT_MADE_BY_HAND = (
-    "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Record",
-    "LiveTensor", "SearchSpace",
+    "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Node",
+    "Record", "LiveTensor", "SearchSpace",
 )  # fmt: skip
-# class -> another class of which it is the implementation: what that documents is not said again, and what only the
-# implementation has is described with it.
-_IMPLEMENTED_BY = {"Node": Node}
+# class -> another class of which it is the implementation: what that documents is not said again.
 _IMPLEMENTS = {"TorchEngine": "Engine", "TorchDialect": "Dialect"}
 _VALUES = {
     "hookimpl": "Decorator that marks a function as a plugin's answer to the hook of its name: [hooks.md](hooks.md)."
@@ -192,9 +189,6 @@ def _entry(name: str, value: Any) -> list[str]:
         lines += ["```python", signature(name, value, returns=False), "```", ""]
     lines += _text(value)
     described = dict(_members(value))
-    implementation = _IMPLEMENTED_BY.get(name)
-    if implementation is not None:
-        described |= {own: member for own, member in _members(implementation) if own not in described}
     known = dict(_members(getattr(slapo_core, _IMPLEMENTS[name]))) if name in _IMPLEMENTS else {}
     for own, member in described.items():
         text = _documentation(member)

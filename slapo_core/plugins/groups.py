@@ -34,7 +34,8 @@ KINDS: dict[str, Kind] = {
     "dialects": Kind(base="slapo_core.dialect:Dialect"),
     "commands": Kind(base="slapo_core.cli.main:Command"),
     "queries": Kind("function"),  # of a node, nodes or a schedule; leave no record
-    "codecs": Kind(),  # values in saved schedules
+    "selectors": Kind(base="slapo_core.primitive:Selector"),  # what users write for a part of a module
+    "codecs": Kind(base="slapo_core.schedule.records:Codec"),  # values in saved schedules
     "guards": Kind(),  # of live models: told of each step
     "hooks": Kind("module"),
     "hookspecs": Kind("module"),  # further hooks, known before any hooks module is loaded

@@ -23,8 +23,8 @@ from slapo_runtime.stages import StagedModel, needing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from slapo_core import Schedule
     from slapo_core.dialect import Plan
-    from slapo_core.schedule.schedule import Schedule
     from slapo_estimate.rank_process import Request, Trackers
     from slapo_estimate.results import RankEstimate
 

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError, HookError, RankMismatchError
+from slapo_core.internals import describe
 from slapo_core.layout import accelerator
 from slapo_core.primitive import Violation
-from slapo_core.tree.render import describe
 from slapo_runtime.world import RankFact, World, describe_tensor, first_difference, ranks_along
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.dialect import Plan
     from slapo_core.layout import Mesh
-    from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.build import Arguments
     from slapo_runtime.state import ModelState
     from slapo_runtime.weights.files import Source

@@ -20,8 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import HookError, WeightsError
+from slapo_core.internals import module_index
 from slapo_core.layout import Layout
-from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
 from slapo_runtime.initializers import SKIP_MARK, InitializerCall, Initializers, Rerun, copy_on_meta, copy_with
 from slapo_runtime.private import TorchDispatchMode, storage_id, tree_leaves
 from slapo_runtime.weights.files import placed
@@ -214,7 +214,7 @@ def record(model: nn.Module) -> dict[str, Program]:
         return twin
 
     copied = copy_with(model, twin_of)
-    index = ModuleIndex(copied)
+    index = module_index.ModuleIndex(copied)
     for _, tensor in _named(copied):
         tensor.__dict__.pop(SKIP_MARK, None)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
@@ -229,9 +229,9 @@ class _Recording:
         twins: the copy's tensors by their storage.
     """
 
-    def __init__(self, index: ModuleIndex, twins: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, index: module_index.ModuleIndex, twins: Mapping[int, torch.Tensor]) -> None:
         self._index, self._twins = index, twins
-        self._sites = TensorSites(index)
+        self._sites = module_index.TensorSites(index)
         self._initializers = Initializers(index)
         self._written: dict[InitializerCall, dict[int, _Writes] | None] = {}
 
@@ -240,7 +240,7 @@ class _Recording:
         for tensor, sites in self._tracked():
             program = self._program(tensor, sites)
             if program is not None:
-                found.update({full_name(path, own_name): (tensor, program) for path, own_name in sites})
+                found.update({module_index.full_name(path, own_name): (tensor, program) for path, own_name in sites})
         return {name: program for name, (tensor, program) in found.items() if self._index.tensor_at(name) is tensor}
 
     def _tracked(self) -> list[tuple[torch.Tensor, tuple[tuple[str, str], ...]]]:

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import WeightsError
-from slapo_core.tree.index import ModuleIndex, TensorSites
-from slapo_core.tree.journal import Assignment
-from slapo_runtime.private import buffers_of, parameters_of
+from slapo_core.internals import buffers_of, journal, module_index, parameters_of
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
@@ -81,7 +79,7 @@ class Initializers:
         index: the modules of the model.
     """
 
-    def __init__(self, index: ModuleIndex) -> None:
+    def __init__(self, index: module_index.ModuleIndex) -> None:
         self._modules = index.modules
         self._resets: dict[str, InitializerCall | None] = {}
         self._inits: dict[str, InitializerCall | None] = {}
@@ -147,8 +145,8 @@ class Rerun:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._index = ModuleIndex(model)
-        self._sites = TensorSites(self._index)
+        self._index = module_index.ModuleIndex(model)
+        self._sites = module_index.TensorSites(self._index)
         self._initializers = Initializers(self._index)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -193,7 +191,7 @@ class Rerun:
         assert present is not None
         return present
 
-    def _place(self, path: str, own_name: str, full: torch.Tensor) -> list[Assignment]:
+    def _place(self, path: str, own_name: str, full: torch.Tensor) -> list[journal.Assignment]:
         """Put ``full`` into every place of the tensor."""
         present = self._present(path, own_name)
         value: torch.Tensor = full
@@ -202,7 +200,7 @@ class Rerun:
         value.__dict__.update({key: item for key, item in present.__dict__.items() if key != SKIP_MARK})
         placed = []
         for site_path, site_name in self._sites.of(present):
-            placed.append(Assignment(self._index.modules[site_path], site_name))
+            placed.append(journal.Assignment(self._index.modules[site_path], site_name))
             placed[-1].set(value)
         return placed
 

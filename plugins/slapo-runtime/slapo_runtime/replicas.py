@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slapo_core.errors import RankMismatchError, ReplicaError
+from slapo_core.internals import describe
 from slapo_core.layout import DATA_DIMS
-from slapo_core.tree.render import describe
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.storage import InPlace, TorchOptimizer, optimizer_storage, sharded_over
 from slapo_runtime.weights.exchange import exchange_device, spread
 from slapo_runtime.world import World, checksum, ranks_along
 
 if TYPE_CHECKING:
+    from slapo_core.internals import describe
     from slapo_core.layout import Mesh
-    from slapo_core.tree.render import describe
     from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
 

@@ -17,25 +17,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from slapo_core import Node, Schedule, create_schedule
 from slapo_core.errors import ApplyError, ReplayError, SerializationError, SlapoError, UnknownNameError
+from slapo_core.internals import module_index
 from slapo_core.primitive import Record
-from slapo_core.schedule.creation import create_schedule
-from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.sugar import bound_query
-from slapo_core.tree.index import made_beforehand
-from slapo_core.tree.node import Node
-from slapo_core.tree.tree import Tree, tree_of_copy
 from slapo_runtime.private import apply_to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from slapo_core import Node
     from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
     from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive
-    from slapo_core.tree.node import Node
+    from slapo_core.tree.tree import Tree
 
 
 def copy_model(
@@ -61,7 +58,7 @@ def copy_model(
         made = _made(tensor, dtype, shares_memory=shares_memory)
         if made is not None:
             memo[id(tensor)] = made
-    memo |= {key: made for key, made in made_beforehand(model).items() if key not in memo}
+    memo |= {key: made for key, made in module_index.made_beforehand(model).items() if key not in memo}
     copied = copy.deepcopy(model, memo)
     for name, parameter in copied.named_parameters(remove_duplicate=False):
         original = model.get_parameter(name)
@@ -261,7 +258,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
 
 def _register(primitives: Mapping[type[Primitive], None]) -> None:
     """Register primitives that a script registered or applied as values."""
-    from slapo_core.plugins import current_registry
+    from slapo_core.internals import current_registry
 
     registry = current_registry()
     for cls in primitives:
@@ -282,6 +279,11 @@ class ScheduledCopy:
     def __init__(self, schedule: Schedule, model: nn.Module) -> None:
         self._schedule = schedule
         self.model = model
+
+    @property
+    def original(self) -> Schedule:
+        """The schedule whose model was copied."""
+        return self._schedule
 
     @property
     def mesh(self) -> Mesh | None:
@@ -308,21 +310,12 @@ class ScheduledCopy:
 
     @functools.cached_property
     def _tree(self) -> Tree:
-        return tree_of_copy(self.model, self._schedule.tree, self)
+        return self._schedule.tree.of_copy(self.model, self)
 
     # -- what nodes need --------------------------------------------------------------------------------------
 
-    def records_so_far(self) -> tuple[Record, ...]:
-        return self._schedule.records_so_far()
-
     def removal_of(self, path: str) -> Record | None:
         return self._schedule.removal_of(path)
-
-    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._schedule.example_call_of(path)
-
-    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        return self._schedule.example_calls_of(path)
 
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]:
         """Rewind the schedule's own model."""
@@ -346,9 +339,6 @@ class ScheduledCopy:
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         raise self._is_read(f"apply {primitive}")
-
-    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Any:
-        raise self._is_read("find")
 
     def _is_read(self, what: str) -> ApplyError:
         return ApplyError(f"cannot {what}: this is a read-only copy of the scheduled model")

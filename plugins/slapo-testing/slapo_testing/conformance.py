@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from slapo_core import create_schedule
 from slapo_core.errors import ArgumentError, PluginError
 from slapo_core.plugins import use_registry
 from slapo_core.plugins.metadata import LOCAL_VERSION, Entry, Plugin
 from slapo_core.plugins.registry import Registry
-from slapo_core.schedule.creation import create_schedule
 from slapo_testing.case import Case
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.checks import CHECKS

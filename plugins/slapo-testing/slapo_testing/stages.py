@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
+from slapo_core import create_schedule
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.registry import Registry
-from slapo_core.schedule.creation import create_schedule
 from slapo_runtime.partition import Output, Partition, Stage, StageModule, Value
 from slapo_runtime.stages import check_liveness
 from slapo_testing.check import CheckError, NotApplicable

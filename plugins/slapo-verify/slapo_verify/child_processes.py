@@ -21,7 +21,7 @@ from slapo_verify.session import check_each
 from slapo_verify.trials import Options
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
 
 def check_in_processes(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError
-from slapo_core.tree.render import describe
+from slapo_core.internals import describe
 from slapo_runtime.world import RankFact, describe_tensor
 from slapo_verify.precision import is_inexact
 from slapo_verify.private import pytree

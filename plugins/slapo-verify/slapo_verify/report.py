@@ -15,7 +15,7 @@ from slapo_verify.copies import named_tensors
 from slapo_verify.kinds import KINDS
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.tree.index import made_beforehand, structure
+from slapo_core.internals import buffers_of, module_index
 from slapo_runtime.batches import InputSignature
 from slapo_runtime.partition import Partition
 from slapo_runtime.schedule_copies import ScheduledCopy
 from slapo_runtime.stages import StagedModel, staged
-from slapo_verify.private import buffers_of
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
 
 
 # `StagedCalls`: the stages of one scheduled model, made once for every input signature and every mode.
@@ -86,7 +85,7 @@ class Answers:
             form: of the batch, and the modes.
             models: one for each stage, or one for all of them.
         """
-        structured = structure(schedule.model)
+        structured = module_index.structure(schedule.model)
         for steps, known_structure, known, made in self._known:
             if known_structure == structured and known == form and [*map(id, steps)] == [*map(id, schedule.records)]:
                 partition = made.partition
@@ -98,7 +97,7 @@ class Answers:
 
     def add(self, schedule: Schedule | ScheduledCopy, form: InputSignature, made: StagedModel) -> None:
         """Keep an answer."""
-        self._known.append((schedule.records, structure(schedule.model), form, made))
+        self._known.append((schedule.records, module_index.structure(schedule.model), form, made))
 
 
 # The stages of one model, each with modules of its own: like processes they share parameters and buffers at most.
@@ -171,7 +170,7 @@ class IsolatedStagedCalls:
 
 def _around_the_same_tensors(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, {**made_beforehand(model), **memo})
+    return copy.deepcopy(model, {**module_index.made_beforehand(model), **memo})
 
 
 def _as_data(staged: StagedModel) -> Any:

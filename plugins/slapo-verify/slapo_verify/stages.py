@@ -23,8 +23,8 @@ from slapo_verify.stage_calls import Answers, IsolatedStagedCalls, StagedCalls
 from slapo_verify.tolerance import marks
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
     from slapo_verify.trials import ReferenceRun, Trials
 
 

@@ -31,8 +31,8 @@ from slapo_verify.stages import Staging
 from slapo_verify.tolerance import OF_NORM, Tolerance, room_for_rounding
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

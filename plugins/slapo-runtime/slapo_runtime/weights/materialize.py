@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.tree.edit import Edit
+from slapo_core import Edit
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.initialization import Initializer, cannot_initialize
 from slapo_runtime.state import ModelState
@@ -17,7 +17,7 @@ from slapo_runtime.weights.exchange import exchange_device
 from slapo_runtime.weights.files import Source, check_names, read_tensor
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.storage import Placement
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import OptimizerError
-from slapo_core.tree.render import describe
+from slapo_core.internals import describe
 from slapo_runtime.world import RankFact, World
 
 if TYPE_CHECKING:
