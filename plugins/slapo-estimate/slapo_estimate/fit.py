@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
-from slapo_core.internals import buffers_of, children_of, module_index, parameters_of
+from slapo_core.internals import module_index
 from slapo_core.layout import Mesh
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
 from slapo_core.schedule.records import caller_location

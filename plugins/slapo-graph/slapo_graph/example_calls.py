@@ -13,9 +13,9 @@ from slapo_graph import examples
 if TYPE_CHECKING:
     from torch import nn
 
+    from slapo_core import Node
     from slapo_core.primitive import Record
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import Node
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

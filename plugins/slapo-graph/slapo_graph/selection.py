@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import StaleError, TraceError
+from slapo_core.internals import journal
 from slapo_core.primitive import Selection, Selector, Violation
-from slapo_core.tree.journal import SetForward
 from slapo_graph.finding import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
 from slapo_graph.match import Match, by_place
 from slapo_graph.match_replacement import MatchReplacement
@@ -17,10 +17,9 @@ from slapo_graph.traced import graph_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from slapo_core import Edit, Node
     from slapo_core.primitive import Record
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.edit import Edit
-    from slapo_core.tree.node import Node
     from slapo_graph.patterns.pattern import GraphPattern
 
 
@@ -174,7 +173,7 @@ def _rewrite_of(schedule: Schedule, module: nn.Module, nodes: Collection[str]) -
     """Return the step that removed one of these nodes from the module's graph; None if none did."""
     wanted = set(nodes)
     for record, entry in reversed(list(schedule.entries())):
-        if isinstance(entry, SetForward) and entry.module is module and entry.old is not None:
+        if isinstance(entry, journal.SetForward) and entry.module is module and entry.old is not None:
             names: list[frozenset[str]] = [getattr(each, "node_names", frozenset()) for each in (entry.old, entry.new)]
             if wanted <= names[0] and not wanted <= names[1]:
                 return record

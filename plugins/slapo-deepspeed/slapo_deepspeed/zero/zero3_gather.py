@@ -46,7 +46,7 @@ def gather_whole(context: BuildContext, engine: Any) -> None:
 
 def _outermost(node: Node) -> Iterator[Node]:
     """Nodes with a graph, or something around their forward, that are not below another one."""
-    if node.forward_is_replaced or node.wrappers:
+    if node.graph is not None or node.wrappers:
         yield node
         return
     for child in node.children:
