@@ -42,6 +42,7 @@ from slapo_runtime.weights.materialize import Materialization
 from slapo_runtime.world import World
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.dialect import Dialect, Engine, Plan
     from slapo_runtime.context import BuildContext
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from slapo_core import Schedule
     from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
-    from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.tree import Tree
     from slapo_runtime.partition import Partition
 

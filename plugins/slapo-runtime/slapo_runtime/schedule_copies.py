@@ -258,7 +258,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
 
 def _register(primitives: Mapping[type[Primitive], None]) -> None:
     """Register primitives that a script registered or applied as values."""
-    from slapo_core.plugins import current_registry
+    from slapo_core.internals import current_registry
 
     registry = current_registry()
     for cls in primitives:

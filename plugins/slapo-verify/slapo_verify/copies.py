@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slapo_core import Schedule
 from slapo_core.errors import ApplyError, SerializationError
+from slapo_core.internals import buffers_of, hooks_of, parameters_of
 from slapo_core.primitive import Record
 from slapo_core.schedule.records import primitive_to_json
 from slapo_runtime.correspondence import Correspondence

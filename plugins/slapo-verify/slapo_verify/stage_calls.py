@@ -17,8 +17,8 @@ from slapo_runtime.schedule_copies import ScheduledCopy
 from slapo_runtime.stages import StagedModel, staged
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
 
 
 # `StagedCalls`: the stages of one scheduled model, made once for every input signature and every mode.

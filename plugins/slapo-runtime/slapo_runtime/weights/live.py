@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Schedule
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
 from slapo_core.internals import parameters_of
 from slapo_runtime.gradients import GradientClipper
