@@ -20,6 +20,7 @@ from torch import nn
 
 from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
+from slapo_core.internals import buffers_of
 from slapo_estimate.assumptions import Assumptions
 from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.private import (
@@ -28,7 +29,6 @@ from slapo_estimate.private import (
     FakeTensorMode,
     UnsupportedOperatorException,
     attention_of_cuda,
-    buffers_of,
     tree_map_only,
 )
 from slapo_estimate.results import RankEstimate
@@ -42,7 +42,7 @@ from slapo_runtime.correspondence import Correspondence
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_estimate.device import DeviceSpec
     from slapo_estimate.source import Source
 

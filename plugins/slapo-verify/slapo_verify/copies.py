@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slapo_core import Schedule
 from slapo_core.errors import ApplyError, SerializationError
+from slapo_core.internals import buffers_of, hooks_of, parameters_of
 from slapo_core.observers import only_looks
 from slapo_core.primitive import Record
 from slapo_core.schedule.records import primitive_to_json
-from slapo_core.schedule.schedule import Schedule
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.initialization import Initializer, cannot_initialize
 from slapo_runtime.schedule_copies import (
@@ -24,7 +25,7 @@ from slapo_runtime.schedule_copies import (
     train_as_at_first,
 )
 from slapo_verify.precision import is_inexact
-from slapo_verify.private import apply_to_tensors, buffers_of, hooks_of, parameters_of, refresh_flat_weights
+from slapo_verify.private import apply_to_tensors, refresh_flat_weights
 
 if TYPE_CHECKING:
     from slapo_runtime.storage import LiveTensor

@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import HookError
-from slapo_core.internals import module_index
+from slapo_core.internals import buffers_of, module_index
 from slapo_runtime.batches import InputSignature
 from slapo_runtime.partition import Partition
 from slapo_runtime.schedule_copies import ScheduledCopy
 from slapo_runtime.stages import StagedModel, staged
-from slapo_verify.private import buffers_of
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
 
 
 # `StagedCalls`: the stages of one scheduled model, made once for every input signature and every mode.
