@@ -12,7 +12,7 @@ from slapo_testing import preload_modules
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as on ranks: with more threads, sums are rounded in another order
 
-pytest_plugins = ["tests.deadlines", "tests.messages", "tests.processor", "tests.tiers"]
+pytest_plugins = ["slapo_testing.fixtures", "tests.deadlines", "tests.messages", "tests.processor", "tests.tiers"]
 
 # What ranks would import one by one, in every launch of them: found by what they have that their server had not.
 preload_modules(

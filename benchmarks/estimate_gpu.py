@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import slapo_core as slapo
 from slapo_estimate.results import Memory
 from slapo_runtime.ranks.launcher import run_process
-from tests.estimate_cases import CASES, OPTIMIZERS, Case
-from tests.estimate_judge import predicted, train_two_steps
+from tests.support.estimate_cases import CASES, OPTIMIZERS, Case
+from tests.support.estimate_judge import predicted, train_two_steps
 
 RESULT = Path(__file__).parent / "results" / "estimate_gpu.json"
 LIMIT = 0.05

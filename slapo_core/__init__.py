@@ -22,9 +22,6 @@ if TYPE_CHECKING:
         Plan as Plan,
         StepResult as StepResult,
     )
-    from slapo_core.edit import (
-        Edit as Edit,
-    )
     from slapo_core.hookspecs import (
         Fact as Fact,
         Problem as Problem,
@@ -32,12 +29,7 @@ if TYPE_CHECKING:
     )
     from slapo_core.layout import (
         Layout as Layout,
-    )
-    from slapo_core.mesh import (
         Mesh as Mesh,
-    )
-    from slapo_core.node import (
-        Node as Node,
     )
     from slapo_core.plugins.registry import (
         register_primitive as register_primitive,
@@ -57,6 +49,8 @@ if TYPE_CHECKING:
     from slapo_core.schedule.schedule import (
         Schedule as Schedule,
     )
+    from slapo_core.tree.edit import Edit as Edit
+    from slapo_core.tree.node import Node as Node
     from slapo_estimate.device import (
         DeviceSpec as DeviceSpec,
         Link as Link,
@@ -130,15 +124,15 @@ _PUBLIC = {
     "Compiler": "slapo_fusion.compilers",
     "DeviceSpec": "slapo_estimate.device",
     "Dialect": "slapo_core.dialect",
-    "Edit": "slapo_core.edit",
+    "Edit": "slapo_core.tree.edit",
     "Engine": "slapo_core.dialect",
     "Equivalence": "slapo_core.primitive",
     "Fact": "slapo_core.hookspecs",
     "Layout": "slapo_core.layout",
     "Link": "slapo_estimate.device",
     "Match": "slapo_graph.match",
-    "Mesh": "slapo_core.mesh",
-    "Node": "slapo_core.node",
+    "Mesh": "slapo_core.layout",
+    "Node": "slapo_core.tree.node",
     "Pattern": "slapo_graph.match",
     "Plan": "slapo_core.dialect",
     "Primitive": "slapo_core.primitive",

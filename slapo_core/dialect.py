@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from slapo_core.mesh import Mesh
+from slapo_core.layout import Mesh
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.node import Node
     from slapo_core.primitive import Record, Violation
+    from slapo_core.tree.node import Node
     from slapo_runtime.request import BuildRequest
 
 __all__ = [

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core.dialect import ScheduledModel
-    from slapo_core.node import Node
     from slapo_core.primitive import Primitive, Suggestion, Violation
+    from slapo_core.tree.node import Node
 
 __all__ = ["PROJECT", "Fact", "Problem", "hookimpl", "hookspec"]
 

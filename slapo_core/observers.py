@@ -1,14 +1,41 @@
-"""What recorders and observers of a run tell each other: marks of hooks, origins of calls, the lock for patches."""
+"""Hooks and wrappers of steps: their marks, carrying them over, and what recorders and observers of a run share."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-__all__ = ["PATCHING", "Origin", "attributed", "dropout_is_off", "is_inlined", "is_recording", "run_from"]
+if TYPE_CHECKING:
+    from torch import nn
+
+    from slapo_core.tree.edit import Edit
+    from slapo_core.tree.node import Node
+
+__all__ = [
+    "PATCHING",
+    "Carried",
+    "Forward",
+    "HookKind",
+    "Origin",
+    "attributed",
+    "dropout_is_off",
+    "goes_around",
+    "is_inlined",
+    "is_recording",
+    "only_looks",
+    "run_from",
+    "without",
+]
+
+HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
+
+Forward = Callable[..., Any]
+"""An unbound forward: ``forward(module, *args, **kwargs)``."""
 
 PATCHING = threading.RLock()
 """Held while classes of torch, classes of modules or global names are replaced for a run, and until they are back."""
@@ -72,3 +99,101 @@ def is_recording() -> bool:
     from slapo_core.private import active_function_modes
 
     return any(getattr(mode, "slapo_is_recorder", False) for mode in active_function_modes())
+
+
+def only_looks(hook: object) -> bool:
+    """Return whether a hook is slapo-core's own and changes nothing."""
+    return getattr(type(hook), "slapo_only_looks", False) is True
+
+
+def goes_around(wrapper: Callable[..., Any]) -> bool:
+    """Return whether a wrapper fits around any forward, because it runs the forward given.
+
+    Its function says so by ``slapo_goes_around = True``; what computes something itself (a kernel) does not.
+    """
+    while isinstance(wrapper, functools.partial):
+        wrapper = wrapper.func
+    return getattr(wrapper, "slapo_goes_around", False) is True
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The hooks and wrappers of a module, in order, each active or not on this mesh.
+
+    To be made before ``edit.replace_module``, and carried over after it::
+
+        carried = Carried.of(node, new)
+        edit.replace_module(node, new)
+        carried.over(node, edit)
+    """
+
+    hooks: tuple[tuple[HookKind, Callable[..., Any], bool], ...]
+    wrappers: tuple[tuple[Callable[[Forward], Forward], bool], ...]
+
+    @classmethod
+    def of(cls, node: Node, new: nn.Module, *, is_same: bool = False) -> Carried:
+        """Collect the hooks and wrappers for calls of ``new``; none if it contains the old module.
+
+        Args:
+            node: the old module.
+            new: what comes in its place.
+            is_same: whether it computes the same from the same parameters, so that what steps wrapped around the
+                forward fits whatever it does; otherwise only what goes around any forward (:func:`goes_around`).
+        """
+        if any(module is node.module for module in new.modules()):
+            return cls((), ())
+        active: tuple[Any, ...] = getattr(node.module.__dict__.get("forward"), "wrappers", ())
+        wrappers = [wrapper for wrapper in node.wrappers if is_same or goes_around(wrapper)]
+        return cls(tuple(_hooks(node)), tuple((each, any(each is other for other in active)) for each in wrappers))
+
+    def over(self, node: Node, edit: Edit) -> None:
+        """Add them to the current module at ``node``."""
+        for kind, function, active in self.hooks:
+            edit.add_hook(node, kind, function, active=active)
+        for wrapper, active in self.wrappers:
+            edit.wrap_forward(node, wrapper, active=active)
+
+
+def _hooks(node: Node) -> Iterator[tuple[HookKind, Callable[..., Any], bool]]:
+    from slapo_core.private import HOOK_TABLES, hooks_of
+
+    old = node.module
+    for kind, table in hooks_of(old).items():
+        of_steps = [function for one, function in node.hooks if one == kind]
+        inactive = without(of_steps, list(table.values()))
+        for identity, function in table.items():
+            if any(function is one for one in of_steps):  # those in front of it stay in front of it
+                ahead = of_steps[: next(index for index, one in enumerate(of_steps) if one is function)]
+                yield from ((kind, one, False) for one in inactive if any(one is other for other in ahead))
+                inactive = without(inactive, ahead)
+            if kind in ("forward_pre", "forward"):
+                has_kwargs = identity in getattr(old, HOOK_TABLES[kind][1])
+                function = _with_kwargs(function, has_kwargs, 2 if kind == "forward_pre" else 3)
+            yield kind, function, True
+        yield from ((kind, function, False) for function in inactive)
+
+
+def without(functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """``functions``, each of ``others`` taken out once."""
+    left = list(others)
+    kept = []
+    for function in functions:
+        position = next((index for index, other in enumerate(left) if other is function), None)
+        if position is None:
+            kept.append(function)
+        else:
+            del left[position]
+    return kept
+
+
+def _with_kwargs(function: Callable[..., Any], has_kwargs: bool, position: int) -> Callable[..., Any]:
+    if has_kwargs:
+        return function
+
+    def hook(module: Any, args: Any, kwargs: Any, *output: Any) -> Any:
+        result = function(module, args, *output)
+        if result is None or position == 3:
+            return result
+        return (result if isinstance(result, tuple) else (result,)), kwargs
+
+    return hook

@@ -16,8 +16,8 @@ from slapo_core.errors import ArgumentError
 from slapo_graph.match import Match
 
 if TYPE_CHECKING:
-    from slapo_core.edit import Edit
-    from slapo_core.node import Node
+    from slapo_core.tree.edit import Edit
+    from slapo_core.tree.node import Node
 
 __all__ = ["Change", "Equivalence", "Primitive", "Record", "Suggestion", "check_primitive", "public_signature"]
 

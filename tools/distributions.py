@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "slapo-core"
-CORE_TESTS = ("tests/architecture", "tests/core", "tests/ecosystem", "tests/estimation")
+CORE_TESTS = ("tests/architecture", "tests/core", "tests/ecosystem")
 
 
 def distributions() -> dict[str, set[str]]:

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slapo_estimate.results import Memory
 from slapo_runtime.ranks.launcher import run_process
-from tests.estimate_cases import CASES, FAMILIES, Case
-from tests.estimate_judge import compare
+from tests.support.estimate_cases import CASES, FAMILIES, Case
+from tests.support.estimate_judge import compare
 
 LIMIT = 0.02
 _HEAD = """# Predicted and counted peaks of memory

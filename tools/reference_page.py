@@ -18,7 +18,7 @@ import slapo_testing as testing
 from slapo_core import errors
 from slapo_core.dialect import ScheduledModel
 from slapo_core.plugins import current_registry
-from slapo_core.tree.node import TreeNode
+from slapo_core.tree.node import Node
 from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
@@ -95,7 +95,7 @@ _NOT_MADE_BY_HAND = (
 )  # fmt: skip
 # class -> another class of which it is the implementation: what that documents is not said again, and what only the
 # implementation has is described with it.
-_IMPLEMENTED_BY = {"Node": TreeNode}
+_IMPLEMENTED_BY = {"Node": Node}
 _IMPLEMENTS = {"TorchEngine": "Engine", "TorchDialect": "Dialect"}
 _VALUES = {
     "hookimpl": "Decorator that marks a function as a plugin's answer to the hook of its name: [hooks.md](hooks.md)."

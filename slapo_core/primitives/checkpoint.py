@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core.edit import Edit, Forward
 from slapo_core.errors import ApplyError
-from slapo_core.node import Node
+from slapo_core.observers import Forward
 from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.private import buffers_of, non_persistent_buffers_of
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 from slapo_graph.match import Region, by_place
 
 

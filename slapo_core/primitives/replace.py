@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.edit import Carried, Edit
 from slapo_core.errors import ApplyError
-from slapo_core.node import Node
+from slapo_core.observers import Carried
 from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, set_tensor, signature_mismatches
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 from slapo_graph.match_replacement import MatchReplacement
 
 if TYPE_CHECKING:

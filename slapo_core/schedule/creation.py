@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ArgumentError, ReplayError, SlapoError
-from slapo_core.mesh import Mesh, declare_mesh
+from slapo_core.layout import Mesh, declare_mesh
 from slapo_core.primitive import Primitive
 from slapo_core.schedule.records import SavedPatterns, fingerprint, load_document, primitive_from_json, uncovered
 from slapo_core.schedule.schedule import Schedule

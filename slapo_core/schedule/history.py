@@ -12,7 +12,7 @@ from slapo_core.errors import SealedError, UndoError
 from slapo_core.primitive import Record
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
+from slapo_core.tree.journal import Entry, ReplaceModule, SetForward
 
 
 class History:
@@ -118,9 +118,9 @@ class History:
         wanted = set(nodes)
         for step in reversed(self._steps):
             for entry in step.entries:
-                if not isinstance(entry, SetGraph) or entry.module is not module or entry.graph_before is None:
+                if not isinstance(entry, SetForward) or entry.module is not module or entry.old is None:
                     continue
-                if wanted <= entry.graph_before.node_names and not wanted <= entry.graph.node_names:
+                if wanted <= entry.old.node_names and not wanted <= entry.new.node_names:  # type: ignore[attr-defined]
                     return step.record
         return None
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core._vocabulary import OnRoot
 from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
-from slapo_core.mesh import Mesh
+from slapo_core.layout import Mesh
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.manager import HookManager
 from slapo_core.primitive import Primitive, Record, check_primitive
@@ -20,7 +20,7 @@ from slapo_core.schedule.history import History
 from slapo_core.schedule.records import caller_location, dump_records, fingerprint
 from slapo_core.schedule.sugar import bound_primitive, bound_query
 from slapo_core.schedule.transaction import Transaction
-from slapo_core.tree.node import TreeNode
+from slapo_core.tree.node import Node
 from slapo_core.tree.render import explain_records, render_tree
 from slapo_core.tree.selection import NodeGroup
 from slapo_core.tree.tree import Tree
@@ -29,9 +29,9 @@ from slapo_graph.finding import Matches, find_in
 from slapo_graph.match_binding import each_its_own, found_out, settled
 
 if TYPE_CHECKING:
-    from slapo_core.node import Node
     from slapo_core.plugins.registry import Registry
     from slapo_core.tree.journal import Entry
+    from slapo_core.tree.node import Node
     from slapo_core.tree.selection import Selection
     from slapo_estimate.fit import Fit
     from slapo_estimate.results import Estimate
@@ -92,7 +92,7 @@ class Schedule(OnRoot):
         return self.tree.find(path)  # type: ignore[return-value]
 
     @property
-    def root(self) -> TreeNode:
+    def root(self) -> Node:
         """The node of the model itself, whose path is ``""``."""
         return self.tree.node("")
 
@@ -116,7 +116,7 @@ class Schedule(OnRoot):
 
     # -- the steps --------------------------------------------------------------------------------------------
 
-    def apply(self, primitive: Primitive) -> TreeNode:
+    def apply(self, primitive: Primitive) -> Node:
         """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.root.apply(primitive)
 
@@ -343,8 +343,8 @@ class Schedule(OnRoot):
                 self.undo(to=before)
             raise
 
-    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
-        """Find a pattern at ``nodes``; see :meth:`slapo_core.node.Node.find`."""
+    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Matches:
+        """Find a pattern at ``nodes``; see :meth:`slapo_core.tree.node.Node.find`."""
         return find_in(self, nodes, pattern)
 
     def kept(self, what: str) -> dict[str, Any]:
@@ -364,7 +364,7 @@ class Schedule(OnRoot):
         return (*registry.names("queries"), *registry.bare_names("primitives"), *registry.namespaces())
 
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
-        """Load what a plugin provides under a name; see :meth:`slapo_core.node.Node.plugin`."""
+        """Load what a plugin provides under a name; see :meth:`slapo_core.tree.node.Node.plugin`."""
         return self.registry.load(self.registry.resolve(kind, name, path=path or None))
 
     def records_so_far(self) -> tuple[Record, ...]:
@@ -380,7 +380,7 @@ class Schedule(OnRoot):
         return self._history.removal_of(path)
 
     def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call of the module at ``path``; see :meth:`slapo_core.node.Node.example_call`."""
+        """Return an example call of the module at ``path``; see :meth:`slapo_core.tree.node.Node.example_call`."""
         if self._example_calls is None:
             with self._rewound(0):
                 self._example_calls = ExampleCalls(self.model, self.example_inputs)
@@ -437,6 +437,6 @@ class Schedule(OnRoot):
             raise ApplyError(
                 f"cannot {what} while a primitive is being applied: the edits would be recorded in another order than "
                 "they were made",
-                hint="in apply(self, node, edit): edit.apply(other_node, OtherPrimitive(...))",
+                hint="in apply(self, node, edit): OtherPrimitive(...).apply(other_node, edit)",
             )
         self._history.check_in_force(what)

@@ -15,13 +15,13 @@ from slapo_core.errors import (
 )
 from slapo_core.primitive import Primitive, Record, Violation, check_primitive
 from slapo_core.schedule.scheduled_models import mark, unmark
-from slapo_core.tree.edit import TreeEdit
+from slapo_core.tree.edit import Edit
 from slapo_core.tree.journal import Entry
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.node import Node
+    from slapo_core.tree.node import Node
     from slapo_core.tree.tree import Tree
 
 
@@ -106,7 +106,7 @@ class Transaction:
         self._admit = admit
         self._settle = settle
         self._provider = ("", "")
-        self._edit = TreeEdit(tree, apply_inner=self._apply_inner, after_edit=after_edit)
+        self._edit = Edit(tree, after_edit=after_edit)
 
     def run(self, node: Node, primitive: Primitive, *, index: int, location: str) -> tuple[Node, Step]:
         """Apply ``primitive`` at ``node``.
@@ -176,7 +176,7 @@ class Transaction:
             )
         return node if result is None else result
 
-    def _apply_inner(self, node: Node, primitive: Primitive, edit: TreeEdit) -> Node:
+    def _apply_inner(self, node: Node, primitive: Primitive, edit: Edit) -> Node:
         check_primitive(primitive)
         before, known, outer = len(edit.entries), len(self._inner), self._provider
         self._provider = self._admit(primitive)

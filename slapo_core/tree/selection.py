@@ -13,7 +13,7 @@ from slapo_core.errors import PathError
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Primitive
-    from slapo_core.tree.node import TreeNode
+    from slapo_core.tree.node import Node
 
 
 def is_glob(path: str) -> bool:
@@ -162,7 +162,7 @@ class NodeGroup(OnNodes):
         pattern: what selected them, e.g. ``"encoder.layer.*"``.
     """
 
-    def __init__(self, nodes: tuple[TreeNode, ...], pattern: str) -> None:
+    def __init__(self, nodes: tuple[Node, ...], pattern: str) -> None:
         self.nodes = nodes
         self.pattern = pattern
 
@@ -172,20 +172,20 @@ class NodeGroup(OnNodes):
         return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
 
     def find(self, pattern: Any) -> Any:
-        """Find the matches of a pattern at or below these nodes: see :meth:`slapo_core.node.Node.find`."""
+        """Find the matches of a pattern at or below these nodes: see :meth:`slapo_core.tree.node.Node.find`."""
         return self.nodes[0]._tree.owner.find_at(self.nodes, pattern)
 
-    def __iter__(self) -> Iterator[TreeNode]:
+    def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     @overload
-    def __getitem__(self, key: int) -> TreeNode: ...
+    def __getitem__(self, key: int) -> Node: ...
     @overload
     def __getitem__(self, key: slice | str) -> NodeGroup: ...
-    def __getitem__(self, key: int | slice | str) -> TreeNode | NodeGroup:
+    def __getitem__(self, key: int | slice | str) -> Node | NodeGroup:
         """Return a node by position, a sub-group by slice, or the nodes at a path below every node."""
         if isinstance(key, int):
             return self.nodes[key]
@@ -196,7 +196,7 @@ class NodeGroup(OnNodes):
             return NodeGroup(selected, f"{self.pattern}[{key.start}:{key.stop}]")
         if is_glob(key):
             refuse_number_ranges(key)
-        found: dict[str, TreeNode] = {}  # a node that is below several of them counts once
+        found: dict[str, Node] = {}  # a node that is below several of them counts once
         for node in self.nodes:
             try:
                 below = node[key]
@@ -233,14 +233,14 @@ class NodeGroup(OnNodes):
 
 if TYPE_CHECKING:
 
-    class Selection(TreeNode, NodeGroup):
+    class Selection(Node, NodeGroup):
         """The type of ``sch[...]``: a node for a path, a group for a glob.
 
         A type checker cannot tell which, so this type has the members of both.
         """
 
         @overload  # type: ignore[override]
-        def __getitem__(self, key: int) -> TreeNode: ...
+        def __getitem__(self, key: int) -> Node: ...
         @overload
         def __getitem__(self, key: slice) -> NodeGroup: ...
         @overload

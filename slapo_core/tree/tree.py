@@ -13,22 +13,20 @@ from slapo_core.layout import Layout
 from slapo_core.private import children_of
 from slapo_core.tree.forward import Calls
 from slapo_core.tree.index import ModuleIndex, TensorSites
-from slapo_core.tree.node import TreeNode
+from slapo_core.tree.node import Node
 from slapo_core.tree.selection import NodeGroup, close_matches, is_glob, matching, meant_as_regular_expression
 from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
-    from slapo_core.edit import Forward, HookKind
-    from slapo_core.layout import Layout
-    from slapo_core.mesh import Mesh
-    from slapo_core.node import Node
+    from slapo_core.layout import Layout, Mesh
+    from slapo_core.observers import Forward, HookKind
     from slapo_core.primitive import Primitive, Record
-    from slapo_core.tree.edit import TreeEdit
-    from slapo_graph.match import Graph
+    from slapo_core.tree.edit import Edit
+    from slapo_core.tree.node import Node
 
 
 class Owner(Protocol):
@@ -43,7 +41,7 @@ class Owner(Protocol):
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]: ...
 
-    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Any: ...
+    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Any: ...
 
     def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]: ...
 
@@ -74,10 +72,10 @@ class Tree:
         self._index: ModuleIndex | None = ModuleIndex(root)
         self._sites: TensorSites | None = None
         self._former_sites: TensorSites | None = None
-        self._nodes: dict[str, TreeNode] = {}
+        self._nodes: dict[str, Node] = {}
         self.tensors = TensorTable(self)
         self.calls = Calls()
-        self.open_edit: TreeEdit | None = None  # of the primitive that is being applied
+        self.open_edit: Edit | None = None  # of the primitive that is being applied
         self.attributes: list[tuple[nn.Module, str]] = []  # those that steps have set, on the modules that they saw
 
     @property
@@ -112,7 +110,7 @@ class Tree:
                 return tensor
         return None
 
-    def node(self, path: str) -> TreeNode:
+    def node(self, path: str) -> Node:
         """The node at ``path``, canonical or alias.
 
         Raises:
@@ -123,7 +121,7 @@ class Tree:
             path = self._canonical(path)
         node = self._nodes.get(path)
         if node is None:
-            node = self._nodes[path] = TreeNode(self, path)
+            node = self._nodes[path] = Node(self, path)
         return node
 
     def select(self, pattern: str) -> NodeGroup:
@@ -144,7 +142,7 @@ class Tree:
             raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=self._suggest(literal))
         return NodeGroup(tuple(self.node(path) for path in paths), pattern)
 
-    def find(self, path: str) -> TreeNode | NodeGroup:
+    def find(self, path: str) -> Node | NodeGroup:
         if is_glob(path) and path not in self.index.modules:
             return self.select(path)
         return self.node(path)
@@ -223,7 +221,7 @@ class Tree:
 
 
 def tree_of_copy(copy: nn.Module, original: Tree, owner: Owner) -> Tree:
-    """Make a read-only tree: the copy's modules and tensors, the original's layouts, hooks and graphs.
+    """Make a read-only tree: the copy's modules and tensors, the original's layouts, hooks and forwards.
 
     Args:
         copy: a deep copy of the original's root.
@@ -250,8 +248,8 @@ class _CallsOfCopy(Calls):
     def hooks(self, module: nn.Module) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
         return self._original.calls.hooks(self._other(module))
 
-    def graph(self, module: nn.Module) -> Graph | None:
-        return self._original.calls.graph(self._other(module))
+    def state(self, module: nn.Module) -> Mapping[str, Any]:
+        return self._original.calls.state(self._other(module))
 
     def _other(self, module: nn.Module) -> nn.Module:
         path = self._tree.index.path_of(module)

@@ -18,9 +18,9 @@ from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
 from slapo_testing import ModelSnapshot, assert_bit_identical
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment, primitive_source
-from tests.core.edits import Call, Everything, Fault, Halve, HookAll, fault_after, pre_hook
-from tests.core.small_models import CNN, MLP, Frozen, Odd, Tied, bert
+from slapo_testing.models import CNN, MLP, Frozen, Odd, Tied, bert
 from tests.messages import Messages
+from tests.support.edits import Call, Everything, Fault, Halve, HookAll, fault_after, pre_hook
 
 
 def odd() -> nn.Module:
@@ -159,42 +159,12 @@ def test_primitive_without_effect_is_refused(message: Messages) -> None:
 
 def test_primitive_that_raises_after_a_nested_one_takes_that_back_too() -> None:
     def both(node: slapo.Node, edit: slapo.Edit) -> None:
-        edit.apply(node["layers.0"], Checkpoint())
-        edit.apply(node["layers.1"], Everything())
+        Checkpoint().apply(node["layers.0"], edit)
+        Everything().apply(node["layers.1"], edit)
         raise Fault("after the nested ones")
 
     error = _refused(Call(both), ApplyError, MLP(), "")
     assert "Fault: after the nested ones" in str(error)
-
-
-def test_refused_nested_primitive_refuses_the_outer_one(message: Messages) -> None:
-    def twice(node: slapo.Node, edit: slapo.Edit) -> None:
-        edit.apply(node["layers.0"], Everything())
-        edit.apply(node["head"], Annotate("nothing", "mark", 1))
-
-    error = _refused(Call(twice), PreconditionError, MLP(), "")
-    message(error, "'nothing'")
-
-
-def test_failed_nested_primitive_leaves_nothing_when_the_outer_one_goes_on() -> None:
-    """Everything or nothing holds for the inner primitive too."""
-
-    def half_done(node: slapo.Node, edit: slapo.Edit) -> None:
-        edit.set_parameter(node, "weight", torch.zeros(1))
-        raise Fault
-
-    def outer(node: slapo.Node, edit: slapo.Edit) -> None:
-        with pytest.raises(ApplyError):
-            edit.apply(node, Call(half_done))
-        edit.set_attribute(node, "tried", True)
-
-    model = MLP()
-    weight = model.head.weight
-    sch = slapo.create_schedule(model)
-    sch["head"].apply(Call(outer))
-    assert model.head.weight is weight
-    assert model.head.tried is True
-    assert sch.records[0].effects == ("tried (none) -> True",)
 
 
 def test_edit_is_closed_after_the_primitive(message: Messages) -> None:

@@ -20,9 +20,9 @@ from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_testing import ModelSnapshot, assert_bit_identical
 from slapo_testing.fixtures import isolated_registry  # noqa: F401 - a fixture
-from tests.core.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
-from tests.core.small_models import MLP, Block
+from slapo_testing.models import MLP, Block
 from tests.messages import Messages
+from tests.support.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 """Of the mesh: on one rank the steps below have nothing to do."""
@@ -252,7 +252,7 @@ def test_a_forward_that_a_step_changed_from_elsewhere_is_not_lost_either(size: i
     sch = _schedule(size)
 
     def below(node: slapo.Node, edit: slapo.Edit) -> None:
-        edit.apply(node["head"], Collective())
+        Collective().apply(node["head"], edit)
 
     sch.apply(Call(below))
     message(_refusal(lambda: sch["head"].replace(nn.Linear(8, 4))), "the forward of 'head'", "at another module")
@@ -303,7 +303,7 @@ def test_checkpointed_already_is_judged_by_the_module_that_stands_there(message:
 def test_a_checkpoint_made_by_another_step_counts() -> None:
     sch = slapo.create_schedule(MLP())
 
-    sch.apply(Call(lambda node, edit: edit.apply(node["head"], Checkpoint())))
+    sch.apply(Call(lambda node, edit: Checkpoint().apply(node["head"], edit)))
     assert "checkpointed already" in _refusal(lambda: sch["head"].checkpoint())
     sch.undo()
     sch["head"].checkpoint()

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from slapo_core.errors import MeshError
-from slapo_core.layout import Layout
-from slapo_core.mesh import Mesh, declare_mesh
+from slapo_core.layout import Layout, Mesh, declare_mesh
 from slapo_runtime.ranks.launcher import run_ranks
 from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages

@@ -13,10 +13,10 @@ import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.primitives.checkpoint import checkpoints
 from slapo_testing import ModelSnapshot, assert_bit_identical
-from tests.core.building_support import Split
-from tests.core.edits import Halve
-from tests.core.small_models import MLP, Block, Odd, Tied
+from slapo_testing.models import MLP, Block, Odd, Tied
 from tests.messages import Messages
+from tests.support.building import Split
+from tests.support.edits import Halve
 
 
 class Scaled(nn.Module):

@@ -17,7 +17,7 @@ import slapo_core as slapo
 from slapo_core.errors import MeshError, ReplayError
 from slapo_core.schedule.records import fingerprint
 from slapo_testing import ModelSnapshot, assert_bit_identical
-from tests.core.small_models import MLP, MODELS, Doubled, run
+from slapo_testing.models import MLP, MODELS, Doubled, run
 from tests.messages import Messages
 
 

@@ -14,9 +14,9 @@ from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_testing.fixtures import isolated_registry  # noqa: F401 - a fixture
-from tests.core.edits import HookAll
-from tests.core.small_models import MLP
+from slapo_testing.models import MLP
 from tests.messages import Messages
+from tests.support.edits import HookAll
 
 
 def _error(call: Callable[[], Any], error: type[Exception]) -> str:

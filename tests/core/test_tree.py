@@ -12,9 +12,9 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, PathError, StaleError
-from tests.core.edits import Call, Halve, HookAll
-from tests.core.small_models import CNN, MLP, MODELS, Tied, bert, run
+from slapo_testing.models import CNN, MLP, MODELS, Tied, bert, run
 from tests.messages import Messages
+from tests.support.edits import Call, Halve, HookAll
 
 
 def _error(call: Callable[[], Any], error: type[Exception] = PathError) -> str:
@@ -93,7 +93,6 @@ def test_facts_of_a_node() -> None:
     sch = slapo.create_schedule(model)
     node = sch["blocks.0.bn1"]
     assert node.path == "blocks.0.bn1"
-    assert node.name == "bn1"
     assert node.module is model.blocks[0].bn1
     assert node.parent is sch["blocks.0"]
     assert node.parent.parent.parent is sch.root is sch[""]

@@ -17,9 +17,9 @@ from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
 from slapo_testing import ModelSnapshot, assert_bit_identical
-from tests.core.edits import Call, Everything, Halve, HookAll
-from tests.core.small_models import MLP, MODELS, Counting, Odd, Tied, run
+from slapo_testing.models import MLP, MODELS, Counting, Odd, Tied, run
 from tests.messages import Messages
+from tests.support.edits import Call, Everything, Halve, HookAll
 
 SEQUENCES = {"bert": 300, "gpt2": 300, "cnn": 400}
 

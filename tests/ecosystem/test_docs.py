@@ -15,8 +15,8 @@ import slapo_core as slapo
 import slapo_testing as testing
 from slapo_core import errors, hookspecs
 from slapo_runtime import hookspecs as runtime_hookspecs
-from tests.ecosystem.overlay import Overlay
 from tests.ecosystem.pages import blocks, matches, steps
+from tests.support.overlay import Overlay
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = {"writing-a-plugin.md": 15, "writing-a-dialect.md": 7}

@@ -238,7 +238,9 @@ except slapo.BuildError as error:
 @pytest.mark.slow
 def test_slapo_megatron_has_all_that_megatron_needs(clean: CleanEnvironment) -> None:
     """Megatron-core imports more than it declares, and a save waits for ever without psutil."""
-    (clean.directory / "cpu_megatron.py").write_text((ROOT / "tests/cpu_megatron.py").read_text(encoding="utf-8"))
+    (clean.directory / "cpu_megatron.py").write_text(
+        (ROOT / "tests/support/cpu_megatron.py").read_text(encoding="utf-8")
+    )
     assert clean.script("by_megatron.py", MEGATRON + END_AT_ONCE).splitlines()[-1] == "True"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from slapo_testing import preload_modules
 from tests.integration.example_runs import example, text_for
-from tests.programs import run_program
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.ranks
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")

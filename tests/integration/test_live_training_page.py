@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slapo_testing import preload_modules
-from tests.programs import run_program
+from tests.support.programs import run_program
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 

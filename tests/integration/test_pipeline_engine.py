@@ -15,10 +15,10 @@ from torch import nn
 import slapo_core as slapo
 from slapo_runtime.native.pipeline import engine as engine_module, stage as stage_module
 from slapo_testing import run_ranks
-from tests.core.hand_stages import LENGTH, Net
 from tests.integration.pipelines.against import Case, differences
 from tests.integration.test_pipeline_training import batch_of, cuts
 from tests.messages import Messages
+from tests.support.hand_stages import LENGTH, Net
 
 WHOLE = {"batch_axes": {"bias": None}}
 

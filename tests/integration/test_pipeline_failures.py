@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import slapo_core as slapo
 from slapo_testing import run_ranks
-from tests import failing_pipelines as failing
+from tests.support import failing_pipelines as failing
 
 CASES = {
     "forward": (1, "stage 1 in the forward", "ValueError"),

@@ -10,7 +10,7 @@ import torch
 
 import slapo_core as slapo
 from slapo_runtime.ranks.launcher import run_ranks
-from tests.core.building_support import adam, bert, gpt2, split
+from tests.support.building import adam, bert, gpt2, split
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slapo_testing import preload_modules, run_ranks
-from tests.odd_pipelines import Net, Run, batch, differences
+from tests.support.odd_pipelines import Net, Run, batch, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slapo_testing import run_ranks
-from tests import failing_pipelines as failing
+from tests.support import failing_pipelines as failing
 
 pytestmark = pytest.mark.ranks
 

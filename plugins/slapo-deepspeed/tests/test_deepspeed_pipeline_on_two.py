@@ -11,7 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_runtime.partition import Value
 from slapo_testing import preload_modules, run_ranks
-from tests.odd_pipelines import Run, adamw, batch, differences
+from tests.support.odd_pipelines import Run, adamw, batch, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(

@@ -19,7 +19,7 @@ from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForwa
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from slapo_core.edit import Forward
+    from slapo_core.observers import Forward
     from slapo_core.primitive import Record
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.journal import Entry

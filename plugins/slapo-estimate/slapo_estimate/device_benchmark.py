@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from slapo_core.accelerators import device_of
 from slapo_core.errors import ArgumentError
+from slapo_core.layout import device_of
 from slapo_estimate.device import DeviceSpec, Link
 from slapo_runtime.ranks.launcher import run_ranks
 

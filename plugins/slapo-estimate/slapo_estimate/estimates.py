@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, LaunchError, SlapoError
-from slapo_core.mesh import Mesh, check_sizes
+from slapo_core.layout import Mesh, check_sizes
 from slapo_estimate.device import DeviceSpec
 from slapo_estimate.rank_process import RankResult, Request, simulate
 from slapo_estimate.results import Estimate

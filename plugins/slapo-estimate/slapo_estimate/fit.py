@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
-from slapo_core.mesh import Mesh
+from slapo_core.layout import Mesh
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
 from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.schedule.records import caller_location
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import TreeNode
+    from slapo_core.tree.node import Node
     from slapo_estimate.device import DeviceSpec
     from slapo_estimate.rank_process import Trackers
     from slapo_estimate.results import Estimate, Memory
@@ -74,7 +74,7 @@ def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[s
     return tuple(node.path for node in free if _may_be_checkpointed(schedule, node, named=layers is not None))
 
 
-def _may_be_checkpointed(schedule: Schedule, node: TreeNode, *, named: bool) -> bool:
+def _may_be_checkpointed(schedule: Schedule, node: Node, *, named: bool) -> bool:
     """Return whether the step applies: tried, and undone. A path that you name must not be refused."""
     before = len(schedule.records)
     try:
@@ -87,7 +87,7 @@ def _may_be_checkpointed(schedule: Schedule, node: TreeNode, *, named: bool) -> 
     return True
 
 
-def _is_checkpointed(node: TreeNode) -> bool:
+def _is_checkpointed(node: Node) -> bool:
     """Return whether the module, or one around it, is checkpointed already."""
     names = node.path.split(".") if node.path else []
     above = [".".join(names[:length]) for length in range(len(names) + 1)]

@@ -28,7 +28,7 @@ from slapo_core.private import (
     buffers_of,
     tree_map_only,
 )
-from slapo_core.tree.edit import TreeEdit
+from slapo_core.tree.edit import Edit
 from slapo_estimate.assumptions import Assumptions
 from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.results import RankEstimate
@@ -66,7 +66,7 @@ def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> 
     """Give every tensor of the scheduled model a fake one in its place; ties and layouts stay."""
     correspondence, _ = Correspondence.of(schedule)
     schedule.tree.tensors.keep_shapes(True)
-    edit = TreeEdit(schedule.tree)
+    edit = Edit(schedule.tree)
     for live in correspondence.live():
         node = schedule.tree.node(live.path)
         install = edit.set_parameter if live.is_parameter else edit.set_buffer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
-from slapo_core.edit import goes_around
+from slapo_core.observers import goes_around
 from slapo_fusion.kernels import (
     Bound,
     Kernel,
@@ -120,7 +120,7 @@ class Bind(Primitive):
             for place, matches in by_place(node, self.match) if reason is None else ():
                 graph: Any = place.graph
                 transform = functools.partial(Bound, kernel=self._kernel(place))
-                edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self._call_name))
+                edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self._call_name))
             return
         kernel, arguments = self._kernel(node), self._names(node)
         if reason is None:

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 
 from slapo_core import ApplyError, ArgumentError
-from slapo_core.accelerators import fork_rng
+from slapo_core.layout import fork_rng
 from slapo_core.observers import dropout_is_off
 from slapo_fusion.function_modes import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 from slapo_fusion.private import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.edit import Forward
+from slapo_core.observers import Forward
 from slapo_fusion.function_modes import is_fake, is_watched
 from slapo_fusion.private import has_backward_hooks, tree_leaves
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.edit import Carried
+from slapo_core.observers import Carried
 from slapo_fusion.bind import is_bound
 from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
 

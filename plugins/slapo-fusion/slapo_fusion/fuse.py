@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
-from slapo_core.accelerators import fork_rng
+from slapo_core.layout import fork_rng
 from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import aside, drops, is_fake, is_watched
 from slapo_fusion.private import StopRecomputation, tree_map_only
@@ -176,4 +176,4 @@ class Fuse(Primitive):
             graph: Any = place.graph
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
             transform = Fusing(compiler, options, where)
-            edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
+            edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))

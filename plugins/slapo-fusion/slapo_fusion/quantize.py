@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.edit import Carried, runs_own_forward
+from slapo_core.observers import Carried
 from slapo_fusion.private import parameters_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Quantize(Primitive):
                 f"{where} has {module.in_features} input features, not divisible into groups of {self.group_size}",
                 "choose a group_size that divides them",
             )
-        if not runs_own_forward(node):
+        if not node.runs_own_forward:
             yield Violation(f"the forward of {where} was changed, which would be lost", "quantize before that step")
 
     def _rounding(self, module: nn.Module) -> nn.Module:

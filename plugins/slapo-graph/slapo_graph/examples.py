@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.accelerators import fork_rng
+from slapo_core.layout import fork_rng
 from slapo_core.tree.forward import ModuleForward
-from slapo_core.tree.structure import made_beforehand
+from slapo_core.tree.index import made_beforehand
 from slapo_graph.fake import FakeMode, with_tensors
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.private import TABLES, FakeTensor

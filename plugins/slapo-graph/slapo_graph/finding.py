@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from slapo_core.plugins.registry import Registry
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import TreeNode
+    from slapo_core.tree.node import Node
     from slapo_graph.patterns.pattern import Found, GraphPattern
 
 
-def opaque_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
+def opaque_calls(nodes: Iterable[Node]) -> tuple[str, ...]:
     """List opaque calls in the graphs of ``nodes``: modules with code of their own, inlined by ``flatten=True``.
 
     Not those of torch.nn, nor those of :func:`hooked_calls`: they stay calls.
@@ -28,7 +28,7 @@ def opaque_calls(nodes: Iterable[TreeNode]) -> tuple[str, ...]:
     return tuple(path for node in nodes for path in _calls(node, hooked=False))
 
 
-def hooked_calls(nodes: Collection[TreeNode]) -> tuple[str, ...]:
+def hooked_calls(nodes: Collection[Node]) -> tuple[str, ...]:
     """List opaque calls that ``flatten=True`` keeps: of modules with hooks, or with a forward of the instance.
 
     Not those that are among ``nodes`` themselves.
@@ -56,7 +56,7 @@ def how_to_open(closed: tuple[str, ...], hooked: tuple[str, ...] = ()) -> str:
     return f"not searched: {'; '.join(said)}"
 
 
-def _calls(node: TreeNode, *, hooked: bool) -> Iterator[str]:
+def _calls(node: Node, *, hooked: bool) -> Iterator[str]:
     """Yield calls of modules with code of their own in a graph: of hooked modules, or of the others."""
     from slapo_graph.leaves import is_changed, is_predefined
 
@@ -119,7 +119,7 @@ def how_to_search(expression: str) -> str:
     return f"a text is a glob, and '{expression}' is a regular expression: write re.compile({expression!r})"
 
 
-def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matches:
+def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     """Match ``pattern`` in the graphs of traced modules at or below ``nodes``.
 
     Of several variants of a graph (train and eval, ...), the one recorded first is searched.
@@ -127,7 +127,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
     Args:
         schedule: that the nodes belong to.
         nodes: where to look.
-        pattern: as of :meth:`slapo_core.node.Node.find`.
+        pattern: as of :meth:`slapo_core.tree.node.Node.find`.
 
     Raises:
         TraceError: nothing at or below them is traced.
@@ -136,7 +136,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
     from slapo_graph.patterns.definition import pattern_of
 
     made = pattern_of(pattern, lambda name: load_pattern(schedule.registry, name))
-    traced: dict[str, TreeNode] = {}
+    traced: dict[str, Node] = {}
     untraced: dict[str, None] = {}
     for node in nodes:
         _collect(node, traced, untraced)
@@ -161,7 +161,7 @@ def find_in(schedule: Schedule, nodes: Sequence[TreeNode], pattern: Any) -> Matc
     )
 
 
-def matches_at(node: TreeNode, pattern: GraphPattern) -> list[Match]:
+def matches_at(node: Node, pattern: GraphPattern) -> list[Match]:
     """Match in the graph of one traced node."""
     found = pattern.matches(first_graph(node), node.module)
     return [match_of(node.path, pattern, each, index, len(found)) for index, each in enumerate(found)]
@@ -189,7 +189,7 @@ def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: 
     )
 
 
-def first_graph(node: TreeNode) -> fx.Graph:
+def first_graph(node: Node) -> fx.Graph:
     """Return the graph to search: of the variant recorded first, or recorded now.
 
     Where that cannot be, between two steps that belong together, it is that of before.
@@ -219,7 +219,7 @@ def load_pattern(registry: Registry, name: str) -> Any:
     return registry.load(name, "patterns") if expected or known else None
 
 
-def _collect(node: TreeNode, traced: dict[str, TreeNode], untraced: dict[str, None]) -> None:
+def _collect(node: Node, traced: dict[str, Node], untraced: dict[str, None]) -> None:
     """Sort the modules at and below ``node`` into those with a graph, and the topmost that no graph covers."""
     if node.is_traced:
         traced.setdefault(node.path, node)
@@ -228,7 +228,7 @@ def _collect(node: TreeNode, traced: dict[str, TreeNode], untraced: dict[str, No
     _note_untraced(node, set(traced), untraced)
 
 
-def _note_untraced(node: TreeNode, traced: set[str], untraced: dict[str, None]) -> None:
+def _note_untraced(node: Node, traced: set[str], untraced: dict[str, None]) -> None:
     if node.path in traced:
         return
     prefix = f"{node.path}." if node.path else ""

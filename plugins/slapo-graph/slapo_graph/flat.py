@@ -18,7 +18,7 @@ from torch import fx, nn
 from slapo_core.errors import GuardError
 from slapo_core.observers import PATCHING
 from slapo_core.tree.forward import ModuleForward
-from slapo_core.tree.structure import walk
+from slapo_core.tree.index import walk
 from slapo_graph.diagnostics import refusal
 from slapo_graph.examples import copied_model
 from slapo_graph.fake import FakeMode

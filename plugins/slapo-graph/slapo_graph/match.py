@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.node import Node
+    from slapo_core.tree.node import Node
 
 __all__ = ["Graph", "Match", "Pattern", "Region", "by_place"]
 
@@ -104,7 +104,7 @@ class Graph(Protocol):
 
     It holds no module: names in it are relative to the one it is called for. ``print(graph)`` shows it as Python to
     read, where a value may have the name of the function that gives it; names are those of error messages.
-    Nothing changes it; what rewrites it makes another one, for :meth:`slapo_core.edit.Edit.set_graph`.
+    Nothing changes it; what rewrites it makes another one, for :meth:`slapo_core.tree.edit.Edit.set_forward`.
     """
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

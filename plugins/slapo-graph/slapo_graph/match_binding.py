@@ -12,15 +12,14 @@ from slapo_graph.finding import find_in, first_graph, how_to_open, how_to_search
 from slapo_graph.match import Match
 
 if TYPE_CHECKING:
-    from slapo_core.node import Node
     from slapo_core.primitive import Primitive
     from slapo_core.schedule.history import History
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import TreeNode
+    from slapo_core.tree.node import Node
     from slapo_graph.patterns.pattern import GraphPattern
 
 
-def settled(primitive: Primitive, node: TreeNode, schedule: Schedule, history: History) -> Primitive:
+def settled(primitive: Primitive, node: Node, schedule: Schedule, history: History) -> Primitive:
     """Return ``primitive`` with every match located in the present graphs; itself if it has none.
 
     Args:
@@ -99,7 +98,7 @@ def each_its_own(primitive: Primitive, nodes: Sequence[Node]) -> list[tuple[Node
 
 
 def _found(
-    primitive: Primitive, name: str, value: Any, node: TreeNode, schedule: Schedule, history: History
+    primitive: Primitive, name: str, value: Any, node: Node, schedule: Schedule, history: History
 ) -> Iterable[Match]:
     from slapo_graph.patterns.definition import pattern_of
 
@@ -180,7 +179,7 @@ def _located(match: Match, schedule: Schedule, history: History) -> Match:
     )
 
 
-def _nearest_miss(pattern: GraphPattern, node: TreeNode) -> str | None:
+def _nearest_miss(pattern: GraphPattern, node: Node) -> str | None:
     misses = (pattern.nearest_miss(first_graph(each), each.module) for each in node.walk() if each.graph is not None)
     return next(filter(None, misses), None)
 

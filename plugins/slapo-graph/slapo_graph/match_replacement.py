@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.edit import Edit
-from slapo_core.node import Node
 from slapo_core.primitive import Violation
 from slapo_core.primitives.replacement import named_tensors, set_mode, set_tensor, type_of
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 from slapo_graph.match import Match, by_place
 
 if TYPE_CHECKING:

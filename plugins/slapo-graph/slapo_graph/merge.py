@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.edit import Edit
-from slapo_core.node import Node
 from slapo_core.primitive import Equivalence, Primitive, Violation
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 from slapo_graph.match import Match
 from slapo_graph.match_replacement import changes_swallowed
 from slapo_graph.merging import MergedFrom, Parts, PartsBack, tensor_violations

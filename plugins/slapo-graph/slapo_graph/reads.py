@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.tree.structure import walk
+from slapo_core.tree.index import walk
 from slapo_graph.diagnostics import is_of_the_model
 from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_graph.leaves import LeafRule, inlined_modules

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.tree.structure import walk
+from slapo_core.tree.index import walk
 from slapo_graph.diagnostics import expression, model_location
 from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, write_count
 from slapo_graph.protocol import Guard, Untraceable, check

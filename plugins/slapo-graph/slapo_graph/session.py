@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.tree.structure import walk
+from slapo_core.tree.index import walk
 from slapo_graph import private
 from slapo_graph.diagnostics import first_line
 from slapo_graph.protocol import Untraceable

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from slapo_core.tree.structure import around, structure, walk
+from slapo_core.tree.index import around, structure, walk
 from slapo_graph import regions
 from slapo_graph.arguments import MISSING
 from slapo_graph.guards import Checks, fingerprint, is_told

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.tree.structure import around
+from slapo_core.tree.index import around
 from slapo_graph import regions
 from slapo_graph.guards import Checks
 from slapo_graph.leaves import LeafRule, inlined_modules, is_changed

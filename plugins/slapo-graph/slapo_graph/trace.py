@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.edit import Edit, goes_around
 from slapo_core.errors import PathError, SlapoError, TraceError
-from slapo_core.node import Node
+from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
 from slapo_core.private import children_of
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 from slapo_graph.protocol import Untraceable
 
 if TYPE_CHECKING:

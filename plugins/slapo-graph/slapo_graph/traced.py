@@ -15,8 +15,8 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
 from slapo_core.observers import PATCHING
-from slapo_core.tree.forward import ModuleForward
-from slapo_core.tree.structure import structure
+from slapo_core.tree.forward import ChangeBelow, ModuleForward, ReplacedForward
+from slapo_core.tree.index import structure
 from slapo_graph import regions
 from slapo_graph.arguments import MISSING, Parameters, forms
 from slapo_graph.diagnostics import refusal
@@ -34,6 +34,8 @@ from slapo_graph.sharing import Pool, exact_form
 from slapo_graph.specialization import Plan, Specialization
 
 if TYPE_CHECKING:
+    from slapo_core.tree.edit import Edit
+    from slapo_core.tree.node import Node
     from slapo_graph.match import Match, Region
 
 
@@ -42,7 +44,7 @@ MOST_FOR_ATTRIBUTES = 8
 _CLOCK = itertools.count(1)
 
 
-class TracedForward:
+class TracedForward(ReplacedForward):
     """Run recorded graphs in place of a forward; takes the module first.
 
     There is a graph for every form of arguments, mode and types that it was called with, and for other values of the
@@ -179,6 +181,40 @@ class TracedForward:
                     base.pool.add_failure(exact, module, read)
                 return False
         return True
+
+    def take_up(self, change: ChangeBelow, node: Node, edit: Edit) -> None:
+        below = change.path.removeprefix(f"{node.path}.") if node.path else change.path
+        where = f"'{node.path}'" if node.path else "the root"
+        opened = change.forward if isinstance(change.forward, TracedForward) else None
+        if change.is_wrapped:
+            child = change.node
+            is_own = child is not None and not child.forward_is_replaced
+            opened = self.opened(below, child.module, child.example_call) if child is not None and is_own else None
+        try:
+            uncalled = self.follow(node.module)
+        except TraceError as error:
+            if opened is not None and change.node is not None:
+                parted = self.parted(node.module, opened, change.node.module)
+                if parted is not None:
+                    edit.set_forward(node, parted[0])
+                    edit.set_forward(change.node, parted[1])
+                    return
+            if change.is_waiting:
+                return
+            raise ApplyError(
+                f"'{change.path}' is part of a rewritten region of the graph of {where}: {error.message}",
+                path=change.path,
+                hint="change the module first, and rewrite then",
+            ) from error
+        if change.is_call and any(f"{below}.".startswith(f"{each}.") for each in uncalled):
+            raise ApplyError(
+                f"'{change.path}' is no longer called: the graph of {where} was rewritten; hooks and wrappers "
+                "there would have no effect",
+                path=change.path,
+                hint="change the module first, and rewrite then",
+            )
+        if opened is not None and change.is_wrapped and change.node is not None:
+            edit.set_forward(change.node, opened)
 
     def opened(
         self, below: str, child: nn.Module, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -512,6 +548,15 @@ class TracedForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def graph_of(node: Node) -> TracedForward | None:
+    """The static graph that runs as the module's forward; None if the module is not traced."""
+    graph = node.state.get("forward")
+    if not isinstance(graph, TracedForward):
+        return None
+    graph.look(node.module)
+    return graph
 
 
 def _shared_out(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Module]]) -> list[Rewrite | None]:

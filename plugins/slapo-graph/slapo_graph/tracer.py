@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from slapo_core.accelerators import fork_rng
+from slapo_core.layout import fork_rng
 from slapo_graph.arguments import call_of
 from slapo_graph.diagnostics import first_line
 from slapo_graph.effects import is_inert

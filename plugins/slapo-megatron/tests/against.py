@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from tests import tied_model
+from tests.support import tied_model
 
 __all__ = ["Steps", "gradients_of", "same", "stepped", "untouched"]
 

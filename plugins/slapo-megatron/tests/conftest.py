@@ -3,7 +3,7 @@
 from slapo_testing import preload_modules
 
 preload_modules(
-    "tests.cpu_megatron",
+    "tests.support.cpu_megatron",
     "slapo_megatron.model.assembly",
     "slapo_megatron.pipeline.engine",
     "slapo_megatron.pipeline.chunks",

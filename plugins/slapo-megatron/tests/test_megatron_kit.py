@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(autouse=True)
 def on_cpus_here() -> Iterator[None]:
     """What a check runs in this process has the stand-in, too; other tests find torch's own methods again."""
-    from tests import cpu_megatron
+    from tests.support import cpu_megatron
 
     cpu_megatron.install()
     yield

@@ -18,9 +18,9 @@ from slapo_megatron.marks import Marks, mark
 from slapo_runtime.state import LiveTensor
 from slapo_testing import run_ranks
 from slapo_tp.collectives import RankGroup, all_reduce, copy
-from tests import tied_model
-from tests.core.edits import Call
 from tests.messages import Messages
+from tests.support import tied_model
+from tests.support.edits import Call
 
 from .against import untouched
 
@@ -176,7 +176,7 @@ def of_packed(target: str, *, split: bool) -> list[float]:
 
 
 def on_rank() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found: dict[str, Any] = {

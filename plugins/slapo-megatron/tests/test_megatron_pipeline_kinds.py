@@ -12,8 +12,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_testing import preload_modules, run_ranks
-from tests import tied_model
-from tests.odd_pipelines import Run, differences
+from tests.support import tied_model
+from tests.support.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(
@@ -175,7 +175,7 @@ def without_guards() -> dict[str, Any]:
 
 def sending_views() -> None:
     from slapo_runtime import stage_runner
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
@@ -222,7 +222,7 @@ def cut(sch: slapo.Schedule) -> None:
 
 
 def on_rank(*, guards: bool) -> Any:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     torch.set_num_threads(1)

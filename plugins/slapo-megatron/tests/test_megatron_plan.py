@@ -16,8 +16,8 @@ import slapo_megatron
 from slapo_core.dialect import BuildArguments
 from slapo_megatron import installation
 from slapo_megatron.dialect import MegatronDialect, violations
-from tests.dialect_models import Masked
 from tests.messages import Messages
+from tests.support.dialect_models import Masked
 
 from .planned import plan, refusal, schedule_of
 

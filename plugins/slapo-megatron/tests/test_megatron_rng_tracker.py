@@ -104,7 +104,7 @@ def masks_of(mesh: dict[str, int], *, checkpointed: bool = True, replaced: bool 
 
 
 def on_rank() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     from megatron.core.tensor_parallel import random as of_megatron

@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_testing import run_ranks
-from tests import tied_model
+from tests.support import tied_model
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +65,7 @@ def options_of(precision: str, ddp: dict[str, Any], optimizer: dict[str, Any], f
 
 
 def on_rank() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found: dict[str, Any] = {}

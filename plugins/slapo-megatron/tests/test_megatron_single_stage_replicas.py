@@ -82,7 +82,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def on_rank() -> dict[str, Steps]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found = {}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from slapo_testing import run_ranks
-from tests import tied_model
 from tests.messages import Messages
+from tests.support import tied_model
 
 from .single_stage_steps import half, on_rank
 

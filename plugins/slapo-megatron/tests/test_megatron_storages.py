@@ -34,7 +34,7 @@ MODELS = {
 
 
 def on_rank(_: None = None) -> dict[Any, str]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     said = {}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from slapo_core import ArgumentError, Node, PreconditionError, TraceError, Violation
-from slapo_core.accelerators import fork_rng
+from slapo_core.layout import fork_rng
 from slapo_graph.flat import copied_model
 from slapo_pipeline.private import FLASH_ATTENTION_OF_CPU, GROUPED_MM, TorchDispatchMode, pytree
 from slapo_pipeline.rules import root_of

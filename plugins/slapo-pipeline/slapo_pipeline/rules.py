@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slapo_core import Node, Primitive, Violation
-from slapo_core.node import only_looks
+from slapo_core.observers import only_looks
 from slapo_pipeline.private import children_of, hooks_of, is_compiled
 
 _AROUND_CALLS = {

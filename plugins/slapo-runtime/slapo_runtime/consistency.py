@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.describe import describe
 from slapo_core.errors import BuildError, HookError
 from slapo_core.primitive import Violation
+from slapo_core.tree.render import describe
 from slapo_runtime.ranks.rank_consistency import RankFact
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.schedule.schedule import Schedule
 
 

@@ -25,16 +25,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
 from slapo_core.private import ALL_HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
 from slapo_core.tree.index import full_name
-from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, WrapForward
-from slapo_core.tree.journal.calls import TakenHook
+from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, TakenHook, WrapForward
 from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.ranks.rank_consistency import RankFact, checksum, describe_tensor
 from slapo_runtime.ranks.rng_state import synchronize_and_warn
 from slapo_runtime.ranks.world import World
 
 if TYPE_CHECKING:
-    from slapo_core.layout import Layout
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Layout, Mesh
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.schedule.transaction import Step
 
@@ -84,7 +82,7 @@ class Guards:
     """
 
     name = "live"  # of the kind "guards"
-    slapo_only_looks = True  # slapo_core.node: only_looks
+    slapo_only_looks = True  # slapo_core.tree.node: only_looks
 
     def __init__(
         self,

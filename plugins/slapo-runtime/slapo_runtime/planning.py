@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.dialect import BuildArguments, Dialect, Plan, ScheduledModel
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
-from slapo_core.mesh import Mesh
+from slapo_core.layout import Mesh
 
 if TYPE_CHECKING:
     from slapo_runtime.partition import Value

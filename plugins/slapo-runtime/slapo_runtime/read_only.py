@@ -9,19 +9,19 @@ from torch import nn
 
 from slapo_core.errors import ApplyError
 from slapo_core.schedule.sugar import bound_query
-from slapo_core.tree.node import TreeNode
+from slapo_core.tree.node import Node
 from slapo_core.tree.tree import Tree, tree_of_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from slapo_core.mesh import Mesh
-    from slapo_core.node import Node
+    from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
     from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive, Record
     from slapo_core.schedule.schedule import Schedule
+    from slapo_core.tree.node import Node
 
 
 class ScheduledCopy:
@@ -53,7 +53,7 @@ class ScheduledCopy:
         return self._schedule.hooks
 
     @property
-    def root(self) -> TreeNode:
+    def root(self) -> Node:
         return self._tree.node("")
 
     def __getitem__(self, path: str) -> Any:
@@ -100,7 +100,7 @@ class ScheduledCopy:
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         raise self._is_read(f"apply {primitive}")
 
-    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Any:
+    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Any:
         raise self._is_read("find")
 
     def _is_read(self, what: str) -> ApplyError:

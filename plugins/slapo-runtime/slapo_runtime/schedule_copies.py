@@ -21,10 +21,10 @@ from slapo_core.primitive import Record
 from slapo_core.private import apply_to_tensors
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.schedule import Schedule
-from slapo_core.tree.structure import made_beforehand
+from slapo_core.tree.index import made_beforehand
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.primitive import Primitive
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.accelerators import fork_rng
 from slapo_core.errors import SlapoError
+from slapo_core.layout import fork_rng
 from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitive import Primitive
@@ -22,7 +22,7 @@ from slapo_testing.check import CheckError
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.node import Node
+    from slapo_core.tree.node import Node
 
 
 SEED = 20

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError
-from slapo_core.mesh import MESH_DIMS
+from slapo_core.layout import MESH_DIMS
 from slapo_core.primitive import Primitive
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.accelerators import accelerator
-from slapo_core.edit import Forward
+from slapo_core.layout import accelerator
+from slapo_core.observers import Forward
 from slapo_tp.preconditions import Distributed
 from slapo_tp.private import FakeTensor
 from slapo_tp.splits import mesh_size

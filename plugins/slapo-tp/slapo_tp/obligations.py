@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_core import Change, Node, Record, Suggestion, Violation
 from slapo_core.dialect import ScheduledModel
-from slapo_core.node import only_looks
+from slapo_core.observers import only_looks
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of

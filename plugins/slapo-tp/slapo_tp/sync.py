@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.edit import HookKind
+from slapo_core.observers import HookKind
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis

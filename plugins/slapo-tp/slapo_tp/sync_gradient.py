@@ -11,7 +11,7 @@ from typing import Any
 from torch import is_grad_enabled
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.edit import Forward
+from slapo_core.observers import Forward
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.preconditions import Distributed

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.mesh import DATA_DIMS
+from slapo_core.layout import DATA_DIMS
 from slapo_tune.private import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:

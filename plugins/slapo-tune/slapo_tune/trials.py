@@ -26,7 +26,7 @@ import torch
 
 import slapo_core as slapo
 from slapo_core import RankFailedError
-from slapo_core.mesh import DATA_DIMS, Mesh
+from slapo_core.layout import DATA_DIMS, Mesh
 from slapo_runtime.ranks.launcher import MAIN_HINT, ServerEndedError, is_importing_script, preload_modules, run_ranks
 from slapo_runtime.ranks.process import make_importable
 from slapo_tune.errors import StudyError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.mesh import DATA_DIMS
+from slapo_core.layout import DATA_DIMS
 from slapo_verify.compare import Difference
 from slapo_verify.copies import Counterparts
 from slapo_verify.dropout import Draw
@@ -22,7 +22,7 @@ from slapo_verify.search import is_below
 from slapo_verify.tolerance import marks
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.primitive import Record
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.describe import describe
 from slapo_core.errors import ArgumentError
 from slapo_core.private import pytree
+from slapo_core.tree.render import describe
 from slapo_runtime.ranks.rank_consistency import RankFact, describe_tensor
 from slapo_verify.precision import is_inexact
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.accelerators import fork_rng
+from slapo_core.layout import fork_rng
 from slapo_core.private import pytree, run_backward
 from slapo_verify.dropout import DropoutMode
 from slapo_verify.inputs import Batch, Batches, Inputs

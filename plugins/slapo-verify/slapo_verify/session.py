@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.describe import describe
 from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.tree.render import describe
 from slapo_runtime.consistency import SAME_SCRIPT, obligations, schedule_facts
 from slapo_runtime.ranks.failures import Failure
 from slapo_runtime.ranks.rank_consistency import RankFact, describe_tensor

@@ -15,7 +15,7 @@ from torch import nn
 from slapo_deepspeed.private import buffers_of, children_of, non_persistent_buffers_of, parameters_of
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.stage_runner import Work
 
 

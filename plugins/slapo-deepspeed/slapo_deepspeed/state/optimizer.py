@@ -11,7 +11,7 @@ from slapo_deepspeed.state.flat_layout import flat_states
 from slapo_runtime.flat_shards import gathered
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_deepspeed.state.flat_layout import Places
     from slapo_deepspeed.state.parameter_groups import Groups
     from slapo_runtime.flat_shards import Place

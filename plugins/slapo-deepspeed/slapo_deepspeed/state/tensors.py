@@ -11,7 +11,7 @@ from slapo_deepspeed.state.flat_layout import partition_of, shape_of
 from slapo_runtime.flat_shards import gathered, is_rounding
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_deepspeed.state.flat_layout import Places
     from slapo_runtime.flat_shards import Place
     from slapo_runtime.state import LiveTensor

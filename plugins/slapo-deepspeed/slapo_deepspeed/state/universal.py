@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_core.layout import Layout
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Layout, Mesh
     from slapo_runtime.request import BuildRequest
 
 

@@ -23,7 +23,7 @@ from slapo_runtime.planning import boundaries, checked_axes, topology
 
 if TYPE_CHECKING:
     from slapo_core.dialect import ScheduledModel
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_megatron.config.draft import StagesOf
 
 

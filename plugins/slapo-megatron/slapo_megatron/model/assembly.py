@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core import Plan
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_megatron.marks import Marks
     from slapo_megatron.runtime import Megatron
     from slapo_runtime.request import BuildRequest

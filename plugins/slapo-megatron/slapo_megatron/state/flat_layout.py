@@ -20,7 +20,7 @@ from slapo_megatron.state.tensors import merge_across_ranks
 from slapo_runtime.flat_shards import Place
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 @dataclass(frozen=True)

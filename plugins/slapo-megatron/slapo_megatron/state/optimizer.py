@@ -15,7 +15,7 @@ from slapo_megatron.state.tensors import merge_across_ranks, shared_dims
 from slapo_runtime.flat_shards import gathered
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_megatron.state.flat_layout import Held, Places
 
 _OF_THE_BUILD = (

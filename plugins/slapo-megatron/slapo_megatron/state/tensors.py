@@ -10,7 +10,7 @@ import torch
 from slapo_runtime.flat_shards import gathered, is_rounding
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_megatron.state.flat_layout import Held, Places
     from slapo_runtime.state import LiveTensor
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import GuardError
-from slapo_core.node import only_looks
+from slapo_core.observers import only_looks
 from slapo_graph.flat import FlatGraph, GuardViolation, children, is_merely_traced, set_state, state
 from slapo_pipeline.private import (
     children_of,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.describe import describe
 from slapo_core.errors import RankMismatchError
+from slapo_core.tree.render import describe
 from slapo_runtime.consistency import SAME_SCRIPT, schedule_facts
 from slapo_runtime.ranks.rank_consistency import RankFact, describe_tensor, first_difference
 from slapo_runtime.ranks.rng_state import (
@@ -29,7 +29,7 @@ from slapo_runtime.weights.replicas import ranks_along
 
 if TYPE_CHECKING:
     from slapo_core.dialect import Plan
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.building.target import Arguments
     from slapo_runtime.weights.sources import Source

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.describe import describe
 from slapo_core.errors import OptimizerError
+from slapo_core.tree.render import describe
 from slapo_runtime.ranks.rank_consistency import RankFact
 from slapo_runtime.ranks.world import World
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 _ELEMENTWISE = {

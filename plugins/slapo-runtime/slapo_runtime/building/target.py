@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.accelerators import accelerator, device_of
 from slapo_core.dialect import BuildArguments
 from slapo_core.errors import ArgumentError, BuildError, HookError, OptimizerError, SealedError, SlapoError, TraceError
+from slapo_core.layout import accelerator, device_of
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
 from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.pipeline.batches import InputSignature, bound_batch, in_mode

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.errors import HookError
 from slapo_core.private import buffers_of
-from slapo_core.tree.structure import made_beforehand, structure
+from slapo_core.tree.index import made_beforehand, structure
 from slapo_runtime.partition import Partition
 from slapo_runtime.pipeline.batches import InputSignature
 from slapo_runtime.pipeline.stages import Staged, staged

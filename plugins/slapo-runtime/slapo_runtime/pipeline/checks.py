@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core.errors import HookError
 from slapo_core.private import buffers_of, parameters_of, write_count
-from slapo_core.tree.structure import walk
+from slapo_core.tree.index import walk
 from slapo_runtime.partition import Liveness, Partition, Stage
 
 # Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.accelerators import accelerator
+from slapo_core.layout import accelerator
 
 if TYPE_CHECKING:
     from slapo_runtime.ranks.world import World

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from slapo_core.mesh import Mesh
+from slapo_core.layout import Mesh
 from slapo_core.private import new_group_among, set_timeout
 
 SECONDS = 60.0

@@ -23,7 +23,7 @@ from slapo_runtime.ranks.rank_consistency import RankFact, first_difference
 from slapo_runtime.ranks.trial_mesh import TrialMesh
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from slapo_runtime.weights.optimizer_storage import optimizer_storage
 from slapo_runtime.weights.sources import SafetensorsSource, Source, Wider
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.state import LiveTensor, OptimizerStorage
     from slapo_runtime.weights.state import Loading, TensorState
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slapo_core.describe import describe
 from slapo_core.errors import WeightsError
 from slapo_core.private import parameters_of
+from slapo_core.tree.render import describe
 from slapo_runtime.ranks.rank_consistency import RankFact
 from slapo_runtime.state import LiveTensor, Placement
 from slapo_runtime.weights.mapping import Survey, TensorSpec, Translations, own_tensors, survey
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.tree import Tree

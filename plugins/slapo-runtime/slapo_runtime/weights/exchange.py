@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.accelerators import device_of
+from slapo_core.layout import device_of
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 def exchange_device(mesh: Mesh) -> torch.device:

@@ -17,7 +17,7 @@ from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
 from slapo_runtime.weights.optimizer_storage import sharded_over
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.state import LiveTensor
     from slapo_runtime.weights.correspondence import Correspondence
 

@@ -27,7 +27,7 @@ from slapo_runtime.weights.initializers import SKIP_MARK, InitializerCall, Initi
 from slapo_runtime.weights.sources import placed
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from slapo_core.errors import WeightsError
 from slapo_core.private import buffers_of, parameters_of
-from slapo_core.tree.assignment import Assignment
 from slapo_core.tree.index import ModuleIndex, TensorSites
+from slapo_core.tree.journal import Assignment
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.tree.edit import TreeEdit
+from slapo_core.tree.edit import Edit
 from slapo_runtime.state import LiveTensor
 from slapo_runtime.weights.correspondence import Correspondence
 from slapo_runtime.weights.exchange import exchange_device
@@ -49,7 +49,7 @@ class Materialization:
         self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
         self._names = check_names(self.correspondence.survey, source) if source is not None else {}
         self._target = device or _usual_device(schedule, self.correspondence)
-        self._edit = TreeEdit(schedule.tree)
+        self._edit = Edit(schedule.tree)
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failed: list[str] = []
         self._initializers: dict[str, Initializer] = {}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from slapo_core.describe import describe
 from slapo_core.errors import RankMismatchError, ReplicaError
-from slapo_core.mesh import DATA_DIMS
+from slapo_core.layout import DATA_DIMS
+from slapo_core.tree.render import describe
 from slapo_runtime.ranks.rank_consistency import checksum
 from slapo_runtime.ranks.rng_state import restore, torch_states
 from slapo_runtime.ranks.world import World
@@ -24,7 +24,7 @@ from slapo_runtime.weights.exchange import exchange_device, spread
 from slapo_runtime.weights.optimizer_storage import InPlace, TorchOptimizer, optimizer_storage, sharded_over
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.state import LiveTensor, OptimizerStorage, TensorStorage
     from slapo_runtime.weights.correspondence import Correspondence
 

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from slapo_core.errors import WeightsError
-from slapo_core.layout import Layout
-from slapo_core.mesh import DATA_DIMS
+from slapo_core.layout import DATA_DIMS, Layout
 from slapo_runtime.ranks.world import together
 from slapo_runtime.state import ShardedState, ShardSource, TensorShard
 from slapo_runtime.weights.checkpoint import collected, give, prepared, refuse_not_json
 from slapo_runtime.weights.sources import Source, placed
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.state import OptimizerStorage
     from slapo_runtime.weights.state import TensorState
 

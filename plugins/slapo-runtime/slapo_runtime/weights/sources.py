@@ -17,7 +17,7 @@ from slapo_core.layout import Layout
 from slapo_runtime.weights.checkpoint_files import COMPLETE, INDEX_FILE, SINGLE_FILE
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_runtime.weights.mapping import Survey, TensorSpec
 
 

@@ -23,7 +23,7 @@ from slapo_runtime.weights.sharded_checkpoint import load_shards, shards_of
 from slapo_runtime.weights.sources import Source, check_names, open_source, read_tensor
 
 if TYPE_CHECKING:
-    from slapo_core.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.state import OptimizerStorage, ShardedState, ShardSource, TensorStorage
 

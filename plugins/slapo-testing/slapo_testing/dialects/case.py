@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.dialect import Dialect
 from slapo_core.errors import ArgumentError
-from slapo_core.mesh import MESH_DIMS
+from slapo_core.layout import MESH_DIMS
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
 

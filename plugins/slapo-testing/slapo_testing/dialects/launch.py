@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import RankFailedError, WeightsError
-from slapo_core.mesh import MESH_DIMS, Mesh
+from slapo_core.layout import MESH_DIMS, Mesh
 from slapo_core.private import tree_map_only
 from slapo_runtime.ranks.launcher import preload_modules, run_ranks
 from slapo_runtime.weights.correspondence import Correspondence

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slapo_core.errors import BuildError, WeightsError
-from slapo_core.mesh import MESH_DIMS
+from slapo_core.layout import MESH_DIMS
 from slapo_testing.bench import SEED
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.dialects.bench import DialectBench, Training, differences, evaluate_in_plain_torch, train
