@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph import magic_methods
 
+import slapo_core
 from slapo_core.errors import SlapoError, TraceError
 from slapo_graph.protocol import Location, Tracer, Untraceable
 
 # Where in the model's source a recorded call was written.
 
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_NOT_THE_MODEL = (
+    *(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, slapo_core.__file__, __file__)),
+    "<",
+)
 
 
 def is_of_the_model(file: str) -> bool:
