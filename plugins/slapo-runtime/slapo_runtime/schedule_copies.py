@@ -24,7 +24,6 @@ from slapo_core.primitive import Record
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.sugar import bound_query
-from slapo_core.tree.tree import Tree
 from slapo_runtime.private import apply_to_tensors
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
     from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive
+    from slapo_core.tree.tree import Tree
 
 
 def copy_model(
