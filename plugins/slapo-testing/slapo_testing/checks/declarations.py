@@ -10,7 +10,7 @@ from typing import Any
 
 from slapo_core import replay
 from slapo_core.errors import PluginError, SerializationError
-from slapo_core.internals import current_registry
+from slapo_core.plugins import current_registry
 from slapo_core.plugins.metadata import GROUP_PREFIX, KINDS, LOCAL_VERSION, Entry
 from slapo_core.plugins.registry import class_violations
 from slapo_core.primitive import Primitive
