@@ -212,7 +212,7 @@ def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
             left_out.append(f"{full} of {entry.label}: its signature cannot be read: {error}")
     lines = [*(f"# from {label}" for label in sorted(labels))]
     lines += [f"# left out: {' '.join(text.split())}" for text in left_out]
-    lines += ["", "import typing as _t", *writer.imports, "", "from slapo_core.tree.node import TreeNode as _Node", ""]
+    lines += ["", "import typing as _t", *writer.imports, "", "from slapo_core.tree.node import Node as _Node", ""]
     lines += ['_Result = _t.TypeVar("_Result")', "", *_classes(methods, bare)]
     return _HEADER + "\n".join(lines) + "\n", tuple(left_out)
 

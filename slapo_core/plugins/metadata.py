@@ -254,7 +254,7 @@ def close_matches(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> li
 def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping[str, Kind] = KINDS) -> str | None:
     """Why a name may not be provided by its distribution; None if it may.
 
-    A kind that no installed distribution declares is nobody's business here, unless it is a misspelling.
+    A kind that no installed distribution declares is left alone, unless it is a misspelling.
 
     Args:
         entry: the name.

@@ -386,7 +386,7 @@ def _groups(estimate: Estimate) -> list[tuple[list[int], list[int]]]:
 def _checkpoint(schedule: Schedule, paths: Sequence[str], why: str) -> None:
     """All of them, or none."""
     before = len(schedule.records)
-    location = f"{caller_location()}, {why}"
+    location = f"{caller_location('slapo_estimate')}, {why}"
     try:
         for path in paths:
             schedule.apply_at(schedule.tree.node(path), Checkpoint(), location=location)

@@ -11,13 +11,13 @@ import os
 import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import slapo_core
 from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
 from slapo_core.internals import buffers_of
@@ -104,7 +104,8 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: Values) -> torch.T
     return fake
 
 
-_NOT_THE_USERS = tuple(os.path.dirname(os.path.abspath(str(each.__file__))) + os.sep for each in (torch, slapo_core))
+_OWN = [find_spec(name) for name in ("torch", *(f"slapo_{own}" for own in ("core", "estimate", "graph", "runtime")))]
+_NOT_THE_USERS = tuple(os.path.dirname(str(spec.origin)) + os.sep for spec in _OWN if spec is not None)
 
 
 def explained(error: Exception, *, doing: str, model: nn.Module | None) -> SlapoError:
