@@ -21,7 +21,6 @@ from torch import nn
 from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
 from slapo_core.internals import buffers_of
-from slapo_estimate.assumptions import Assumptions
 from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.private import (
     FakeStore,
@@ -31,7 +30,7 @@ from slapo_estimate.private import (
     attention_of_cuda,
     tree_map_only,
 )
-from slapo_estimate.results import RankEstimate
+from slapo_estimate.results import Assumptions, RankEstimate
 from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
 from slapo_estimate.training_step import pipeline_of, train, train_stages
