@@ -73,17 +73,20 @@ if TYPE_CHECKING:
     from slapo_graph.protocol import (
         Tracer as Tracer,
     )
-    from slapo_runtime.building.phases import (
+    from slapo_runtime.build import (
         build as build,
     )
-    from slapo_runtime.live import (
+    from slapo_runtime.context import (
+        BuildContext as BuildContext,
+    )
+    from slapo_runtime.stages import (
+        stages as stages,
+    )
+    from slapo_runtime.weights.live import (
         clip_grad_norm_ as clip_grad_norm_,
         load_state_dict as load_state_dict,
         save_pretrained as save_pretrained,
         state_dict as state_dict,
-    )
-    from slapo_runtime.pipeline.stages import (
-        stages as stages,
     )
     from slapo_tune.samplers import (
         Sampler as Sampler,
@@ -119,6 +122,7 @@ OWNERS = {
 """Those of their names that do not begin with the namespace of their distribution."""
 
 _PUBLIC = {
+    "BuildContext": "slapo_runtime.context",
     "Change": "slapo_core.primitive",
     "Command": "slapo_core.cli.main",
     "Compiler": "slapo_fusion.compilers",
@@ -145,19 +149,19 @@ _PUBLIC = {
     "Tracer": "slapo_graph.protocol",
     "Trial": "slapo_tune.samplers",
     "Violation": "slapo_core.primitive",
-    "build": "slapo_runtime.building.phases",
-    "clip_grad_norm_": "slapo_runtime.live",
+    "build": "slapo_runtime.build",
+    "clip_grad_norm_": "slapo_runtime.weights.live",
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_estimate.estimates",
     "estimate_functions": "slapo_estimate.estimates",
     "fit": "slapo_estimate.fit",
     "hookimpl": "slapo_core.hookspecs",
-    "load_state_dict": "slapo_runtime.live",
+    "load_state_dict": "slapo_runtime.weights.live",
     "register_primitive": "slapo_core.plugins.registry",
     "replay": "slapo_core.schedule.creation",
-    "save_pretrained": "slapo_runtime.live",
-    "stages": "slapo_runtime.pipeline.stages",
-    "state_dict": "slapo_runtime.live",
+    "save_pretrained": "slapo_runtime.weights.live",
+    "stages": "slapo_runtime.stages",
+    "state_dict": "slapo_runtime.weights.live",
     "verify": "slapo_verify",
 }
 """Public name -> module. The distribution of ``slapo_x`` is ``slapo-x``."""

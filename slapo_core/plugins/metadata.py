@@ -52,7 +52,8 @@ KINDS: dict[str, Kind] = {
     "dialects": Kind("slapo_core.dialect:Dialect"),
     "commands": Kind("slapo_core.cli.main:Command"),
     "queries": Kind("types:FunctionType"),  # of a node, nodes or a schedule; leave no record
-    "codecs": Kind(),  # values in saved schedules
+    "selectors": Kind("slapo_core.primitive:Selector"),  # what users write for a part of a module
+    "codecs": Kind("slapo_core.schedule.records:Codec"),  # values in saved schedules
     "guards": Kind(),  # of live models: told of each step
     "hooks": Kind("types:ModuleType"),
     "hookspecs": Kind("types:ModuleType"),  # further hooks, known before any hooks module is loaded

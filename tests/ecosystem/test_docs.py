@@ -149,7 +149,7 @@ def test_a_new_public_name_and_a_new_member_join_the_reference(monkeypatch: pyte
     def check_replicas(self: object) -> None:
         """Compare the replicas."""
 
-    tidy_up.__module__ = bare.__module__ = "slapo_runtime.building.tidying"
+    tidy_up.__module__ = bare.__module__ = "slapo_runtime.build.tidying"
     monkeypatch.setattr(slapo, "__all__", [*slapo.__all__, "tidy_up", "bare"])
     monkeypatch.setattr(slapo, "tidy_up", tidy_up, raising=False)
     monkeypatch.setattr(slapo, "bare", bare, raising=False)

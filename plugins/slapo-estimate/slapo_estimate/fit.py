@@ -14,13 +14,12 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Node
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
+from slapo_core.internals import buffers_of, children_of, module_index, parameters_of
 from slapo_core.layout import Mesh
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
-from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.schedule.records import caller_location
-from slapo_core.tree.index import full_name
-from slapo_core.tree.selection import NodeGroup
 from slapo_estimate.estimates import estimate_source
 from slapo_estimate.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_runtime.sizes import format_bytes, parse_bytes
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import Node
+    from slapo_core import Schedule
     from slapo_estimate.device import DeviceSpec
     from slapo_estimate.rank_process import Trackers
     from slapo_estimate.results import Estimate, Memory
@@ -64,7 +62,7 @@ def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[s
         found: dict[str, None] = {}
         for pattern in patterns:
             selected = schedule[pattern]
-            found.update((node.path, None) for node in (selected if isinstance(selected, NodeGroup) else (selected,)))
+            found.update((node.path, None) for node in ((selected,) if isinstance(selected, Node) else selected))
         paths = list(found)
         if not paths:
             raise ArgumentError("layers names nothing that could be checkpointed (got an empty list)", hint=_NAMED)
@@ -124,7 +122,7 @@ def _blocks(module: nn.Module, path: str, alike: set[type]) -> Iterable[tuple[st
     for name, child in children_of(module).items():
         if child is None:
             continue
-        child_path = full_name(path, name)
+        child_path = module_index.full_name(path, name)
         within = list(_blocks(child, child_path, alike))
         if id(child) in groups and (type(child) in alike or not within) and any(True for _ in child.children()):
             yield child_path, child
@@ -227,7 +225,7 @@ class Fit:
 
 
 def fit(
-    sch: Schedule,
+    schedule: Schedule,
     memory: int | str,
     example_inputs: Any = None,
     *,
@@ -248,7 +246,7 @@ def fit(
     ``layers``.
 
     Args:
-        sch: the schedule.
+        schedule: the schedule.
         memory: bytes, or e.g. ``"70GiB"``: the peak of a training step, all that :class:`slapo_estimate.Memory`
             counts. The allocator's own loss (fragmentation) and the runtime's buffers come on top: leave them room.
         example_inputs: one batch; default: those of the schedule.
@@ -267,11 +265,11 @@ def fit(
         ArgumentError: an invalid number, ``offload=True``, or nothing that can be checkpointed.
         PathError: a path or glob of ``layers`` matches nothing.
     """
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
-    if not isinstance(sch, Schedule):
+    if not isinstance(schedule, Schedule):
         raise ArgumentError(
-            f"fit takes a schedule (got {type(sch).__name__})",
+            f"fit takes a schedule (got {type(schedule).__name__})",
             hint="slapo_core.fit(slapo_core.create_schedule(model), '70GiB', batch)",
         )
     target = parse_bytes(memory)
@@ -283,22 +281,22 @@ def fit(
             "offload=True: no installed primitive moves activations to the host",
             hint='leave it out; target="deepspeed" offloads the optimizer\'s state: its option zero_optimization',
         )
-    if sch.is_sealed:
+    if schedule.is_sealed:
         raise SealedError(
             "cannot fit: the schedule was built or sealed before",
             hint="fit before build(), or create a new schedule of a fresh model",
         )
-    own = mesh if mesh is not None else sch.mesh
+    own = mesh if mesh is not None else schedule.mesh
     sizes = own.sizes if isinstance(own, Mesh) else own
-    batch = sch.example_inputs if example_inputs is None else example_inputs
+    batch = schedule.example_inputs if example_inputs is None else example_inputs
     if batch is None:
         raise ArgumentError(
             "fit needs one batch to train on: none was given, and the schedule has no example_inputs",
             hint="sch.fit('70GiB', {'input_ids': ids, 'labels': ids}, optimizer=...)",
         )
-    blocks = blocks_of(sch, layers)
+    blocks = blocks_of(schedule, layers)
     asked = {"mesh": sizes, "optimizer": optimizer, "loss": loss, "device": device, "timeout": timeout, **config}
-    estimates = _Estimates(sch, batch, blocks, asked)
+    estimates = _Estimates(schedule, batch, blocks, asked)
     before = estimates.of(())
     groups = _groups(before)
 
@@ -315,7 +313,7 @@ def fit(
         least = min(estimates.tried.values(), key=lambda one: one.memory.total)
         raise _nothing_fits(target, before, least, blocks)
     paths = paths_of(counts)
-    _checkpoint(sch, paths, f"fit(memory={format_bytes(target)!r})")
+    _checkpoint(schedule, paths, f"fit(memory={format_bytes(target)!r})")
     curve = sorted(
         (
             Point(tried, found.memory.total, flops_of(found) - flops_of(before), found.time)
@@ -388,7 +386,7 @@ def _groups(estimate: Estimate) -> list[tuple[list[int], list[int]]]:
 def _checkpoint(schedule: Schedule, paths: Sequence[str], why: str) -> None:
     """All of them, or none."""
     before = len(schedule.records)
-    location = f"{caller_location()}, {why}"
+    location = f"{caller_location('slapo_estimate')}, {why}"
     try:
         for path in paths:
             schedule.apply_at(schedule.tree.node(path), Checkpoint(), location=location)

@@ -22,7 +22,9 @@ from slapo_fusion.kernels import (
     named_inputs,
     without_values,
 )
+from slapo_graph.example_calls import example_call
 from slapo_graph.match import by_place
+from slapo_graph.traced import graph_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Bind(Primitive):
 
     name = "fusion.bind"
     named_functions = ("kernel", "backward")
-    matches = ("match",)
+    selections = ("match",)
 
     kernel: str | Callable[..., Any]
     match: Any = None
@@ -118,7 +120,7 @@ class Bind(Primitive):
             edit.note(f"the forward runs as it is, by fallback=True: {reason}")
         if self.match is not None:
             for place, matches in by_place(node, self.match) if reason is None else ():
-                graph: Any = place.graph
+                graph: Any = graph_of(place)
                 transform = functools.partial(Bound, kernel=self._kernel(place))
                 edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self._call_name))
             return
@@ -183,7 +185,7 @@ class Bind(Primitive):
         if not is_operator(call):
             return  # a function may look at the memory of its tensors, and these have none
         try:
-            args, kwargs = node.example_call()
+            args, kwargs = example_call(node)
         except (ArgumentError, TraceError):
             return
         forward = type(node.module).forward

@@ -140,7 +140,7 @@ class Decompose(Primitive):
             known = ", ".join(f"nn.{kind.__name__}" for kind in KINDS)
             yield Violation(f"it knows no pieces of a {type(module).__name__}", f"it knows those of {known}")
             return
-        if node.graph is not None:
+        if node.forward_is_replaced:
             yield Violation("it is traced, and its graph would be lost", "decompose before trace()")
         elif getattr(forward := module.__dict__.get("forward"), "has_own", forward is not None):
             yield Violation(

@@ -19,6 +19,7 @@ from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import aside, drops, is_fake, is_watched
 from slapo_fusion.private import StopRecomputation, tree_map_only
 from slapo_graph.match import Region, by_place
+from slapo_graph.traced import graph_of
 
 # `Fused`: a compiled region, which says whose it is when its compiler fails.
 
@@ -137,7 +138,7 @@ class Fuse(Primitive):
     """
 
     name = "fusion.fuse"
-    matches = ("match",)
+    selections = ("match",)
 
     match: Any
     compiler: str = "inductor"
@@ -173,7 +174,7 @@ class Fuse(Primitive):
             warnings.warn(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning, stacklevel=2)
         options = tuple(dict(self.options).items())
         for place, matches in by_place(node, self.match):
-            graph: Any = place.graph
+            graph: Any = graph_of(place)
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
             transform = Fusing(compiler, options, where)
             edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))

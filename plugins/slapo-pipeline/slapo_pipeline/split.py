@@ -54,7 +54,7 @@ class PipelineSplit(Primitive):
             return (path,)
         return tuple(f"{path}.{below}" if path else below for below in self.after or ())
 
-    def settle(self, node: Node) -> PipelineSplit:
+    def bind(self, node: Node) -> PipelineSplit:
         from slapo_pipeline.balance import balanced, container_violations
 
         if self.stages is None or self.after is not None:

@@ -27,8 +27,8 @@ import torch
 import slapo_core as slapo
 from slapo_core import RankFailedError
 from slapo_core.layout import DATA_DIMS, Mesh
-from slapo_runtime.ranks.launcher import MAIN_HINT, ServerEndedError, is_importing_script, preload_modules, run_ranks
-from slapo_runtime.ranks.process import make_importable
+from slapo_runtime.launcher import MAIN_HINT, ServerEndedError, is_importing_script, preload_modules, run_ranks
+from slapo_runtime.rank_process import make_importable
 from slapo_tune.errors import StudyError
 from slapo_tune.outcomes import Outcome, RaisedError, outcome_of_failure, outcome_of_results
 from slapo_tune.study import Study

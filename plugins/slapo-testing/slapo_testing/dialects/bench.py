@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slapo_core import create_schedule
 from slapo_core.errors import SlapoError
-from slapo_core.plugins import current_registry, use_registry
+from slapo_core.internals import current_registry
+from slapo_core.plugins import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
-from slapo_core.private import tree_map_only
-from slapo_core.schedule.creation import create_schedule
-from slapo_runtime.building.batches import LossCall, micro_batches
-from slapo_runtime.building.phases import build
+from slapo_runtime.batches import LossCall, micro_batches
+from slapo_runtime.build import build
 from slapo_testing.bench import SEED, seeded
 from slapo_testing.check import CheckError
 from slapo_testing.dialects.case import DialectCase, Subject
+from slapo_testing.private import tree_map_only
 from slapo_testing.snapshot import ModelSnapshot, listed
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from slapo_core import Schedule
     from slapo_core.dialect import Dialect, Engine
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_runtime.request import LossFunction, OptimizerFactory
+    from slapo_runtime.context import LossFunction, OptimizerFactory
 
 
 @dataclass(frozen=True)
