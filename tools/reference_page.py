@@ -101,6 +101,7 @@ _DISTRIBUTIONS = (
     "slapo-core",
     "slapo-deepspeed",
     "slapo-fusion",
+    "slapo-graph",
     "slapo-megatron",
     "slapo-models",
     "slapo-pipeline",
