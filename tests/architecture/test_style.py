@@ -30,7 +30,16 @@ def test_strict_types_are_asked_of_the_layers_that_others_build_on(tmp_path: Pat
         (tmp_path / name / "__init__.py").write_text("")
         (tmp_path / name / "tree.py").write_text("def untyped(value):\n    return value\n")
     config = ROOT / "pyproject.toml"
-    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--no-incremental", "slapo_core", "elsewhere"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        str(config),
+        "--no-incremental",
+        "slapo_core",
+        "elsewhere",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stdout + done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:-1]] == ["slapo_core/tree.py"]

@@ -82,6 +82,27 @@ def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     assert ran >= TUTORIALS[name]
 
 
+@pytest.mark.parametrize(
+    ("page", "start", "most"),
+    [("writing-a-plugin.md", "the author of a primitive meets", 15), ("writing-a-dialect.md", "## The names", 25)],
+)
+def test_an_author_meets_few_names(page: str, start: str, most: int) -> None:
+    """The tables list them; all of core's are public, and those of modules are there."""
+    table = (ROOT / "docs" / page).read_text().partition(start)[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    listed = [(row[1].strip(" `") if "slapo_" in row[1] else "slapo_core", row) for row in rows]
+    names = [
+        (module, name)
+        for module, row in listed
+        for name in re.findall(r"`(\w+)`", row[2] if "slapo_" in row[1] else row[1])
+        if name != "dialect"
+    ]
+    assert 10 <= len(names) <= most
+    for module, name in names:
+        found = any(hasattr(importlib.import_module(each), name) for each in (module, "slapo_core.dialect"))
+        assert found, f"{module} has no {name}"
+
+
 def test_the_dialect_of_the_tutorial_is_as_short_as_promised() -> None:
     page = (ROOT / "docs" / "writing-a-dialect.md").read_text()
     (source,) = (block.text for block in blocks(page) if block.value.endswith("src/acme_guard.py"))

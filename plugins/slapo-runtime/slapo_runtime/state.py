@@ -74,6 +74,7 @@ class ModelState:
 
     @property
     def mesh(self) -> Mesh | None:
+        """The mesh of the schedule; None without one."""
         return self.correspondence.mesh
 
     def tensors(self) -> tuple[LiveTensor, ...]:

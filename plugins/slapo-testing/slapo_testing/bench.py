@@ -83,9 +83,9 @@ class Bench:
     def node_at(self, path: str) -> Node:
         return self.schedule.tree.node(path)
 
-    def settled(self, path: str, primitive: Primitive) -> Primitive:
+    def bound(self, path: str, primitive: Primitive) -> Primitive:
         """A primitive as its preconditions see it at ``path``: with matches for patterns."""
-        return self.schedule.settled(self.node_at(path), primitive)
+        return self.schedule.bound(self.node_at(path), primitive)
 
     def apply(self) -> None:
         """Apply the case's primitive."""

@@ -281,8 +281,8 @@ IMPORTS = {
         "slapo_core.errors.PathError (replaced)",
     ),
     "heavy_method": (
-        "from slapo_core.primitive import Primitive; Primitive.settle = None",
-        "slapo_core.primitive.Primitive.settle (replaced)",
+        "from slapo_core.primitive import Primitive; Primitive.bind = None",
+        "slapo_core.primitive.Primitive.bind (replaced)",
     ),
     "heavy_builtin": (
         "import builtins; builtins.print = None",

@@ -27,7 +27,7 @@ def _ask(bench: Bench, path: str, primitive: Primitive) -> None:
     node = bench.node_at(path)
     before, random = ModelSnapshot(bench.model), torch.get_rng_state()
     try:
-        primitive = bench.settled(path, primitive)
+        primitive = bench.bound(path, primitive)
     except PreconditionError as error:
         first = second = list(error.violations)
     else:
