@@ -88,7 +88,7 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
-    from slapo_tune.sampler import (
+    from slapo_tune.samplers import (
         Sampler as Sampler,
         Trial as Trial,
     )
@@ -113,6 +113,14 @@ DISTRIBUTIONS = (
 )
 """The project's own, whose names are theirs whether or not they are installed."""
 
+OWNERS = {
+    ("commands", "device"): "slapo-estimate",
+    ("commands", "patterns"): "slapo-graph",
+    ("commands", "plugins.check"): "slapo-testing",
+    ("dialects", "torch"): "slapo-runtime",
+}
+"""Those of their names that do not begin with the namespace of their distribution."""
+
 _PUBLIC = {
     "BuildContext": "slapo_runtime.context",
     "Change": "slapo_core.primitive",
@@ -134,12 +142,12 @@ _PUBLIC = {
     "Primitive": "slapo_core.primitive",
     "Problem": "slapo_core.hookspecs",
     "Record": "slapo_core.primitive",
-    "Sampler": "slapo_tune.sampler",
+    "Sampler": "slapo_tune.samplers",
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.dialect",
     "Suggestion": "slapo_core.primitive",
     "Tracer": "slapo_graph.protocol",
-    "Trial": "slapo_tune.sampler",
+    "Trial": "slapo_tune.samplers",
     "Violation": "slapo_core.primitive",
     "build": "slapo_runtime.build",
     "clip_grad_norm_": "slapo_runtime.weights.live",

@@ -1,4 +1,4 @@
-"""What the project's other distributions use of slapo-core besides its public names; promised to nobody else."""
+"""What the other first-party distributions use of slapo-core besides its public names; not a public interface."""
 
 from slapo_core.plugins import current_registry
 from slapo_core.private import buffers_of, children_of, hooks_of, parameters_of

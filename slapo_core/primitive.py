@@ -407,7 +407,7 @@ class Record:
         index: its number in the schedule, from 1.
         primitive: the value that was applied.
         path: where, e.g. ``"encoder.layer.0.output.dense"``.
-        distribution: the distribution that provides the primitive, e.g. ``"slapo-tp"``.
+        distribution: the distribution that provides the primitive, e.g. ``"acme-slapo"``.
         version: that distribution's version, e.g. ``"0.1.0"``.
         location: the user's ``file:line`` that applied it, e.g. ``"bert_tp.py:41"``.
         effects: what it changed, one line an edit; different on every rank, so no part of equality.

@@ -26,7 +26,7 @@ from slapo_runtime.native.engine import TorchEngine
 from slapo_runtime.state import ModelState
 from slapo_runtime.storage import LiveTensor
 from slapo_tp.preconditions import After, Distributed, Divisible
-from slapo_tune.sampler import SearchSpace
+from slapo_tune.samplers import SearchSpace
 from slapo_verify import VerifyReport
 from slapo_verify.compare import Largest
 
@@ -101,6 +101,7 @@ _DISTRIBUTIONS = (
     "slapo-core",
     "slapo-deepspeed",
     "slapo-fusion",
+    "slapo-graph",
     "slapo-megatron",
     "slapo-models",
     "slapo-pipeline",

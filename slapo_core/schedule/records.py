@@ -29,10 +29,17 @@ if TYPE_CHECKING:
 _INSIDE = ("slapo_core", "contextlib")
 
 
-def caller_location() -> str:
-    """Return ``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory."""
+def caller_location(*inside: str) -> str:
+    """Return ``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory.
+
+    Args:
+        inside: further packages to look outside of.
+    """
     frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INSIDE:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in (
+        *_INSIDE,
+        *inside,
+    ):
         frame = frame.f_back
     file = frame.f_code.co_filename
     here = os.getcwd() + os.sep

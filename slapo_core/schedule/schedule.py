@@ -297,7 +297,7 @@ class Schedule(OnRoot):
 
     def bound(self, node: Node, primitive: Primitive) -> Primitive:
         """Locate the primitive's selections at ``node``, and bind it."""
-        return bound(primitive, self.tree.node(node.path), self.registry)
+        return bound(primitive, node, self.registry)
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""

@@ -60,7 +60,7 @@ class BoundPrimitive:
         return f"<primitive {self._name} at '{self._where}'>"
 
     def _class(self) -> type[Primitive]:
-        cls: type[Primitive] = self._registry.load(self._name, "primitives")  # type: ignore[assignment]
+        cls: type[Primitive] = self._registry.load(self._name, "primitives")
         return cls
 
 

@@ -169,7 +169,7 @@ class NodeGroup(OnNodes):
     def apply(self, primitive: Primitive) -> Self:
         """Apply ``primitive`` at every node; if one refuses, those before it are undone."""
         owner = self.nodes[0]._tree.owner
-        return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
+        return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)

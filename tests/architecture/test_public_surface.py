@@ -8,6 +8,7 @@ import slapo_core
 from slapo_core import errors
 
 FUNCTIONS_AND_CLASSES = {
+    "BuildContext",
     "Change",
     "Command",
     "Compiler",

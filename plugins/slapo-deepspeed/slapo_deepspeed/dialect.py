@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
     from slapo_core.dialect import BuildArguments
     from slapo_runtime.context import BuildContext
-    from slapo_testing import DialectCase
 
 
 class DeepSpeedDialect(Dialect):
@@ -60,9 +59,3 @@ class DeepSpeedDialect(Dialect):
         from slapo_deepspeed.zero.engine import ZeroEngine
 
         return ZeroEngine(plan, context)
-
-
-def slapo_cases() -> list[DialectCase]:
-    from slapo_deepspeed.cases import cases
-
-    return cases()

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.internals import forwards, journal
+from slapo_core.internals import forwards, hooks_of, journal, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording
-from slapo_estimate.private import current_autograd_node, hooks_of, next_sequence_number, parameters_of, sequence_number
+from slapo_estimate.private import current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from slapo_core import Schedule
+    from slapo_core.internals import journal
     from slapo_core.observers import Forward
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.journal import Entry
 
 _NO_SEQUENCE = 2**64 - 1  # of the nodes that add to a parameter's gradient
 
@@ -211,7 +211,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
             forward.exchange_wrappers([first, *rest])
 
 
-def _modules(model: nn.Module, entries: list[tuple[Record, Entry]], place: Place) -> None:
+def _modules(model: nn.Module, entries: list[tuple[Record, journal.Entry]], place: Place) -> None:
     """Attribute modules that steps put in to the latest step; the others stay the model's own."""
     old = {
         id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()

@@ -29,7 +29,7 @@ _FUNCTIONS = "estimate_functions(make_model, schedule, batch, optimizer=..., mes
 
 
 def estimate(
-    sch: Schedule,
+    schedule: Schedule,
     example_inputs: Any = None,
     *,
     optimizer: Optimizer | None = None,
@@ -47,7 +47,7 @@ def estimate(
     which then trains two steps as target ``"torch"`` does. The schedule and its model stay as they are.
 
     Args:
-        sch: the schedule, not sealed.
+        schedule: the schedule, not sealed.
         example_inputs: one batch, as ``train_step`` takes it; its tensors may be on the meta device. Models decide by
             the integers of a batch (masks): where they have values, those count. Default: those of the schedule.
         optimizer: as for :func:`slapo_core.build`, at the top level of a module or a ``functools.partial``; None for
@@ -72,15 +72,15 @@ def estimate(
     """
     from slapo_core import Schedule
 
-    if not isinstance(sch, Schedule):
+    if not isinstance(schedule, Schedule):
         raise ArgumentError(
-            f"estimate takes a schedule (got {type(sch).__name__})",
+            f"estimate takes a schedule (got {type(schedule).__name__})",
             hint="slapo_core.estimate(slapo_core.create_schedule(model), batch)",
         )
-    sizes = mesh if mesh is not None else sch.mesh.sizes if sch.mesh is not None else None
-    batch = sch.example_inputs if example_inputs is None else example_inputs
+    sizes = mesh if mesh is not None else schedule.mesh.sizes if schedule.mesh is not None else None
+    batch = schedule.example_inputs if example_inputs is None else example_inputs
     _require_batch(batch, "sch.estimate({'input_ids': ids, 'labels': ids}, optimizer=...)")
-    source = of_schedule(sch)
+    source = of_schedule(schedule)
     preload_modules(*installed_modules(source.model))
     return estimate_source(
         source,

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
-from slapo_core.internals import module_index
+from slapo_core.internals import buffers_of, children_of, module_index, parameters_of
 from slapo_core.layout import Mesh
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
 from slapo_core.schedule.records import caller_location
 from slapo_estimate.estimates import estimate_source
-from slapo_estimate.private import buffers_of, children_of, parameters_of
 from slapo_estimate.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_runtime.sizes import format_bytes, parse_bytes
 
@@ -226,7 +225,7 @@ class Fit:
 
 
 def fit(
-    sch: Schedule,
+    schedule: Schedule,
     memory: int | str,
     example_inputs: Any = None,
     *,
@@ -247,7 +246,7 @@ def fit(
     ``layers``.
 
     Args:
-        sch: the schedule.
+        schedule: the schedule.
         memory: bytes, or e.g. ``"70GiB"``: the peak of a training step, all that :class:`slapo_estimate.Memory`
             counts. The allocator's own loss (fragmentation) and the runtime's buffers come on top: leave them room.
         example_inputs: one batch; default: those of the schedule.
@@ -268,9 +267,9 @@ def fit(
     """
     from slapo_core import Schedule
 
-    if not isinstance(sch, Schedule):
+    if not isinstance(schedule, Schedule):
         raise ArgumentError(
-            f"fit takes a schedule (got {type(sch).__name__})",
+            f"fit takes a schedule (got {type(schedule).__name__})",
             hint="slapo_core.fit(slapo_core.create_schedule(model), '70GiB', batch)",
         )
     target = parse_bytes(memory)
@@ -282,22 +281,22 @@ def fit(
             "offload=True: no installed primitive moves activations to the host",
             hint='leave it out; target="deepspeed" offloads the optimizer\'s state: its option zero_optimization',
         )
-    if sch.is_sealed:
+    if schedule.is_sealed:
         raise SealedError(
             "cannot fit: the schedule was built or sealed before",
             hint="fit before build(), or create a new schedule of a fresh model",
         )
-    own = mesh if mesh is not None else sch.mesh
+    own = mesh if mesh is not None else schedule.mesh
     sizes = own.sizes if isinstance(own, Mesh) else own
-    batch = sch.example_inputs if example_inputs is None else example_inputs
+    batch = schedule.example_inputs if example_inputs is None else example_inputs
     if batch is None:
         raise ArgumentError(
             "fit needs one batch to train on: none was given, and the schedule has no example_inputs",
             hint="sch.fit('70GiB', {'input_ids': ids, 'labels': ids}, optimizer=...)",
         )
-    blocks = blocks_of(sch, layers)
+    blocks = blocks_of(schedule, layers)
     asked = {"mesh": sizes, "optimizer": optimizer, "loss": loss, "device": device, "timeout": timeout, **config}
-    estimates = _Estimates(sch, batch, blocks, asked)
+    estimates = _Estimates(schedule, batch, blocks, asked)
     before = estimates.of(())
     groups = _groups(before)
 
@@ -314,7 +313,7 @@ def fit(
         least = min(estimates.tried.values(), key=lambda one: one.memory.total)
         raise _nothing_fits(target, before, least, blocks)
     paths = paths_of(counts)
-    _checkpoint(sch, paths, f"fit(memory={format_bytes(target)!r})")
+    _checkpoint(schedule, paths, f"fit(memory={format_bytes(target)!r})")
     curve = sorted(
         (
             Point(tried, found.memory.total, flops_of(found) - flops_of(before), found.time)
@@ -387,7 +386,7 @@ def _groups(estimate: Estimate) -> list[tuple[list[int], list[int]]]:
 def _checkpoint(schedule: Schedule, paths: Sequence[str], why: str) -> None:
     """All of them, or none."""
     before = len(schedule.records)
-    location = f"{caller_location()}, {why}"
+    location = f"{caller_location('slapo_estimate')}, {why}"
     try:
         for path in paths:
             schedule.apply_at(schedule.tree.node(path), Checkpoint(), location=location)

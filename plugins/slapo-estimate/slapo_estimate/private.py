@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     DynamicOutputShapeException as DynamicOutputShapeException,
@@ -141,31 +140,6 @@ MATRIX_PRODUCTS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm
 
 ADDED_PRODUCT = torch.ops.aten._addmm_activation
 """Operators without a formula in ``flop_formulas``."""
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the live table of a module's own parameters by name; None for unset ones."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the live table of a module's own buffers by name; None for unset ones."""
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the live table of a module's children by name; None for unset ones."""
-    return module._modules
-
-
-def hooks_of(module: nn.Module) -> dict[str, dict[int, Callable[..., Any]]]:
-    """Return the live tables of a module's hooks by kind."""
-    return {
-        "forward_pre": module._forward_pre_hooks,
-        "forward": module._forward_hooks,
-        "full_backward_pre": module._backward_pre_hooks,
-        "full_backward": module._backward_hooks,
-    }
 
 
 def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:

@@ -11,16 +11,16 @@ import os
 import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import slapo_core
 from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
-from slapo_estimate.assumptions import Assumptions
+from slapo_core.internals import buffers_of
 from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.private import (
     FakeStore,
@@ -28,10 +28,9 @@ from slapo_estimate.private import (
     FakeTensorMode,
     UnsupportedOperatorException,
     attention_of_cuda,
-    buffers_of,
     tree_map_only,
 )
-from slapo_estimate.results import RankEstimate
+from slapo_estimate.results import Assumptions, RankEstimate
 from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
 from slapo_estimate.training_step import pipeline_of, train, train_stages
@@ -42,7 +41,7 @@ from slapo_runtime.correspondence import Correspondence
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_estimate.device import DeviceSpec
     from slapo_estimate.source import Source
 
@@ -105,7 +104,8 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: Values) -> torch.T
     return fake
 
 
-_NOT_THE_USERS = tuple(os.path.dirname(os.path.abspath(str(each.__file__))) + os.sep for each in (torch, slapo_core))
+_OWN = [find_spec(name) for name in ("torch", *(f"slapo_{own}" for own in ("core", "estimate", "graph", "runtime")))]
+_NOT_THE_USERS = tuple(os.path.dirname(str(spec.origin)) + os.sep for spec in _OWN if spec is not None)
 
 
 def explained(error: Exception, *, doing: str, model: nn.Module | None) -> SlapoError:

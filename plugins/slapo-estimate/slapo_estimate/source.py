@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from slapo_core import create_schedule
 from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
-from slapo_core.schedule.creation import create_schedule
-from slapo_estimate.private import buffers_of, parameters_of, tree_map_only
+from slapo_core.internals import buffers_of, parameters_of
+from slapo_estimate.private import tree_map_only
 from slapo_estimate.values import Following, is_followed
 from slapo_runtime.schedule_copies import Sent, sent
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
 
 def stripped(modules: Iterable[nn.Module]) -> None:

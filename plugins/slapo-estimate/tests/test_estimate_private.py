@@ -130,25 +130,6 @@ def test_operators_without_a_formula_exist_and_have_schemas() -> None:
     assert private.schema_of(len) is None
 
 
-def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
-    module = nn.BatchNorm1d(2)
-    module.register_buffer("scratch", torch.zeros(1), persistent=False)
-    module.add_module("child", nn.Identity())
-    assert [*private.parameters_of(module)] == ["weight", "bias"]
-    assert {*private.buffers_of(module)} == {"running_mean", "running_var", "num_batches_tracked", "scratch"}
-    assert [*private.children_of(module)] == ["child"]
-    for register in (
-        module.register_forward_pre_hook,
-        module.register_forward_hook,
-        module.register_full_backward_pre_hook,
-        module.register_full_backward_hook,
-    ):
-        register(len)  # type: ignore[operator]
-    hooks = private.hooks_of(module)
-    assert [*hooks] == ["forward_pre", "forward", "full_backward_pre", "full_backward"]
-    assert [[*table.values()] for table in hooks.values()] == [[len]] * 4
-
-
 def test_tensors_name_their_storage_and_sparse_ones_have_two_parts() -> None:
     x = torch.ones(4)
     assert private.storage_id(x[1:]) == private.storage_id(x.untyped_storage()) != private.storage_id(torch.zeros(4))

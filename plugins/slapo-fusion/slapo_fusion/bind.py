@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
 from slapo_core.observers import goes_around
@@ -25,9 +25,6 @@ from slapo_fusion.kernels import (
 from slapo_graph.example_calls import example_call
 from slapo_graph.match import by_place
 from slapo_graph.traced import graph_of
-
-if TYPE_CHECKING:
-    from slapo_testing import Case
 
 
 @dataclass(frozen=True)
@@ -213,13 +210,3 @@ def _is_trained(node: Node) -> bool:
     while root.parent is not None:
         root = root.parent
     return any(parameter.requires_grad for parameter in root.module.parameters())
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``."""
-    from slapo_fusion.cases import COMMON
-    from slapo_testing import Case
-
-    step = Bind("aten::linear")
-    rejects = [Bind("linear"), Bind("aten::lineal"), Bind("aten::linear", inputs=("input", "wieght"))]
-    return [Case(step, path="0.up", rejects=rejects, **COMMON)]

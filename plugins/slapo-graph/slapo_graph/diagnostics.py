@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,12 @@ from slapo_graph.protocol import Location, Tracer, Untraceable
 
 # Where in the model's source a recorded call was written.
 
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_OWN = [find_spec(f"slapo_{name}") for name in ("core", "estimate", "graph", "runtime", "verify")]
+_NOT_THE_MODEL = (
+    str(Path(torch.__file__).parent),
+    *(str(Path(spec.origin).parent) + os.sep for spec in _OWN if spec is not None and spec.origin),
+    "<",
+)
 
 
 def is_of_the_model(file: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
-from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
+from slapo_core.plugins.metadata import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_graph.example_calls import example_calls
 from slapo_graph.match import Match
 from slapo_graph.traced import graph_of

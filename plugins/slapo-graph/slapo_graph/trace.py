@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Node
 from slapo_core.errors import PathError, SlapoError, TraceError
-from slapo_core.internals import children_of
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
 from slapo_graph.example_calls import example_call, example_calls
+from slapo_graph.private import children_of
 from slapo_graph.protocol import Untraceable
 from slapo_graph.traced import graph_of
 

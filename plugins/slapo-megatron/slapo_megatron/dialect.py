@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
     from slapo_core.dialect import BuildArguments
     from slapo_runtime.context import BuildContext
-    from slapo_testing import DialectCase
 
 
 def violations(schedule: Schedule) -> Iterator[Violation]:
@@ -143,9 +142,3 @@ class MegatronDialect(Dialect):
             from slapo_megatron.single_stage import WholeEngine
 
             return WholeEngine(plan, context)
-
-
-def slapo_cases() -> list[DialectCase]:
-    from slapo_megatron.cases import cases
-
-    return cases()

@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import GuardError
-from slapo_runtime.build import Stages
+from slapo_runtime.context import Stages
 from slapo_runtime.stages import StagedModel
 from tests.messages import Messages
 

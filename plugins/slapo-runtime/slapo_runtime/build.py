@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core import Schedule
 from slapo_core.dialect import BuildArguments
 from slapo_core.errors import (
     ArgumentError,
@@ -30,7 +31,6 @@ from slapo_core.errors import (
 )
 from slapo_core.layout import device_of
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
-from slapo_core.schedule.schedule import Schedule
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.consistency import SAME_SCRIPT, agree, refuse_if_incomplete, synchronized_rng
 from slapo_runtime.context import BuildContext
@@ -42,6 +42,7 @@ from slapo_runtime.weights.materialize import Materialization
 from slapo_runtime.world import World
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.dialect import Dialect, Engine, Plan
     from slapo_runtime.context import BuildContext
 

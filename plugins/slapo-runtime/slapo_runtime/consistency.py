@@ -22,9 +22,9 @@ from slapo_core.primitive import Violation
 from slapo_runtime.world import RankFact, World, describe_tensor, first_difference, ranks_along
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.dialect import Plan
     from slapo_core.layout import Mesh
-    from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.build import Arguments
     from slapo_runtime.state import ModelState
     from slapo_runtime.weights.files import Source

@@ -33,7 +33,7 @@ from slapo_runtime.weights.optimizer import make_optimizer, same_groups
 from slapo_runtime.world import together
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.build import Arguments
     from slapo_runtime.partition import Output, Partition
     from slapo_runtime.state import ModelState

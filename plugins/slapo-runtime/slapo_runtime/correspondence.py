@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import describe
-from slapo_runtime.private import parameters_of
+from slapo_core.internals import describe, parameters_of
 from slapo_runtime.storage import LiveTensor, Placement
 from slapo_runtime.weights.mapping import Survey, TensorSpec, Translations, own_tensors, survey
 from slapo_runtime.world import RankFact
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from slapo_core import Schedule
     from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
-    from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.tree import Tree
     from slapo_runtime.partition import Partition
 

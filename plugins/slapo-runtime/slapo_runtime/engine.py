@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError
-from slapo_runtime.private import parameters_of, write_count
+from slapo_core.internals import parameters_of
+from slapo_runtime.private import write_count
 
 if TYPE_CHECKING:
     import torch

@@ -29,8 +29,8 @@ from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped,
 from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.layout import Layout, Mesh
-    from slapo_core.schedule.schedule import Schedule
     from slapo_core.schedule.transaction import Step
 
 _NUMBERS = itertools.count()

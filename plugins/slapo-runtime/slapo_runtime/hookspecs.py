@@ -9,7 +9,7 @@ from slapo_core.errors import TraceError
 from slapo_core.hookspecs import hookspec
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.partition import Liveness, Partition
 
 

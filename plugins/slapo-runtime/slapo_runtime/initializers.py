@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import journal, module_index
-from slapo_runtime.private import buffers_of, parameters_of
+from slapo_core.internals import buffers_of, journal, module_index, parameters_of
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:

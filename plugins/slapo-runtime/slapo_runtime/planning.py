@@ -10,7 +10,7 @@ from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
 from slapo_core.layout import Mesh
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.partition import Value
     from slapo_runtime.stages import StagedModel
 

@@ -60,21 +60,6 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
     distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the live table of a module's own parameters by name; None for unset ones."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the live table of a module's own buffers by name; None for unset ones."""
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the live table of a module's children by name; None for unset ones."""
-    return module._modules
-
-
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     """Return the live table of the names of a module's buffers that state dicts leave out."""
     return module._non_persistent_buffers_set

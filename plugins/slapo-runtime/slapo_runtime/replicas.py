@@ -23,8 +23,8 @@ from slapo_runtime.weights.exchange import exchange_device, spread
 from slapo_runtime.world import World, checksum, ranks_along
 
 if TYPE_CHECKING:
+    from slapo_core.internals import describe
     from slapo_core.layout import Mesh
-    from slapo_core.tree.render import describe
     from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
 

@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from slapo_core import Node
+from slapo_core import Node, Schedule, create_schedule
 from slapo_core.errors import ApplyError, ReplayError, SerializationError, SlapoError, UnknownNameError
 from slapo_core.internals import module_index
 from slapo_core.primitive import Record
-from slapo_core.schedule.creation import create_schedule
-from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.sugar import bound_query
-from slapo_core.tree.tree import Tree
 from slapo_runtime.private import apply_to_tensors
 
 if TYPE_CHECKING:
@@ -35,6 +32,7 @@ if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
     from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive
+    from slapo_core.tree.tree import Tree
 
 
 def copy_model(
@@ -260,7 +258,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
 
 def _register(primitives: Mapping[type[Primitive], None]) -> None:
     """Register primitives that a script registered or applied as values."""
-    from slapo_core.plugins import current_registry
+    from slapo_core.internals import current_registry
 
     registry = current_registry()
     for cls in primitives:

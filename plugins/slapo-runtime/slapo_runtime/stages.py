@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, HookError
-from slapo_core.internals import module_index
+from slapo_core.internals import buffers_of, children_of, module_index, parameters_of
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.partition import Liveness, Output, Partition, Stage
-from slapo_runtime.private import buffers_of, children_of, non_persistent_buffers_of, parameters_of, pytree, write_count
+from slapo_runtime.private import non_persistent_buffers_of, pytree, write_count
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.schedule_copies import ScheduledCopy
 
 

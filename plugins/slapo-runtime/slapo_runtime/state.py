@@ -21,8 +21,8 @@ from slapo_runtime.weights.mapping import TensorSpec
 from slapo_runtime.world import gather_along, together
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.layout import Mesh
-    from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.storage import OptimizerStorage, ShardedState, ShardSource, TensorStorage
 
 

@@ -42,7 +42,7 @@ class Window:
         (Window(1).__eq__, "<function plugins.slapo-runtime.tests.test_rank_facts.Window.__eq__>"),
         (
             functools.partial(describe, 1, value=object()),
-            "<functools.partial of <function slapo_runtime.world.",
+            "<functools.partial of <function slapo_core.tree.render.",
         ),
         (torch.nn.functional.gelu, "<function "),
         (torch.ones(2), "<torch.Tensor>"),

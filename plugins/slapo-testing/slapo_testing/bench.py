@@ -11,9 +11,8 @@ import torch
 
 from slapo_core import Schedule, create_schedule
 from slapo_core.errors import SlapoError
-from slapo_core.internals import current_registry
 from slapo_core.layout import fork_rng
-from slapo_core.plugins import use_registry
+from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitive import Primitive
 from slapo_testing.case import Case, Making, made

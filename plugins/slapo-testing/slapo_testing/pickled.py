@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import slapo_core
 from slapo_runtime.rank_process import make_importable
 from slapo_testing.check import CheckError
+
+_IMPORTED = ("torch", *(name.replace("-", "_") for name in slapo_core.DISTRIBUTIONS))
+"""Packages that every rank imports by their names."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,6 @@ class _NamingPickler(pickle.Pickler):
         found = []
         for name in self._modules:
             file = getattr(sys.modules.get(name), "__file__", None)
-            if name != "__main__" and file is not None and name.partition(".")[0] not in ("torch", "slapo_core"):
+            if name != "__main__" and file is not None and name.partition(".")[0] not in _IMPORTED:
                 found.append((name, os.path.abspath(file)))
         return tuple(found)

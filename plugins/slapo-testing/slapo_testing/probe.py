@@ -96,7 +96,7 @@ def _probe(modules: tuple[tuple[str, str | None], ...], path: tuple[str, ...]) -
     with tempfile.NamedTemporaryFile(suffix=".json") as answer:
         request = json.dumps([modules, path, answer.name])
         code = "import json, sys; from slapo_testing.probe import _import; _import(*json.loads(sys.argv[1]))"
-        own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {own!r}); {code}", request]
         try:
             done = subprocess.run(
@@ -235,7 +235,7 @@ def _global_state() -> defaultdict[str, str]:
 def _own_code() -> dict[str, Any]:
     """The functions and classes of the slapo modules imported so far, and the methods of these classes."""
     found: dict[str, Any] = {}
-    for module, content in [(name, vars(each)) for name, each in sys.modules.items() if name.startswith("slapo_core")]:
+    for module, content in [(name, vars(each)) for name, each in sys.modules.items() if name.startswith("slapo_")]:
         for name, value in content.items():
             if getattr(value, "__module__", None) == module and hasattr(value, "__qualname__"):
                 found[f"{module}.{name}"] = value

@@ -36,7 +36,7 @@ from slapo_tune.training import Run, on
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_tune.sampler import Point
+    from slapo_tune.samplers import Point
 
 KEPT = 256 * 1024
 """Bytes that are kept from the beginning and from the end of a trial's output."""

@@ -92,7 +92,7 @@ def verify(
             on every rank. None takes ``sch.example_inputs``, of several schedules those of the first that has some.
         more_batches: further ones, in the same form, of which outputs and gradients are compared.
         rtol: the difference allowed, relative to the largest element of a tensor; None follows from the type in which
-            the model computes and from what the steps promise: see ``slapo_verify.tolerance``.
+            the model computes and from what the steps promise: see ``slapo_verify.compare``.
         atol: the absolute difference allowed, in place of the floor that follows from the type.
         optimizer_steps: how many are compared; 0 compares none.
         seed: of the inputs' cotangents and of everything random.

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.layout import DATA_DIMS
-from slapo_verify.compare import Difference
+from slapo_verify.compare import Difference, marks
 from slapo_verify.copies import Counterparts
 from slapo_verify.dropout import Draw
 from slapo_verify.precision import is_inexact
 from slapo_verify.search import is_below
-from slapo_verify.tolerance import marks
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh

@@ -23,26 +23,6 @@ LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 """The operator that reads the value of a tensor of one element."""
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the live table of a module's own parameters by name; None for unset ones."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the live table of a module's own buffers by name; None for unset ones."""
-    return module._buffers
-
-
-def hooks_of(module: nn.Module) -> dict[str, dict[int, Callable[..., Any]]]:
-    """Return the live tables of a module's hooks by kind."""
-    return {
-        "forward_pre": module._forward_pre_hooks,
-        "forward": module._forward_hooks,
-        "full_backward_pre": module._backward_pre_hooks,
-        "full_backward": module._backward_hooks,
-    }
-
-
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Convert a module's parameters and buffers in place, as ``module.to`` does."""
     return module._apply(function)

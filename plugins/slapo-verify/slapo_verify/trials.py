@@ -19,7 +19,7 @@ from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.trial_groups import Failure
 from slapo_runtime.world import Attempt, World
 from slapo_verify.blame import Blame, find_steps, suggestions
-from slapo_verify.compare import Comparison, Difference, compare, compare_dropout
+from slapo_verify.compare import OF_NORM, Comparison, Difference, Tolerance, compare, compare_dropout, room_for_rounding
 from slapo_verify.copies import Counterparts, Subjects
 from slapo_verify.divergence import advice, diverged, tell, without_effect
 from slapo_verify.inputs import Inputs
@@ -28,7 +28,6 @@ from slapo_verify.phases import Conditions, Observation, Runner, step_size
 from slapo_verify.precision import DtypeObserver, coarsest, own_dtype
 from slapo_verify.search import Failed, Outcome
 from slapo_verify.stages import Staging
-from slapo_verify.tolerance import OF_NORM, Tolerance, room_for_rounding
 
 if TYPE_CHECKING:
     from slapo_core import Schedule

@@ -14,11 +14,10 @@ from slapo_core.primitive import Change, Suggestion
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
 from slapo_verify.blame import find_steps
-from slapo_verify.compare import compare
+from slapo_verify.compare import Tolerance, compare
 from slapo_verify.copies import Counterparts
 from slapo_verify.phases import Observation, output_leaves
 from slapo_verify.search import Failed, Outcome
-from slapo_verify.tolerance import Tolerance
 
 EXACT, REORDERED, RANDOM = slapo.Equivalence.EXACT, slapo.Equivalence.REORDERED, slapo.Equivalence.RANDOM
 

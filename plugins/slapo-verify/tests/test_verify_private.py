@@ -8,30 +8,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_core.internals import parameters_of
 from slapo_verify import private
 from tests.support.private_names import private_names
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert private_names(Path(private.__file__).parent) == []
-
-
-def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
-    module = nn.BatchNorm1d(2)
-    module.register_buffer("scratch", torch.zeros(1), persistent=False)
-    module.add_module("child", nn.Identity())
-    assert [*private.parameters_of(module)] == ["weight", "bias"]
-    assert {*private.buffers_of(module)} == {"running_mean", "running_var", "num_batches_tracked", "scratch"}
-    for register in (
-        module.register_forward_pre_hook,
-        module.register_forward_hook,
-        module.register_full_backward_pre_hook,
-        module.register_full_backward_hook,
-    ):
-        register(len)  # type: ignore[operator]
-    hooks = private.hooks_of(module)
-    assert [*hooks] == ["forward_pre", "forward", "full_backward_pre", "full_backward"]
-    assert [[*table.values()] for table in hooks.values()] == [[len]] * 4
 
 
 def test_storages_have_an_identity_that_views_share() -> None:
@@ -46,7 +29,7 @@ def test_modules_convert_their_tensors_and_rnns_refresh_their_references() -> No
     assert private.apply_to_tensors(rnn, lambda tensor: tensor.double()) is rnn
     assert {parameter.dtype for parameter in rnn.parameters()} == {torch.float64}
     weight = nn.Parameter(torch.zeros(12, 2, dtype=torch.float64))
-    private.parameters_of(rnn)["weight_ih_l0"] = weight
+    parameters_of(rnn)["weight_ih_l0"] = weight
     assert rnn._flat_weights[0] is not weight
     private.refresh_flat_weights(rnn)
     assert rnn._flat_weights[0] is weight

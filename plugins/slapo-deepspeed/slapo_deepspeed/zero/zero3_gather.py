@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 from slapo_deepspeed.private import forward_hooks_of
 
 if TYPE_CHECKING:
-    from slapo_core import Node
+    from slapo_core.tree.node import Node
     from slapo_runtime.context import BuildContext
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Schedule
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
-from slapo_core.schedule.schedule import Schedule
+from slapo_core.internals import parameters_of
 from slapo_runtime.gradients import GradientClipper
-from slapo_runtime.private import parameters_of
 from slapo_runtime.state import ModelState
 from slapo_runtime.weights.checkpoint import as_written, writing
 from slapo_runtime.weights.files import export_plain, write_configurations

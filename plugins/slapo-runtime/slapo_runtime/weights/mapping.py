@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import HookError, WeightsError
-from slapo_core.internals import module_index
+from slapo_core.internals import buffers_of, module_index, parameters_of
 from slapo_core.layout import Layout
-from slapo_runtime.private import buffers_of, non_persistent_buffers_of, parameters_of
+from slapo_runtime.private import non_persistent_buffers_of
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.plugins.manager import HookManager
-    from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.tree import Tree
     from slapo_runtime.storage import LiveTensor
 

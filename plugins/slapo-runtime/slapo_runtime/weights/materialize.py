@@ -17,7 +17,7 @@ from slapo_runtime.weights.exchange import exchange_device
 from slapo_runtime.weights.files import Source, check_names, read_tensor
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.storage import Placement
 
 

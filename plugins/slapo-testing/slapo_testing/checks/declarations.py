@@ -10,9 +10,8 @@ from typing import Any
 
 from slapo_core import replay
 from slapo_core.errors import PluginError, SerializationError
-from slapo_core.internals import current_registry
-from slapo_core.plugins.groups import GROUP_PREFIX, KINDS
-from slapo_core.plugins.metadata import LOCAL_VERSION, Entry
+from slapo_core.plugins import current_registry
+from slapo_core.plugins.metadata import GROUP_PREFIX, KINDS, LOCAL_VERSION, Entry
 from slapo_core.plugins.registry import class_violations
 from slapo_core.primitive import Primitive
 from slapo_core.schedule.records import primitive_from_json, primitive_to_json

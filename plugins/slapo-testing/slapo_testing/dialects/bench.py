@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from slapo_core import create_schedule
 from slapo_core.errors import SlapoError
-from slapo_core.plugins import current_registry, use_registry
+from slapo_core.internals import current_registry
+from slapo_core.plugins import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
-from slapo_core.schedule.creation import create_schedule
 from slapo_runtime.batches import LossCall, micro_batches
 from slapo_runtime.build import build
 from slapo_testing.bench import SEED, seeded
@@ -26,8 +27,8 @@ from slapo_testing.snapshot import ModelSnapshot, listed
 if TYPE_CHECKING:
     from torch import nn
 
+    from slapo_core import Schedule
     from slapo_core.dialect import Dialect, Engine
-    from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.context import LossFunction, OptimizerFactory
 
 

@@ -16,7 +16,7 @@ from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_runtime.context import LossFunction, OptimizerFactory
 
 

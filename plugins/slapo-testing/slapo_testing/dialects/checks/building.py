@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core.dialect import BuildArguments, Dialect, Engine, Plan
 from slapo_core.errors import BuildError, OptimizerError, SlapoError, WeightsError
-from slapo_core.internals import current_registry
+from slapo_core.plugins import current_registry
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.checks.atomicity import InjectedFault

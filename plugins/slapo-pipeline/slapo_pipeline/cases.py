@@ -1,19 +1,23 @@
-"""Check `slapo_partition` and `slapo_liveness` of a plugin on small stages."""
+"""For ``slapo plugins check``: cases of `PipelineSplit`, and the kit of `slapo_partition` and `slapo_liveness`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from slapo_core import create_schedule
 from slapo_core.plugins.manager import HookManager
+from slapo_core.plugins.metadata import Entry
 from slapo_core.plugins.registry import Registry
+from slapo_core.schedule.creation import create_schedule
+from slapo_pipeline.split import PipelineSplit
 from slapo_runtime.partition import Output, Partition, Stage, StageModule, Value
 from slapo_runtime.stages import check_liveness
-from slapo_testing.check import CheckError, NotApplicable
+from slapo_testing import Case, CheckError, NotApplicable
+from slapo_testing.kit import Kit
 
 _STAGES_HOOKS = ("slapo_partition", "slapo_liveness")
 
@@ -24,18 +28,34 @@ _CHAIN: Mapping[str, tuple[int, tuple[int, ...]]] = {
 """Value -> who makes it, and who reads it; of four stages."""
 
 
-def check_stages_hooks(distribution: str, registry: Registry) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The checks of those of the two hooks that a plugin has, by their names.
+def slapo_cases() -> list[Case]:
+    """The cases of the primitives of slapo-pipeline."""
 
-    Args:
-        distribution: e.g. ``"acme-slapo"``.
-        registry: where it is loaded from; it is the one in use.
-    """
-    manager = HookManager(registry)
-    manager.activate(distribution)
-    for hook, check in zip(_STAGES_HOOKS, (_check_partition, _check_liveness), strict=True):
-        if manager.has(hook):
-            yield hook, functools.partial(check, distribution, manager)
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def batch() -> tuple[torch.Tensor]:
+        return (torch.randn(5, 6),)
+
+    rejects = [("", PipelineSplit()), ("1", PipelineSplit(balance="flops"))]
+    too_many = [("", PipelineSplit(stages=5)), ("1", PipelineSplit(stages=2)), ("", PipelineSplit(stages=0))]
+    return [
+        Case(PipelineSplit(), path="1", model=model, inputs=batch, rejects=rejects),
+        Case(PipelineSplit(stages=3), path="", model=model, inputs=batch, rejects=too_many),
+    ]
+
+
+class StagesKit(Kit):
+    """Those of the two hooks that a plugin has, on small stages."""
+
+    name = "hooks"
+
+    def checks(self, loaded: Any, entry: Entry, registry: Registry) -> Iterator[tuple[str, Callable[[], None]]]:
+        manager = HookManager(registry)
+        manager.activate(entry.distribution)
+        for hook, check in zip(_STAGES_HOOKS, (_check_partition, _check_liveness), strict=True):
+            if manager.has(hook):
+                yield hook, functools.partial(check, entry.distribution, manager)
 
 
 def sample_partitions() -> Iterator[tuple[Partition, tuple[str, ...]]]:

@@ -1,4 +1,4 @@
-"""Check the promises of samplers on small spaces."""
+"""The kit of samplers: what ``slapo plugins check`` holds each of them to, on small spaces."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slapo_testing.check import CheckError, NotApplicable
-from slapo_tune.sampler import Point, Sampler, Trial
+from slapo_core.plugins.metadata import Entry
+from slapo_core.plugins.registry import Registry
+from slapo_testing import CheckError, NotApplicable
+from slapo_testing.kit import Kit
+from slapo_tune.samplers import Point, Sampler, Trial
+
+
+class SamplerKit(Kit):
+    """Samplers propose points, no point twice, and keep nothing."""
+
+    name = "samplers"
+
+    def checks(self, loaded: Any, entry: Entry, registry: Registry) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield from sampler_checks(loaded)
 
 
 @dataclass(frozen=True)
