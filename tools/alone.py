@@ -92,9 +92,8 @@ def copy_tests(name: str, directory: Path) -> str:
     """Copy what the tests of a distribution may use; returns their folder, relative to the directory."""
     tests = "tests/core" if name == CORE else f"plugins/{name}/tests"
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate"]
-    files = subprocess.check_output(
-        [*command, *SHARED, "tests/support", "tests/dists", tests], cwd=ROOT, text=True
-    ).splitlines()
+    shared = (*SHARED, "tests/support", "tests/dists", f"{tests.removesuffix('tests')}README.md")
+    files = subprocess.check_output([*command, *shared, tests], cwd=ROOT, text=True).splitlines()
     others = ("tests/core/", "tests/ecosystem/", "tests/integration/", "tests/architecture/")
     for file in files:
         if (ROOT / file).exists() and (file.startswith(f"{tests}/") or not file.startswith(others)):
