@@ -291,6 +291,7 @@ def test_wheels_contain_py_typed_and_no_tests(wheels: tuple[Path, ...]) -> None:
         assert [name for name in names if name.rpartition("/")[2] in ("conftest.py", "messages.txt")] == []
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_all_is_everything_but_the_dialects_of_other_runtimes(install: Install) -> None:
     assert install("slapo-core[all]").own == FIRST_PARTY - {"slapo-deepspeed", "slapo-megatron"}
@@ -441,6 +442,7 @@ SUBSETS = [subset for size in range(5) for subset in itertools.combinations(EXTR
 SAMPLED = ((), ("tp",), ("fusion",), ("tp", "pipeline"))
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "subset",
