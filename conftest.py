@@ -22,7 +22,7 @@ preload_modules(
     "setuptools",
     "tomllib",
     "typeguard",
-    "slapo_runtime.building.request",
+    "slapo_runtime.context",
     "slapo_graph.traced",
     "slapo_runtime.native.engine",
     "slapo_graph.merging",

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import slapo_core as slapo
 from slapo_estimate.results import Memory
-from slapo_runtime.ranks.launcher import run_process
+from slapo_runtime.launcher import run_process
 from tests.support.estimate_cases import CASES, OPTIMIZERS, Case
 from tests.support.estimate_judge import predicted, train_two_steps
 

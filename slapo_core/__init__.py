@@ -73,19 +73,22 @@ if TYPE_CHECKING:
     from slapo_graph.protocol import (
         Tracer as Tracer,
     )
-    from slapo_runtime.building.phases import (
+    from slapo_runtime.build import (
         build as build,
     )
-    from slapo_runtime.live import (
+    from slapo_runtime.context import (
+        BuildContext as BuildContext,
+    )
+    from slapo_runtime.stages import (
+        stages as stages,
+    )
+    from slapo_runtime.weights.live import (
         clip_grad_norm_ as clip_grad_norm_,
         load_state_dict as load_state_dict,
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
-    from slapo_runtime.pipeline.stages import (
-        stages as stages,
-    )
-    from slapo_tune.sampler import (
+    from slapo_tune.samplers import (
         Sampler as Sampler,
         Trial as Trial,
     )
@@ -110,7 +113,16 @@ DISTRIBUTIONS = (
 )
 """The project's own, whose names are theirs whether or not they are installed."""
 
+OWNERS = {
+    ("commands", "device"): "slapo-estimate",
+    ("commands", "patterns"): "slapo-graph",
+    ("commands", "plugins.check"): "slapo-testing",
+    ("dialects", "torch"): "slapo-runtime",
+}
+"""Those of their names that do not begin with the namespace of their distribution."""
+
 _PUBLIC = {
+    "BuildContext": "slapo_runtime.context",
     "Change": "slapo_core.primitive",
     "Command": "slapo_core.cli.main",
     "Compiler": "slapo_fusion.compilers",
@@ -130,26 +142,26 @@ _PUBLIC = {
     "Primitive": "slapo_core.primitive",
     "Problem": "slapo_core.hookspecs",
     "Record": "slapo_core.primitive",
-    "Sampler": "slapo_tune.sampler",
+    "Sampler": "slapo_tune.samplers",
     "Schedule": "slapo_core.schedule.schedule",
     "StepResult": "slapo_core.dialect",
     "Suggestion": "slapo_core.primitive",
     "Tracer": "slapo_graph.protocol",
-    "Trial": "slapo_tune.sampler",
+    "Trial": "slapo_tune.samplers",
     "Violation": "slapo_core.primitive",
-    "build": "slapo_runtime.building.phases",
-    "clip_grad_norm_": "slapo_runtime.live",
+    "build": "slapo_runtime.build",
+    "clip_grad_norm_": "slapo_runtime.weights.live",
     "create_schedule": "slapo_core.schedule.creation",
     "estimate": "slapo_estimate.estimates",
     "estimate_functions": "slapo_estimate.estimates",
     "fit": "slapo_estimate.fit",
     "hookimpl": "slapo_core.hookspecs",
-    "load_state_dict": "slapo_runtime.live",
+    "load_state_dict": "slapo_runtime.weights.live",
     "register_primitive": "slapo_core.plugins.registry",
     "replay": "slapo_core.schedule.creation",
-    "save_pretrained": "slapo_runtime.live",
-    "stages": "slapo_runtime.pipeline.stages",
-    "state_dict": "slapo_runtime.live",
+    "save_pretrained": "slapo_runtime.weights.live",
+    "stages": "slapo_runtime.stages",
+    "state_dict": "slapo_runtime.weights.live",
     "verify": "slapo_verify",
 }
 """Public name -> module. The distribution of ``slapo_x`` is ``slapo-x``."""

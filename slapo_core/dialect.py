@@ -8,23 +8,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from slapo_core.layout import Mesh
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.primitive import Record, Violation
-    from slapo_core.tree.node import Node
-    from slapo_runtime.request import BuildRequest
+    from slapo_core import BuildContext
+    from slapo_core.primitive import Violation
+    from slapo_core.schedule.schedule import Schedule
 
 __all__ = [
     "BuildArguments",
     "Dialect",
     "Engine",
-    "HookCaller",
     "Plan",
-    "ScheduledModel",
     "StepResult",
     "arguments_as_options",
 ]
@@ -71,48 +67,6 @@ class Plan:
         return "\n".join([f"plan for target '{self.target}'", *(f"  {step}" for step in self.steps)])
 
 
-class HookCaller(Protocol):
-    """The hooks of the plugins that a schedule names."""
-
-    def call(self, name: str, /, **arguments: Any) -> Any:
-        """Call a hook of every active plugin: returns the first result (or None), else a list."""
-        ...
-
-
-class ScheduledModel(Protocol):
-    """The read-only view of a schedule for dialects."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The live model, with all steps applied."""
-        ...
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The mesh that the schedule was made for; None without one."""
-        ...
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """The applied steps, oldest first."""
-        ...
-
-    @property
-    def root(self) -> Node:
-        """The root of the tree: ``schedule.root["encoder.layer.0"].layout("weight")``."""
-        ...
-
-    @property
-    def example_inputs(self) -> Any:
-        """A batch that the schedule was made with; None without one."""
-        ...
-
-    @property
-    def hooks(self) -> HookCaller:
-        """The hooks of the plugins named in the schedule, this dialect's own included."""
-        ...
-
-
 class Dialect(ABC):
     """A runtime: PyTorch itself, DeepSpeed, Megatron-core, ...
 
@@ -123,9 +77,9 @@ class Dialect(ABC):
         name: what users pass as ``build(sch, target=...)``.
         supports: the mesh dimensions the runtime can run, e.g. ``frozenset({"dp", "tp"})``; ``build`` refuses larger
             ones than 1 that are not among them.
-        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``request.materialize()``, because
+        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``context.materialize()``, because
             it partitions them as they come. Otherwise they all have their values before it is called.
-        accumulates: whether a training step of the engine takes ``request.micro_batches(batch)`` one after the other;
+        accumulates: whether a training step of the engine takes ``context.micro_batches(batch)`` one after the other;
             ``build(..., accumulate=2)`` is refused otherwise.
     """
 
@@ -134,7 +88,7 @@ class Dialect(ABC):
     takes_tensors: ClassVar[bool] = False
     accumulates: ClassVar[bool] = False
 
-    def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
+    def check(self, schedule: Schedule) -> Iterable[Violation]:
         """Every reason why this schedule cannot be handed to the runtime."""
         return ()
 
@@ -154,7 +108,7 @@ class Dialect(ABC):
         return config
 
     @abstractmethod
-    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+    def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         """Return the plan of :meth:`build`, with all options filled in; pure.
 
         Given the options of its own plan, it gives that plan again.
@@ -178,12 +132,12 @@ class Dialect(ABC):
         return tuple(stage * pp // stages for stage in range(stages))
 
     @abstractmethod
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
         """Hand the scheduled model to the runtime.
 
         Args:
             plan: what :meth:`plan` gave; all ranks have the same.
-            request: the model, its state, and the user's arguments of ``build``.
+            context: the model, its state, and the user's arguments of ``build``.
         """
 
 

@@ -27,8 +27,8 @@ import pluggy
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.dialect import ScheduledModel
     from slapo_core.primitive import Primitive, Suggestion, Violation
+    from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.node import Node
 
 __all__ = ["PROJECT", "Fact", "Problem", "hookimpl", "hookspec"]
@@ -163,7 +163,7 @@ def slapo_gather_output(node: Node, output: Any) -> Any | None:
 
 
 @hookspec
-def slapo_check(schedule: ScheduledModel) -> Iterable[Violation] | None:
+def slapo_check(schedule: Schedule) -> Iterable[Violation] | None:
     """Called when ``build`` starts, and when ``verify`` has found a difference: what is still missing in the schedule?
 
     ``build`` refuses the schedule with every answer, and ``verify`` names them beside the difference. A plugin
@@ -183,7 +183,7 @@ def slapo_check(schedule: ScheduledModel) -> Iterable[Violation] | None:
 
 
 @hookspec
-def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterable[Suggestion] | None:
+def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterable[Suggestion] | None:
     """Called when ``verify`` has found a difference, or an exception: what may the author have meant to write?
 
     ``verify`` tries the answers on copies, and tells only what makes the schedule agree. So they may be guesses, but

@@ -7,13 +7,12 @@ import difflib
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slapo_core.errors import ArgumentError
-from slapo_graph.match import Match
 
 if TYPE_CHECKING:
     from slapo_core.tree.edit import Edit
@@ -125,6 +124,74 @@ Equivalence.REORDERED = Equivalence(_Level.REORDERED)
 Equivalence.RANDOM = Equivalence(_Level.RANDOM)
 
 
+class Selection(ABC):
+    """Part of what the modules at and below a node compute, e.g. the matches of a pattern in their graphs.
+
+    A distribution that knows such parts derives from it, and publishes a :class:`Selector` that makes them.
+    """
+
+    @abstractmethod
+    def located(self, node: Node) -> Selection | Violation:
+        """Find the same part again in what ``node`` computes now, or say why it is not there."""
+
+    @abstractmethod
+    def divided(self, nodes: Sequence[Node]) -> list[tuple[Node, Selection]] | Violation:
+        """Give each node of a group its own part; nodes without one are left out."""
+
+    @abstractmethod
+    def outline(
+        self, node: Node, edit: Edit, transform: Callable[[Callable[..., Any]], Callable[..., Any]], *, name: str
+    ) -> None:
+        """Make each part one call of ``transform(region)``, where ``region`` is a pure function that computes the part.
+
+        Args:
+            node: where the primitive is applied.
+            edit: of the primitive.
+            transform: gives what runs instead; called once for each distinct region.
+            name: of the call where the parts are printed.
+        """
+
+    @abstractmethod
+    def replacement_violations(
+        self, node: Node, new: Any, *, params: Mapping[str, str], name: str | None
+    ) -> Iterator[Violation]:
+        """Yield every reason why :meth:`replace` is impossible; change nothing."""
+
+    @abstractmethod
+    def replace(self, node: Node, edit: Edit, new: Any, *, params: Mapping[str, str], name: str | None) -> None:
+        """Call ``new`` instead of each part.
+
+        Args:
+            node: where the primitive is applied.
+            edit: of the primitive.
+            new: a function or a module that computes the same, or the name of what brings one along.
+            params: names of parameters of the old modules -> names in a new module.
+            name: of the call, or of the new child; None: that of ``new``.
+        """
+
+
+class Selector(ABC):
+    """Turns what users write for a part of a module into a :class:`Selection`; found without being named in a schedule.
+
+    Attributes:
+        name: that of the entry point in the group ``slapo.v1.selectors``.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def given(self, value: Any) -> Selection | None:
+        """The selection that ``value`` holds already, such as a list of matches; None if it must be looked for."""
+
+    @abstractmethod
+    def select(self, node: Node, value: Any) -> Selection | Violation | None:
+        """Look for ``value`` at and below ``node``.
+
+        Returns:
+            what was found; why nothing was; None if ``value`` means nothing to this distribution.
+        """
+
+
 class Primitive(ABC):
     """One step of a schedule, as a value: the fields are the arguments.
 
@@ -151,24 +218,24 @@ class Primitive(ABC):
             property of the same name when its arguments decide.
         named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``, and so no
             other text of that form. Functions in other fields cannot be saved.
-        matches: the fields that take matches, or a pattern to be found at the node. Before the preconditions they
-            become a tuple of :class:`~slapo_graph.match.Match`, each found again in the graph as it is then.
+        selections: the fields that take a part of what the module computes, such as a match of a pattern or the pattern
+            itself. Before the preconditions each becomes a :class:`Selection` of what the module computes then.
     """
 
     name: ClassVar[str]
     equivalence: ClassVar[Equivalence]
     named_functions: ClassVar[tuple[str, ...]] = ()
-    matches: ClassVar[tuple[str, ...]] = ()
+    selections: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         _check_fields(self)
 
-    def settle(self, node: Node) -> Primitive:
-        """Return the same step with its fields resolved at first application.
+    def bind(self, node: Node) -> Self:
+        """Return the same step with what it finds out once, at its first application, in its fields.
 
-        It comes before the preconditions. What it gives is recorded and saved, compared over the ranks, and applied
-        again wherever the schedule is replayed; so it gives itself where there is nothing left to find out. Most
-        primitives have no need of it.
+        It comes before the preconditions, and after ``selections`` were located. What it gives is recorded and saved,
+        compared over the ranks, and applied again wherever the schedule is replayed; so it gives itself where there is
+        nothing left to find out. Most primitives have no need of it.
 
         Args:
             node: where the step is about to be applied; must not be changed.
@@ -320,9 +387,8 @@ def _shown(value: Any) -> str:
     """One line for a value: a module or a tensor by its type, the rest in full."""
     if inspect.isclass(value):
         return value.__qualname__
-    if isinstance(value, tuple) and value and all(isinstance(each, Match) for each in value):
-        patterns = dict.fromkeys(str(each.pattern) for each in value)
-        return f"<{len(value)} {'match' if len(value) == 1 else 'matches'} of {' and '.join(patterns)}>"
+    if isinstance(value, Selection):
+        return str(value)
     text = repr(value)
     if "\n" not in text and not (callable(value) and " at 0x" in text):
         return text
@@ -341,7 +407,7 @@ class Record:
         index: its number in the schedule, from 1.
         primitive: the value that was applied.
         path: where, e.g. ``"encoder.layer.0.output.dense"``.
-        distribution: the distribution that provides the primitive, e.g. ``"slapo-tp"``.
+        distribution: the distribution that provides the primitive, e.g. ``"acme-slapo"``.
         version: that distribution's version, e.g. ``"0.1.0"``.
         location: the user's ``file:line`` that applied it, e.g. ``"bert_tp.py:41"``.
         effects: what it changed, one line an edit; different on every rank, so no part of equality.

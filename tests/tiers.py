@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from slapo_runtime.ranks import launcher
+from slapo_runtime import launcher
 
 ROOT = Path(__file__).parent.parent
 DURATIONS = ROOT / "tests" / "durations.json"

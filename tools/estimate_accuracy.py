@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from slapo_estimate.results import Memory
-from slapo_runtime.ranks.launcher import run_process
+from slapo_runtime.launcher import run_process
 from tests.support.estimate_cases import CASES, FAMILIES, Case
 from tests.support.estimate_judge import compare
 

@@ -16,18 +16,17 @@ from docstring_markdown import sections, signature, tidy
 import slapo_core
 import slapo_testing as testing
 from slapo_core import errors
-from slapo_core.dialect import ScheduledModel
 from slapo_core.plugins import current_registry
-from slapo_core.tree.node import Node
 from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
+from slapo_runtime.context import BuildContext
 from slapo_runtime.native.dialect import TorchDialect
 from slapo_runtime.native.engine import TorchEngine
-from slapo_runtime.request import BuildRequest
-from slapo_runtime.state import LiveTensor, ModelState
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import LiveTensor
 from slapo_tp.preconditions import After, Distributed, Divisible
-from slapo_tune.sampler import SearchSpace
+from slapo_tune.samplers import SearchSpace
 from slapo_verify import VerifyReport
 from slapo_verify.compare import Largest
 
@@ -62,8 +61,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing dialects and hooks": (
         "Dialect",
         "Plan",
-        "ScheduledModel",
-        "BuildRequest",
+        "BuildContext",
         "ModelState",
         "LiveTensor",
         "hookimpl",
@@ -74,7 +72,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing tracers": ("Tracer", "Recorded", "Guard", "Flag", "Untraceable", "check"),
 }
 _HOMES = {
-    "slapo_runtime.building": "Building and training",
+    "slapo_runtime.build": "Building and training",
     "slapo_runtime.native": "Building and training",
     "slapo_verify": "Verifying",
     "slapo_core.schedule": "Scheduling",
@@ -84,18 +82,16 @@ _HOMES = {
 _BESIDE = {
     cls.__name__: cls
     for cls in (
-        After, BuildRequest, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
-        ScheduledModel, SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
+        After, BuildContext, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
+        SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
     )
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""
 _NOT_MADE_BY_HAND = (
-    "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Record",
-    "LiveTensor", "SearchSpace",
+    "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Node",
+    "Record", "LiveTensor", "SearchSpace",
 )  # fmt: skip
-# class -> another class of which it is the implementation: what that documents is not said again, and what only the
-# implementation has is described with it.
-_IMPLEMENTED_BY = {"Node": Node}
+# class -> another class of which it is the implementation: what that documents is not said again.
 _IMPLEMENTS = {"TorchEngine": "Engine", "TorchDialect": "Dialect"}
 _VALUES = {
     "hookimpl": "Decorator that marks a function as a plugin's answer to the hook of its name: [hooks.md](hooks.md)."
@@ -193,9 +189,6 @@ def _entry(name: str, value: Any) -> list[str]:
         lines += ["```python", signature(name, value, returns=False), "```", ""]
     lines += _text(value)
     described = dict(_members(value))
-    implementation = _IMPLEMENTED_BY.get(name)
-    if implementation is not None:
-        described |= {own: member for own, member in _members(implementation) if own not in described}
     known = dict(_members(getattr(slapo_core, _IMPLEMENTS[name]))) if name in _IMPLEMENTS else {}
     for own, member in described.items():
         text = _documentation(member)

@@ -8,26 +8,31 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import PluginError, UnknownNameError, UnusablePluginError
-from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, KINDS, Kind, noun, owner_of
 from slapo_core.plugins.metadata import (
+    CORE_DISTRIBUTION,
     DISABLE,
+    FIRST_PARTY,
     LOCAL_VERSION,
     Entry,
+    Kind,
     Plugin,
     close_matches,
     core_version,
-    declared_kinds,
+    known_kinds,
     name_violation,
+    noun,
+    owner_of,
     read_plugins,
 )
 
@@ -63,7 +68,7 @@ class Registry:
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, tuple[str, BaseException | None]] = {}
         self._indexed: tuple[int, _Index] | None = None
-        self.kinds: dict[str, Kind] = {**declared_kinds(self._installed), **KINDS}
+        self.kinds = known_kinds(self._installed)
 
     @classmethod
     def discover(
@@ -193,7 +198,7 @@ class Registry:
         return self._load(entry)
 
     def provider(self, cls_or_instance: Any) -> tuple[str, str]:
-        """The distribution and version that a primitive's class comes from, e.g. ``("slapo-tp", "0.1.0")``.
+        """The distribution and version that a primitive's class comes from, e.g. ``("acme-slapo", "1.0")``.
 
         A class of no installed distribution gives its top-level module and ``"local"``.
 
@@ -288,7 +293,7 @@ class Registry:
                     return plugin.error(f"{noun(kind)} '{entry.name}' of {plugin.label}", path=path)
         message = f"no installed plugin provides {noun(kind)} '{name}'"
         absent = [owner for owner in FIRST_PARTY if all(plugin.name != owner for plugin in self._installed)]
-        owner = owner_of(name.partition(".")[0])
+        owner = owner_of(name, kind)
         if owner in absent:
             hint = f"pip install {owner}"
             return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
@@ -297,8 +302,8 @@ class Registry:
         if close:
             hint = f"did you mean {' or '.join(map(repr, close))}?"
         else:
-            own = {"primitives": "primitives", "dialects": "dialects", "patterns": "patterns list"}
-            hint = f"`slapo {own.get(kind, f'plugins list --kind {kind}')}` shows the installed names"
+            command = kind if kind in ("primitives", "dialects") else f"plugins list --kind {kind}"
+            hint = f"`slapo {command}` shows the installed names" if kind in self.kinds else f"nothing here uses {kind}"
             hint += f"; not installed: {', '.join(absent)}" if absent else ""
         return UnknownNameError(message, path=path, hint=hint)
 
@@ -324,20 +329,23 @@ class _Index:
     """The names of usable plugins: full name -> entry, and bare name -> full names, of each kind."""
 
     plugins: Sequence[Plugin]
-    kinds: Iterable[str]
-    full: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    bare: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+    kinds: Mapping[str, Kind]
+    full: dict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
+    bare: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:
-        self.full = {kind: {} for kind in self.kinds}
-        self.bare = {kind: {} for kind in self.kinds}
-        usable = [entry for plugin in self.plugins if plugin.usable for entry in plugin.entries]
+        usable = [
+            each for plugin in self.plugins if plugin.usable for each in plugin.entries if each.kind in self.kinds
+        ]
         lost = {entry for plugin in self.plugins for entry in plugin.lost}
         for entry in sorted(set(usable) - lost, key=lambda entry: (entry.name, entry.distribution)):
             self.full[entry.kind].setdefault(entry.name, entry)
         for kind, entries in self.full.items():
-            for entry in sorted(entries.values(), key=lambda entry: entry.bare):
-                self.bare[kind][entry.bare] = (*self.bare[kind].get(entry.bare, ()), entry.name)
+            bares = {
+                entry.name: entry.bare if self.kinds[kind].namespaced else entry.name for entry in entries.values()
+            }
+            for full, bare in sorted(bares.items(), key=lambda item: item[1]):
+                self.bare[kind][bare] = (*self.bare[kind].get(bare, ()), full)
         self.namespaces = tuple(
             sorted({entry.namespace for entry in usable if entry.namespace and entry.kind == "primitives"})
         )
@@ -361,11 +369,9 @@ def class_violations(loaded: Any, entry: Entry, kind: Kind) -> list[str]:
         entry: the entry point.
         kind: its kind.
     """
-    if kind.holds == "module":
-        return [] if isinstance(loaded, ModuleType) else [f"must be a module (got {loaded!r})"]
-    if kind.holds == "function":
-        return [] if inspect.isfunction(loaded) else [f"must be a function (got {loaded!r})"]
-    base = pkgutil.resolve_name(kind.base)
+    base = pkgutil.resolve_name(kind.base or "builtins:object")
+    if base in (FunctionType, ModuleType):
+        return [] if isinstance(loaded, base) else [f"must be a {base.__name__} (got {loaded!r})"]
     is_class = isinstance(loaded, type)
     if not (is_class and issubclass(loaded, base)):
         got = f"class {loaded.__qualname__}" if is_class else f"an instance of {type(loaded).__qualname__}"

@@ -123,7 +123,7 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
         by = f"by {' and '.join(map(str, below.records)) or 'a step at another module'}"
         changed = below.wrappers or "forward" in module.__dict__
         if changed and (name or not below.runs_own_forward):
-            who = by if below.wrappers or below.graph is not None else _OUTSIDE
+            who = by if below.wrappers or below.forward_is_replaced else _OUTSIDE
             yield Violation(
                 f"the forward of '{place}' was changed {who}, and that would be lost",
                 "replace first, change then",

@@ -12,7 +12,7 @@ from torch import nn
 from slapo_core.errors import ArgumentError, ReplayError, SlapoError
 from slapo_core.layout import Mesh, declare_mesh
 from slapo_core.primitive import Primitive
-from slapo_core.schedule.records import SavedPatterns, fingerprint, load_document, primitive_from_json, uncovered
+from slapo_core.schedule.records import fingerprint, load_document, primitive_from_json, uncovered
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.scheduled_models import refuse_if_scheduled
 
@@ -117,8 +117,7 @@ def replay(
         )
     before = len(schedule.records)
     saved = data["records"]
-    patterns = SavedPatterns(data.get("patterns", ()), schedule.registry)
-    values = [_primitive_of(schedule, number, record, patterns) for number, record in enumerate(saved, start=1)]
+    values = [_primitive_of(schedule, number, record, data) for number, record in enumerate(saved, start=1)]
     blocks = data.get("blocks")
     paths = [record["path"] for record in saved]
     missing = list(uncovered(schedule.model, paths, blocks if isinstance(blocks, Mapping) else {}))
@@ -143,10 +142,10 @@ def replay(
     return schedule
 
 
-def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any], patterns: SavedPatterns) -> Primitive:
+def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any], document: Mapping[str, Any]) -> Primitive:
     try:
         cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
-        return primitive_from_json(cls, record["arguments"], patterns=patterns)
+        return primitive_from_json(cls, record["arguments"], document=document, registry=schedule.registry)
     except SlapoError as error:
         saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
         raise ReplayError(

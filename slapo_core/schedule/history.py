@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from slapo_core.errors import SealedError, UndoError
 from slapo_core.primitive import Record
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.tree.journal import Entry, ReplaceModule, SetForward
+from slapo_core.tree.journal import Entry, ReplaceModule
 
 
 class History:
@@ -110,17 +110,6 @@ class History:
         for step in reversed(self._steps):
             for entry in step.entries:
                 if isinstance(entry, ReplaceModule) and entry.took_out(path):
-                    return step.record
-        return None
-
-    def rewrite_of(self, module: nn.Module, nodes: Collection[str]) -> Record | None:
-        """Return the step that removed one of these nodes from the module's graph; None if none did."""
-        wanted = set(nodes)
-        for step in reversed(self._steps):
-            for entry in step.entries:
-                if not isinstance(entry, SetForward) or entry.module is not module or entry.old is None:
-                    continue
-                if wanted <= entry.old.node_names and not wanted <= entry.new.node_names:  # type: ignore[attr-defined]
                     return step.record
         return None
 

@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from torch import nn
 
 from slapo_core._vocabulary import OnRoot
-from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
+from slapo_core.errors import ApplyError, ArgumentError, SealedError
 from slapo_core.layout import Mesh
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.manager import HookManager
@@ -19,22 +19,17 @@ from slapo_core.primitive import Primitive, Record, check_primitive
 from slapo_core.schedule.history import History
 from slapo_core.schedule.records import caller_location, dump_records, fingerprint
 from slapo_core.schedule.sugar import bound_primitive, bound_query
-from slapo_core.schedule.transaction import Transaction
+from slapo_core.schedule.transaction import Transaction, bound, divided
 from slapo_core.tree.node import Node
 from slapo_core.tree.render import explain_records, render_tree
 from slapo_core.tree.selection import NodeGroup
 from slapo_core.tree.tree import Tree
-from slapo_graph.example_calls import ExampleCalls
-from slapo_graph.finding import Matches, find_in
-from slapo_graph.match_binding import each_its_own, found_out, settled
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
     from slapo_core.tree.journal import Entry
     from slapo_core.tree.node import Node
     from slapo_core.tree.selection import Selection
-    from slapo_estimate.fit import Fit
-    from slapo_estimate.results import Estimate
 
 
 class Schedule(OnRoot):
@@ -61,10 +56,7 @@ class Schedule(OnRoot):
         self._registry = registry
         self._hooks: HookManager | None = None
         self._history = History(model)
-        self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
         self._sealed_by: str | None = None
-        self._example_calls: ExampleCalls | None = None
-        self._scheduled_calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of a run with steps in force
         self.estimates: dict[bytes, Any] = {}  # of fit, by steps and arguments
         self.tree = Tree(model, mesh, self)
         if guarded:
@@ -119,10 +111,6 @@ class Schedule(OnRoot):
     def apply(self, primitive: Primitive) -> Node:
         """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.root.apply(primitive)
-
-    def find(self, pattern: Any) -> Matches:
-        """Find the matches of a pattern in the model's graphs: ``sch.root.find``."""
-        return self.find_at((self.root,), pattern)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -190,6 +178,9 @@ class Schedule(OnRoot):
     def rewound(self, to: Record | int) -> Iterator[nn.Module]:
         """The model as it was just after step ``to`` (0: before the first), for the duration of a ``with`` block.
 
+        Args:
+            to: the step, or its index.
+
         Raises:
             UndoError: the schedule has no such step.
             SealedError: the originals were dropped.
@@ -198,15 +189,12 @@ class Schedule(OnRoot):
         if self.is_sealed:
             self._check_open("go back")
         self._history.check_start()
-        with self._rewound(self._history.position(to)):
-            yield self.model
-
-    @contextlib.contextmanager
-    def _rewound(self, steps: int) -> Iterator[None]:
-        """Have only the first steps in force, and nothing of the edit of a primitive that is being applied."""
         edit = self.tree.open_edit
-        with edit.set_aside() if edit is not None else contextlib.nullcontext(), self._history.rewound(steps):
-            yield
+        with (
+            edit.set_aside() if edit is not None else contextlib.nullcontext(),
+            self._history.rewound(self._history.position(to)),
+        ):
+            yield self.model
 
     # -- as data ----------------------------------------------------------------------------------------------
 
@@ -241,18 +229,6 @@ class Schedule(OnRoot):
             if self.mesh is not None
         ]
         return "\n".join([explain_records(self.records), *unused])
-
-    def estimate(self, *args: Any, **kwargs: Any) -> Estimate:
-        """Predict memory, communication and time of a training step: :func:`slapo_core.estimate`."""
-        import slapo_core
-
-        return slapo_core.estimate(self, *args, **kwargs)
-
-    def fit(self, memory: int | str, *args: Any, **kwargs: Any) -> Fit:
-        """Checkpoint as few blocks as keep a step within ``memory``: :func:`slapo_core.fit`."""
-        import slapo_core
-
-        return slapo_core.fit(self, memory, *args, **kwargs)
 
     # -- what nodes and engines need --------------------------------------------------------------------------
 
@@ -300,8 +276,7 @@ class Schedule(OnRoot):
             self.tree,
             ask=self.hooks.call_each,
             admit=self._admit,
-            settle=self.settled,
-            inner=self._inner,
+            bind=self.bound,
             after_edit=after_edit,
         )
         try:
@@ -311,8 +286,6 @@ class Schedule(OnRoot):
         except BaseException:
             self._refresh()
             raise
-        finally:
-            self._inner.clear()
         self._history.append(step)
         return result
 
@@ -322,30 +295,19 @@ class Schedule(OnRoot):
         self.hooks.activate(provider[0], version=provider[1])
         return provider
 
-    def settled(self, node: Node, primitive: Primitive) -> Primitive:
-        """Locate the primitive's matches in the present graphs, find its patterns, and settle it.
-
-        Raises:
-            PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
-            StaleError: a match is gone.
-        """
-        if any(getattr(primitive, name) is not None for name in primitive.matches):
-            primitive = settled(primitive, self.tree.node(node.path), self, self._history)
-        return found_out(primitive, node)
+    def bound(self, node: Node, primitive: Primitive) -> Primitive:
+        """Locate the primitive's selections at ``node``, and bind it."""
+        return bound(primitive, self.tree.node(node.path), self.registry)
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
         """Apply ``primitive`` at every node, or, if one refuses, at none."""
         before = len(self._history)
         try:
-            return tuple([self.apply_at(node, own) for node, own in each_its_own(primitive, nodes)])
+            return tuple([self.apply_at(node, own) for node, own in divided(primitive, nodes, self.registry)])
         except BaseException:
             if len(self._history) > before:
                 self.undo(to=before)
             raise
-
-    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Matches:
-        """Find a pattern at ``nodes``; see :meth:`slapo_core.tree.node.Node.find`."""
-        return find_in(self, nodes, pattern)
 
     def kept(self, what: str) -> dict[str, Any]:
         """Return a cache about the model, cleared when a step comes or goes; ``what`` is refused while rewound."""
@@ -367,10 +329,6 @@ class Schedule(OnRoot):
         """Load what a plugin provides under a name; see :meth:`slapo_core.tree.node.Node.plugin`."""
         return self.registry.load(self.registry.resolve(kind, name, path=path or None))
 
-    def records_so_far(self) -> tuple[Record, ...]:
-        """The records, and inside of a primitive those of the primitives that it applied itself."""
-        return (*self.records, *self._inner) if self._inner else self.records
-
     def entries(self) -> Iterator[tuple[Record, Entry]]:
         """What each step changed, in order; nothing any more once the originals were dropped."""
         return self._history.entries()
@@ -379,42 +337,8 @@ class Schedule(OnRoot):
         """The step that removed the module at ``path``; None if none did."""
         return self._history.removal_of(path)
 
-    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call of the module at ``path``; see :meth:`slapo_core.tree.node.Node.example_call`."""
-        if self._example_calls is None:
-            with self._rewound(0):
-                self._example_calls = ExampleCalls(self.model, self.example_inputs)
-        return self._example_calls.of(path)
-
-    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yield candidates for an example call of the module at ``path``; see ``Node.example_calls``."""
-        from slapo_graph.examples import scheduled_calls
-
-        if path in self._scheduled_calls:
-            yield self._scheduled_calls[path]
-        unknown = None
-        try:
-            yield self.example_call_of(path)
-        except TraceError as error:
-            unknown = error
-        ended = None
-        if self.records_so_far():
-            self._scheduled_calls, ended = scheduled_calls(self.model, self.example_inputs)
-        if path in self._scheduled_calls:
-            yield self._scheduled_calls[path]
-        elif ended is not None:
-            raise TraceError(
-                f"the scheduled model does not run as far as '{path}': it raises {type(ended).__name__}: {ended}",
-                path=path,
-                hint="complete the steps at the modules that run before, or trace(example_inputs=...) with what this "
-                "module is called with",
-            ) from ended
-        elif unknown is not None:
-            raise unknown
-
     def _refresh(self) -> None:
         """After steps went away: hooks of distributions that no step names any more are switched off."""
-        self._scheduled_calls = {}
         if not self._history:
             self.tree.tensors.forget()
         if self._hooks is not None:

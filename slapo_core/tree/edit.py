@@ -227,8 +227,6 @@ class Edit:
             raise ApplyError(f"'{FORWARD}' is the key of set_forward", path=node.path, hint="take another key")
         self._do(node, SetState(self._tree.calls, node.module, key, value))
 
-    set_graph = set_forward  # until slapo-graph calls set_forward
-
     def set_attribute(self, node: Node, name: str, value: Any) -> None:
         """Set a plain attribute of the module, such as ``num_heads``."""
         module = node.module

@@ -11,7 +11,7 @@ from slapo_core.errors import PathError
 from slapo_core.layout import Layout
 from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
-from slapo_core.tree.forward import FORWARD, ReplacedForward
+from slapo_core.tree.forward import FORWARD
 from slapo_core.tree.index import full_name, shape_of
 
 if TYPE_CHECKING:
@@ -33,12 +33,14 @@ class Node(OnNodes):
 
     Attributes that are not listed here are primitives: ``node.shard("weight", axis=0)`` is
     ``node.apply(Shard("weight", axis=0))``, and ``node.tp.shard(...)`` names the namespace too.
+
+    Attributes:
+        path: from the root, e.g. ``"encoder.layer.0"``; ``""`` for the root.
     """
 
     __slots__ = ("_generation", "_module", "_tree", "path")
 
     path: str
-    """The path from the root, e.g. ``"encoder.layer.0"``; ``""`` for the root."""
 
     def __init__(self, tree: Tree, path: str) -> None:
         self._tree = tree
@@ -127,17 +129,10 @@ class Node(OnNodes):
         """What primitives keep for the module by ``edit.set_state``; what they set as its forward is ``"forward"``."""
         return self._tree.calls.state(self.module)
 
-    # -- until slapo-graph publishes them as queries
-    is_traced = forward_is_replaced
-
     @property
-    def graph(self) -> Any:
-        """The static graph that runs as the module's forward; None if the module is not traced."""
-        forward: Any = self.state.get(FORWARD)
-        if isinstance(forward, ReplacedForward):
-            forward.look(self.module)  # type: ignore[attr-defined]
-            return forward
-        return None
+    def schedule(self) -> Any:
+        """The schedule that the node belongs to."""
+        return self._tree.owner
 
     @property
     def mesh(self) -> Mesh | None:
@@ -147,15 +142,13 @@ class Node(OnNodes):
     @property
     def records(self) -> tuple[Record, ...]:
         """The records of the steps applied exactly here, oldest first."""
-        return tuple(record for record in self._tree.owner.records_so_far() if record.path == self.path)
+        return tuple(record for record in self._tree.owner.records if record.path == self.path)
 
     def records_below(self) -> tuple[Record, ...]:
         """The records of the steps applied here or at any descendant, oldest first."""
         prefix = f"{self.path}." if self.path else ""
         return tuple(
-            record
-            for record in self._tree.owner.records_so_far()
-            if record.path == self.path or record.path.startswith(prefix)
+            record for record in self._tree.owner.records if record.path == self.path or record.path.startswith(prefix)
         )
 
     @property
@@ -197,30 +190,6 @@ class Node(OnNodes):
                 hint=f"it has {', '.join(name for name, t in tensors.items() if t is not None) or 'none'}",
             )
         return tensor
-
-    def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments that the module is called with when the model runs on the schedule's example inputs.
-
-        They are tensors without values, from a run of the whole model on such; of several calls, those of the first.
-
-        Raises:
-            TraceError: the model cannot run without values, or does not call this module.
-            ArgumentError: the schedule has no example inputs.
-        """
-        return self._tree.owner.example_call_of(self.path)
-
-    def example_calls(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Candidates for the arguments of the module, for a primitive that tries them until one fits.
-
-        That of the reference model, as :meth:`example_call` gives it, and that of the model as the steps have made it
-        so far, where blocks may hand on shards. A run of the scheduled model takes place only if it is asked for, and
-        serves the modules after it, too.
-
-        Raises:
-            TraceError: neither run calls this module.
-            ArgumentError: the schedule has no example inputs.
-        """
-        return self._tree.owner.example_calls_of(self.path)
 
     @contextlib.contextmanager
     def reference(self, to: int = 0) -> Iterator[nn.Module]:
@@ -266,26 +235,6 @@ class Node(OnNodes):
             modules = self._tree.index.modules
             below = [full_name(path, name) for name, child in children_of(node.module).items() if child is not None]
             stack.extend(child for child in reversed(below) if child in modules)
-
-    def find(self, pattern: Any) -> Any:
-        """Every place at or below this node where the graph of a traced module has ``pattern``.
-
-        ``dense.find(lambda x, bias: F.gelu(x + bias))`` gives a :class:`~slapo_graph.match.Match` for each.
-
-        Args:
-            pattern: a function of the values that go in, which computes what is looked for; a module; the name of a
-                pattern of a plugin, e.g. ``"fusion.sdpa"``; a glob or regular expression over what calls are named in
-                ``print(node.graph)``; ``where(predicate)`` or ``any_of(...)`` of :mod:`slapo_graph.patterns`.
-
-        Returns:
-            the matches in the order of the model, none of which shares a graph node with another; its attribute
-            ``untraced`` has the paths of modules that were not searched because they are not traced.
-
-        Raises:
-            TraceError: nothing at or below this node is traced.
-            ArgumentError: it is not a pattern, or one that cannot be traced.
-        """
-        return self._tree.owner.find_at((self,), pattern)
 
     # -- doing ------------------------------------------------------------------------------------------------
 

@@ -171,10 +171,6 @@ class NodeGroup(OnNodes):
         owner = self.nodes[0]._tree.owner
         return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
 
-    def find(self, pattern: Any) -> Any:
-        """Find the matches of a pattern at or below these nodes: see :meth:`slapo_core.tree.node.Node.find`."""
-        return self.nodes[0]._tree.owner.find_at(self.nodes, pattern)
-
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,13 +35,9 @@ class Owner(Protocol):
     @property
     def records(self) -> tuple[Record, ...]: ...
 
-    def records_so_far(self) -> tuple[Record, ...]: ...
-
     def apply_at(self, node: Node, primitive: Primitive) -> Node: ...
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]: ...
-
-    def find_at(self, nodes: tuple[Node, ...], pattern: Any) -> Any: ...
 
     def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]: ...
 
@@ -52,9 +48,6 @@ class Owner(Protocol):
     def plugin_named(self, kind: str, name: str, path: str) -> Any: ...
 
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]: ...
-
-    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]: ...
 
 
 class Tree:
@@ -177,6 +170,21 @@ class Tree:
             hint=f"sch.undo(to={record.index - 1}) brings it back" if record else None,
         )
 
+    def of_copy(self, copy: nn.Module, owner: Owner) -> Tree:
+        """Make a read-only tree: the copy's modules and tensors, the layouts, hooks and forwards of this one.
+
+        Args:
+            copy: a deep copy of the root as it is now; what later steps change is not followed.
+            owner: of the nodes.
+        """
+        tree = Tree(copy, self.mesh, owner)
+        tree.calls = _CallsOfCopy(tree, self)
+        tree.tensors = _TensorsOfCopy(tree, self)
+        paths = ((self.index.path_of(module), name) for module, name in self.attributes)
+        modules = tree.index.modules
+        tree.attributes = [(modules[path], name) for path, name in paths if path is not None and path in modules]
+        return tree
+
     def look_again_if_changed(self, node: Node) -> None:
         """Notice modules added or removed outside of the schedule: never change one that is gone."""
         if self._walk_to(node.path) is not self.index.modules.get(node.path):
@@ -218,23 +226,6 @@ class Tree:
         if not found:
             return "print(sch) shows the tree"
         return "did you mean " + " or ".join(f"sch['{match}']" for match in found) + "?"
-
-
-def tree_of_copy(copy: nn.Module, original: Tree, owner: Owner) -> Tree:
-    """Make a read-only tree: the copy's modules and tensors, the original's layouts, hooks and forwards.
-
-    Args:
-        copy: a deep copy of the original's root.
-        original: as it is now; what later steps change is not followed.
-        owner: of the nodes.
-    """
-    tree = Tree(copy, original.mesh, owner)
-    tree.calls = _CallsOfCopy(tree, original)
-    tree.tensors = _TensorsOfCopy(tree, original)
-    paths = ((original.index.path_of(module), name) for module, name in original.attributes)
-    modules = tree.index.modules
-    tree.attributes = [(modules[path], name) for path, name in paths if path is not None and path in modules]
-    return tree
 
 
 class _CallsOfCopy(Calls):

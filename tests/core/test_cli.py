@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slapo_core.plugins import current_registry
 from slapo_core.plugins.metadata import core_version
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
@@ -38,20 +39,16 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
     assert listed["error"] is None
     plugins = {plugin["name"]: plugin for plugin in listed["plugins"]}
     assert list(plugins) == sorted(plugins)
+    kinds = current_registry().kinds
+    assert {"commands", "compilers", "dialects", "hooks", "patterns", "primitives", "samplers", "tracers"} <= set(kinds)
     assert plugins["acme-slapo"] == {
-        "commands": [],
-        "compilers": [],
-        "dialects": [],
-        "hooks": [],
+        **{kind: [] for kind in kinds},
         "name": "acme-slapo",
-        "patterns": [],
         "primitives": ["acme.pad"],
         "reason": None,
         "remedy": None,
-        "samplers": [],
         "source": str(one.directory / "acme_slapo-1.0.dist-info"),
         "state": "ok",
-        "tracers": [],
         "version": "1.0",
     }
     assert plugins["bad-slapo"]["state"] == "unusable"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from slapo_core.cli.main import make_app
-from slapo_core.plugins.groups import CORE_COMMANDS
+from slapo_core.errors import UnknownNameError
+from slapo_core.plugins import use_registry
+from slapo_core.plugins.metadata import CORE_COMMANDS
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 
@@ -109,4 +112,26 @@ def test_the_names_of_slapos_own_commands_are_reserved() -> None:
     import typer.main
 
     own = typer.main.get_command(make_app()).commands  # type: ignore[attr-defined]
-    assert sorted(own) == sorted(CORE_COMMANDS)
+    below = [f"plugins.{name}" for name in own["plugins"].commands]
+    assert sorted([*own, *below]) == sorted(CORE_COMMANDS)
+
+
+def test_a_word_of_slapo_itself_is_nobody_elses(fake_distributions: FakeEnvironment) -> None:
+    for number, name in enumerate((*CORE_COMMANDS, "device", "patterns", "plugins.check", "acme.run")):
+        fake_distributions.install(sums(fake_distributions, f"evil{number}", name))
+    fake_distributions.install(sums(fake_distributions, "good", "plugins.count"))
+    registry = fake_distributions.registry()
+    assert {plugin.name for plugin in registry.plugins if plugin.state == "ok"} == {"good"}
+    assert registry.names("commands") == ("plugins.count",)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"), [("plugins.check", "slapo-testing"), ("patterns", "slapo-graph"), ("device", "slapo-estimate")]
+)
+def test_a_command_of_a_distribution_that_is_missing_says_what_to_install(
+    fake_distributions: FakeEnvironment, name: str, owner: str
+) -> None:
+    with use_registry(fake_distributions.registry()):
+        done = CliRunner().invoke(make_app(), name.split("."))
+    assert isinstance(done.exception, UnknownNameError)
+    assert done.exception.hint == f"pip install {owner}"

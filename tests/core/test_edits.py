@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_graph.example_calls import example_call
 from slapo_testing.snapshot import ModelSnapshot
-from slapo_tp.preconditions import After
 from tests.messages import Messages
 from tests.support.edits import Call, HookAll, post_hook, wrapped
 
@@ -150,7 +150,7 @@ def test_the_reference_model_can_be_asked_for_in_the_middle_of_an_edit(asked: st
         edit.replace_module(node, second)
         edit.set_attribute(node.parent, "factor", 2)
         if asked == "example_call":
-            assert sch["1"].example_call()[0][0].shape == (1, 2)
+            assert example_call(sch["1"])[0][0].shape == (1, 2)
             return
         with sch["0"].reference() if asked == "node" else sch.reference() as found:
             assert (found if asked == "node" else found[0]) is reference
@@ -170,5 +170,5 @@ def test_example_calls_are_taken_once() -> None:
     sch = slapo.create_schedule(model, example_inputs=torch.ones(1, 2))
     Counted.calls = 0
     for number in range(3):
-        sch[str(number)].apply(Call(lambda node, edit: (edit.note("asks"), node.example_call())[0]))
+        sch[str(number)].apply(Call(lambda node, edit: (edit.note("asks"), example_call(node))[0]))
     assert Counted.calls == 3  # once for each layer: one run

@@ -15,6 +15,7 @@ from slapo_core import hookspecs
 from slapo_core.errors import HookError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins import use_registry
 from slapo_core.plugins.manager import HookManager
+from slapo_runtime import hookspecs as runtime_hookspecs
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme, with_hooks
 from tests.messages import Messages
@@ -33,7 +34,8 @@ def hooks_of(environment: FakeEnvironment, source: str) -> HookManager:
 
 
 def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
-    hooks = {name: value for name, value in vars(hookspecs).items() if name.startswith("slapo_")}
+    modules = (hookspecs, runtime_hookspecs)
+    hooks = {name: module for module in modules for name in vars(module) if name.startswith("slapo_")}
     assert sorted(hooks) == [
         "slapo_check",
         "slapo_doctor",
@@ -46,8 +48,9 @@ def test_the_hooks_are_those_of_the_design_and_fully_described() -> None:
         "slapo_suggest",
         "slapo_to_reference",
     ]
-    for name, function in hooks.items():
-        options = pluggy.PluginManager("slapo").parse_hookspec_opts(hookspecs, name)
+    for name, module in hooks.items():
+        function = getattr(module, name)
+        options = pluggy.PluginManager("slapo").parse_hookspec_opts(module, name)
         assert options is not None, f"{name} is not decorated with @hookspec"
         text = function.__doc__ or ""
         assert text.startswith("Called when ")

@@ -85,7 +85,7 @@ def test_a_class_that_is_no_primitive_is_refused(isolated_registry: Registry) ->
     class Thing:
         name = "my.thing"
 
-    with pytest.raises(UnusablePluginError, match=r"subclass of slapo_core\.spec\.primitive\.Primitive"):
+    with pytest.raises(UnusablePluginError, match=r"subclass of slapo_core\.primitive\.Primitive"):
         isolated_registry.register(Thing)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import slapo_core as slapo
 from slapo_core.errors import MeshError
 from slapo_core.layout import Mesh, declare_mesh
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_testing.models import MLP
 from tests.messages import Messages
 

@@ -11,7 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import UnknownNameError, UnusablePluginError
 from slapo_core.plugins import use_registry
-from slapo_core.plugins.groups import FIRST_PARTY
+from slapo_core.plugins.metadata import FIRST_PARTY
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
@@ -112,7 +112,7 @@ def test_what_a_user_is_told_to_install_is_what_this_repository_has() -> None:
     root = Path(__file__).parents[2]
     files = [root / "pyproject.toml", *(root / "plugins").glob("*/pyproject.toml")]
     projects = [tomllib.loads(file.read_text())["project"] for file in files]
-    assert tuple(sorted(project["name"] for project in projects if "entry-points" in project)) == FIRST_PARTY
+    assert tuple(sorted(project["name"] for project in projects)) == FIRST_PARTY
 
 
 def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvironment, message: Messages) -> None:

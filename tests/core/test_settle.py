@@ -28,7 +28,7 @@ class Largest(slapo.Primitive):
     child: str | None = None
     raises: str = ""
 
-    def settle(self, node: slapo.Node) -> slapo.Primitive:
+    def bind(self, node: slapo.Node) -> slapo.Primitive:
         if self.raises == "error":
             raise ValueError("cannot say")
         if self.raises == "refusal":

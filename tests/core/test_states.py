@@ -104,10 +104,22 @@ def test_a_broken_import_changes_the_state_and_spares_the_other_names(fake_distr
     assert registry.load("pad").name == "acme.pad"
 
 
-def test_nobody_can_take_a_name_of_core(fake_distributions: FakeEnvironment) -> None:
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
-    own = [(group, name) for group, points in declared.items() for name in points if not group.endswith(".hooks")]
-    assert len(own) >= 4
+FREE = ("hooks", "hookspecs", "renamed")
+"""Groups in which a name means nothing, or is another's former name."""
+
+
+def test_nobody_can_take_a_name_of_the_project(fake_distributions: FakeEnvironment) -> None:
+    root = Path(__file__).parents[2]
+    projects = [tomllib.loads(file.read_text())["project"] for file in (root / "plugins").glob("*/pyproject.toml")]
+    projects.append(tomllib.loads((root / "pyproject.toml").read_text())["project"])
+    own = {
+        (group, name): project["name"]
+        for project in projects
+        for group, points in project.get("entry-points", {}).items()
+        for name in points
+        if group.rpartition(".")[2] not in FREE
+    }
+    assert len(own) >= 40
     evil = [
         FakeDistribution(f"evil{number}", entry_points={group: {name: "x:Y"}})
         for number, (group, name) in enumerate(own)
@@ -115,4 +127,5 @@ def test_nobody_can_take_a_name_of_core(fake_distributions: FakeEnvironment) -> 
     fake_distributions.install(*evil)
     registry = fake_distributions.registry(with_installed=True)
     assert all(registry.plugin(each.name).state in ("unusable", "conflict") for each in evil)
-    assert all(registry.resolve(group.rpartition(".")[2], name).distribution == "slapo-core" for group, name in own)
+    resolved = {(group, name): registry.resolve(group.rpartition(".")[2], name).distribution for group, name in own}
+    assert resolved == own

@@ -117,8 +117,8 @@ def _bad_names() -> list[Hostile]:
         unusable(
             "name-core", {"core.replace": "x:Y"}, "namespace 'core' of primitive 'core.replace' belongs to slapo-core"
         ),
-        unusable("name-dialect", {"torch": "x:Y"}, "dialect 'torch' belongs to slapo-core", "slapo.v1.dialects"),
-        unusable("name-sampler-deep", {"a.b.c": "x:Y"}, "sampler name 'a.b.c' must be", "slapo.v1.samplers"),
+        unusable("name-dialect", {"torch": "x:Y"}, "dialect 'torch' belongs to slapo-runtime", "slapo.v1.dialects"),
+        unusable("name-query-deep", {"a.b.c": "x:Y"}, "query name 'a.b.c' must be", "slapo.v1.queries"),
         unusable(
             "name-kind",
             {"x.y": "x:Y"},

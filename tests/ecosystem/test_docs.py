@@ -14,6 +14,7 @@ import pytest
 import slapo_core as slapo
 import slapo_testing as testing
 from slapo_core import errors, hookspecs
+from slapo_runtime import hookspecs as runtime_hookspecs
 from tests.ecosystem.pages import blocks, matches, steps
 from tests.support.overlay import Overlay
 
@@ -115,7 +116,7 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_every_hook_and_every_error_has_its_section() -> None:
     hooks, errors_page = ((ROOT / "docs" / name).read_text() for name in ("hooks.md", "errors.md"))
-    names = [name for name in vars(hookspecs) if name.startswith("slapo_")]
+    names = [name for module in (hookspecs, runtime_hookspecs) for name in vars(module) if name.startswith("slapo_")]
     assert re.findall(r"^## (\w+)$", hooks, flags=re.MULTILINE) == names
     assert re.findall(r"^## (\w+)$", errors_page, flags=re.MULTILINE) == errors.__all__
     assert errors_page.count("**What to do**: ") == len(errors.__all__)
@@ -148,7 +149,7 @@ def test_a_new_public_name_and_a_new_member_join_the_reference(monkeypatch: pyte
     def check_replicas(self: object) -> None:
         """Compare the replicas."""
 
-    tidy_up.__module__ = bare.__module__ = "slapo_runtime.building.tidying"
+    tidy_up.__module__ = bare.__module__ = "slapo_runtime.build.tidying"
     monkeypatch.setattr(slapo, "__all__", [*slapo.__all__, "tidy_up", "bare"])
     monkeypatch.setattr(slapo, "tidy_up", tidy_up, raising=False)
     monkeypatch.setattr(slapo, "bare", bare, raising=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_runtime.ranks.launcher import run_process
+from slapo_runtime.launcher import run_process
 from tests.support.estimate_cases import CASES, FAMILIES, Case
 from tests.support.estimate_judge import compare
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.native.pipeline import engine as engine_module, stage as stage_module
+from slapo_runtime.native import pipeline_engine as engine_module, running_stage as stage_module
 from slapo_testing import run_ranks
 from tests.integration.pipelines.against import Case, differences
 from tests.integration.test_pipeline_training import batch_of, cuts
@@ -285,7 +285,7 @@ def broken(how: str) -> list[str]:
         if how == "the mean over replicas":
             patch.setattr(engine_module, "average_gradients", lambda *args, **kwargs: None)
         elif how == "the sum over ties":
-            from slapo_runtime.building.request import Request
+            from slapo_runtime.context import Request
 
             patch.setattr(Request, "sum_tied_gradients", lambda self: None)
         else:

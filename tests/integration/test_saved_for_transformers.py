@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.support.building import adam, bert, gpt2, split
 
 

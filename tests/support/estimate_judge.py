@@ -16,7 +16,7 @@ import slapo_core as slapo
 from slapo_estimate.rank_process import Request, estimate_rank
 from slapo_estimate.results import Memory
 from slapo_estimate.source import Functions
-from slapo_runtime.building.batches import micro_batches
+from slapo_runtime.batches import micro_batches
 from slapo_runtime.guards import Guards
 from tests.support.estimate_cases import OPTIMIZERS, Case
 

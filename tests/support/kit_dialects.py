@@ -32,8 +32,8 @@ class Good(Dialect):
             raise BuildError(f"bucket must be an int (got {config['bucket']!r})", hint="bucket=25")
         return Plan(self.name, ("train in plain PyTorch",), {"bucket": 25, **config})
 
-    def build(self, plan: Plan, request: Any) -> Any:
-        return self.engine(plan, request)
+    def build(self, plan: Plan, context: Any) -> Any:
+        return self.engine(plan, context)
 
 
 class PlanMarksTheModel(Good):
@@ -97,15 +97,15 @@ class RaisesAnotherError(Good):
 
 
 class MarksTheModelFirst(Good):
-    def build(self, plan: Plan, request: Any) -> Any:
-        request.schedule.model.built_by = self.name
-        return super().build(plan, request)
+    def build(self, plan: Plan, context: Any) -> Any:
+        context.schedule.model.built_by = self.name
+        return super().build(plan, context)
 
 
 class Unties(Good):
-    def build(self, plan: Plan, request: Any) -> Any:
-        engine, seen = super().build(plan, request), set()
-        for module in request.schedule.model.modules():
+    def build(self, plan: Plan, context: Any) -> Any:
+        engine, seen = super().build(plan, context), set()
+        for module in context.schedule.model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter in seen:
                     module._parameters[name] = nn.Parameter(parameter.detach().clone())
@@ -114,47 +114,47 @@ class Unties(Good):
 
 
 class TrainsEverything(Good):
-    def build(self, plan: Plan, request: Any) -> Any:
-        engine = super().build(plan, request)
-        request.schedule.model.requires_grad_(True)
+    def build(self, plan: Plan, context: Any) -> Any:
+        engine = super().build(plan, context)
+        context.schedule.model.requires_grad_(True)
         return engine
 
 
 class InitializesItself(Good):
     takes_tensors = True
 
-    def build(self, plan: Plan, request: Any) -> Any:
-        empty = {name for name, parameter in request.schedule.model.named_parameters() if parameter.is_meta}
-        for live in request.materialize():
+    def build(self, plan: Plan, context: Any) -> Any:
+        empty = {name for name, parameter in context.schedule.model.named_parameters() if parameter.is_meta}
+        for live in context.materialize():
             if live.name in empty:
                 nn.init.constant_(live.tensor, 0.125)
-        return super().build(plan, request)
+        return super().build(plan, context)
 
 
 class KeepsItsValues(Good):
     takes_tensors = True
 
-    def build(self, plan: Plan, request: Any) -> Any:
+    def build(self, plan: Plan, context: Any) -> Any:
         before = {
             name: parameter.detach().clone()
-            for name, parameter in request.schedule.model.named_parameters()
+            for name, parameter in context.schedule.model.named_parameters()
             if not parameter.is_meta
         }
-        for live in request.materialize():
+        for live in context.materialize():
             if live.name in before:
                 live.tensor.detach().copy_(before[live.name])
-        return super().build(plan, request)
+        return super().build(plan, context)
 
 
 class InitializesByRank(Good):
     takes_tensors = True
 
-    def build(self, plan: Plan, request: Any) -> Any:
-        empty = {name for name, parameter in request.schedule.model.named_parameters() if parameter.is_meta}
-        for live in request.materialize():
+    def build(self, plan: Plan, context: Any) -> Any:
+        empty = {name for name, parameter in context.schedule.model.named_parameters() if parameter.is_meta}
+        for live in context.materialize():
             if live.name in empty and dist.is_initialized():
                 live.tensor.detach().mul_(1 + dist.get_rank())
-        return super().build(plan, request)
+        return super().build(plan, context)
 
 
 class SupportsText(Good):
@@ -162,8 +162,8 @@ class SupportsText(Good):
 
 
 class AveragesOnOneRankOnly(Good):
-    def build(self, plan: Plan, request: Any) -> Any:
-        engine = super().build(plan, request)
+    def build(self, plan: Plan, context: Any) -> Any:
+        engine = super().build(plan, context)
         if dist.is_initialized() and dist.get_rank() == 1:
             engine.average = _raise
         return engine
@@ -174,9 +174,9 @@ def _raise() -> None:
 
 
 class NeedsAGroup(Good):
-    def build(self, plan: Plan, request: Any) -> Any:
+    def build(self, plan: Plan, context: Any) -> Any:
         dist.barrier()
-        return super().build(plan, request)
+        return super().build(plan, context)
 
 
 class Opaque:
@@ -199,10 +199,10 @@ class PlanHidesValues(Good):
 class TakesTheTensors(Good):
     takes_tensors = True
 
-    def build(self, plan: Plan, request: Any) -> Any:
-        for _ in request.materialize():
+    def build(self, plan: Plan, context: Any) -> Any:
+        for _ in context.materialize():
             pass
-        return super().build(plan, request)
+        return super().build(plan, context)
 
 
 WITH = {

@@ -15,21 +15,21 @@ from slapo_core import BuildError, OptimizerError, Plan, StepResult
 class GoodEngine:
     """One process, replicas, or a split model, in plain PyTorch."""
 
-    def __init__(self, plan: Plan, request: Any) -> None:
-        self.request, self.module, self.is_closed = request, request.schedule.model, False
+    def __init__(self, plan: Plan, context: Any) -> None:
+        self.context, self.module, self.is_closed = context, context.schedule.model, False
         self.optimizer = self.make_optimizer()
 
     def make_optimizer(self) -> Any:
-        return self.request.make_optimizer()
+        return self.context.make_optimizer()
 
     def compute_loss(self, batch: Any) -> Any:
-        return self.request.compute_loss(batch)
+        return self.context.compute_loss(batch)
 
     def clip(self) -> Any:
-        return self.request.clip_gradients()
+        return self.context.clip_gradients()
 
     def average(self) -> None:
-        mesh = self.request.schedule.mesh
+        mesh = self.context.schedule.mesh
         if mesh is not None and mesh.size("dp") > 1:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
@@ -41,7 +41,7 @@ class GoodEngine:
             raise BuildError("the engine is closed, or cannot train", hint="build(sch, optimizer=...)")
 
     def pieces(self, batch: Any) -> list[Any]:
-        return self.request.micro_batches(batch)
+        return self.context.micro_batches(batch)
 
     def share(self, loss: Any, count: int) -> Any:
         return loss / count
@@ -72,19 +72,19 @@ class GoodEngine:
                 module.training = training
 
     def state_dict(self, *, rank0_only: bool = False) -> Any:
-        return self.request.state.state_dict(rank0_only=rank0_only)
+        return self.context.state.state_dict(rank0_only=rank0_only)
 
     def load_state_dict(self, state: Any) -> None:
-        self.request.state.load_state_dict(state)
+        self.context.state.load_state_dict(state)
 
     def check_replicas(self, *, repair: bool = False) -> None:
-        self.request.state.check_replicas(optimizer=self.optimizer, repair=repair)
+        self.context.state.check_replicas(optimizer=self.optimizer, repair=repair)
 
     def save(self, directory: Any) -> None:
-        self.request.state.save(directory, optimizer=self.optimizer)
+        self.context.state.save(directory, optimizer=self.optimizer)
 
     def load(self, directory: Any) -> None:
-        self.request.state.load(directory, optimizer=self.optimizer)
+        self.context.state.load(directory, optimizer=self.optimizer)
 
     def close(self) -> None:
         self.is_closed = True
@@ -112,7 +112,7 @@ class HidesErrors(GoodEngine):
 
 class CallsTheFactory(GoodEngine):
     def make_optimizer(self) -> Any:
-        return self.request.optimizer and self.request.optimizer(list(self.module.parameters()))
+        return self.context.optimizer and self.context.optimizer(list(self.module.parameters()))
 
 
 class MakesNoOptimizer(GoodEngine):
@@ -132,8 +132,8 @@ class WithoutRank0Only(GoodEngine):
 
 
 class WrapsTheModule(GoodEngine):
-    def __init__(self, plan: Plan, request: Any) -> None:
-        super().__init__(plan, request)
+    def __init__(self, plan: Plan, context: Any) -> None:
+        super().__init__(plan, context)
         self.module = nn.Sequential(self.module)
 
 
@@ -181,8 +181,8 @@ class KeepsGradients(GoodEngine):
 
 class TrainsKnownNamesOnly(GoodEngine):
     def make_optimizer(self) -> Any:
-        known = self.request.state.state_dict()
-        factory = self.request.optimizer
+        known = self.context.state.state_dict()
+        factory = self.context.optimizer
         return factory and factory([p for name, p in self.module.named_parameters() if name in known])
 
 
@@ -201,10 +201,10 @@ class TakesMappingsOnly(GoodEngine):
 
 class IgnoresTheLoss(GoodEngine):
     def compute_loss(self, batch: Any) -> Any:
-        if self.request.loss is None or not isinstance(batch, dict):
+        if self.context.loss is None or not isinstance(batch, dict):
             return super().compute_loss(batch)
         output = self.module(**batch)
-        return self.request.loss(output, batch), output
+        return self.context.loss(output, batch), output
 
 
 class EvaluatesInTrainingMode(GoodEngine):
@@ -272,10 +272,10 @@ class LoadsWhatFits(GoodEngine):
 
 class SavesNoOptimizer(GoodEngine):
     def save(self, directory: Any) -> None:
-        self.request.state.save(directory)
+        self.context.state.save(directory)
 
     def load(self, directory: Any) -> None:
-        self.request.state.load(directory)
+        self.context.state.load(directory)
 
 
 class HasItsOwnFormat(GoodEngine):
@@ -296,7 +296,7 @@ class AveragesNothing(GoodEngine):
 
 class ClipsByItself(GoodEngine):
     def clip(self) -> Any:
-        most = self.request.max_grad_norm
+        most = self.context.max_grad_norm
         return None if most is None else nn.utils.clip_grad_norm_(self.module.parameters(), most)
 
 
@@ -320,7 +320,7 @@ class TrainsInTheModeItFinds(GoodEngine):
                 module.training = training
             return self.module(*args, **kwargs)
 
-        return self.request.compute_loss(batch, forward)
+        return self.context.compute_loss(batch, forward)
 
 
 class PutsEverythingIntoTrainingMode(GoodEngine):

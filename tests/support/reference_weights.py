@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 
 from slapo_core.schedule.schedule import Schedule
-from slapo_runtime.weights.state import TensorState
+from slapo_runtime.state import ModelState
 
 
 def reference_state_dict(
     schedule: Schedule, *, rank0_only: bool = False, include_added: bool = False
 ) -> dict[str, torch.Tensor]:
-    return TensorState.of(schedule).state_dict(rank0_only=rank0_only, include_added=include_added)
+    return ModelState.of(schedule).state_dict(rank0_only=rank0_only, include_added=include_added)
 
 
 def load_reference_state_dict(schedule: Schedule, state: Mapping[str, torch.Tensor]) -> None:
-    TensorState.of(schedule).load_state_dict(state)
+    ModelState.of(schedule).load_state_dict(state)

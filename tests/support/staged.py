@@ -109,8 +109,8 @@ class InTurn(slapo.Dialect):
     def stage_ranks(self, plan: slapo.Plan, stages: int, pp: int) -> tuple[int, ...]:
         return self.ranks(stages, pp) if self.ranks is not None else super().stage_ranks(plan, stages, pp)
 
-    def build(self, plan: slapo.Plan, request: Any) -> Any:
-        engine = Engine(request)
+    def build(self, plan: slapo.Plan, context: Any) -> Any:
+        engine = Engine(context)
         if self.fails:
             raise slapo.BuildError("it does not want to")
         return engine
@@ -119,23 +119,22 @@ class InTurn(slapo.Dialect):
 class Engine:
     """What the tests use of an engine."""
 
-    def __init__(self, request: Any) -> None:
-        self.request, self.state, self.module = request, request.state, request.schedule.model
-        self.mesh = request.schedule.mesh
-        self.optimizer = request.make_optimizer()
+    def __init__(self, context: Any) -> None:
+        self.context, self.state, self.module = context, context.state, context.schedule.model
+        self.mesh = context.schedule.mesh
+        self.optimizer = context.make_optimizer()
         self.sums_ties = True
 
     def gradients(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The passes of a step: this rank's gradients, averaged over ``dp``, and the loss of the replica."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self.request.training(batch):
-            inputs = self.request.inputs_of(batch)
-            stages = self.request.stages(inputs, training=True)
-            loss = self.module(**inputs) if stages is None else self._stages(stages, inputs)
-            if stages is None:
+        with self.context.training(batch):
+            cut = self.context.staged(batch, 1, training=True) if self.context.stage_ranks else None
+            loss = self.module(**batch) if cut is None else self._stages(cut.staged, cut.inputs[0])
+            if cut is None:
                 loss.backward()
         if self.sums_ties:
-            self.request.sum_tied_gradients()
+            self.context.sum_tied_gradients()
         replicas = self.mesh.size("dp") if self.mesh is not None else 1
         for parameter in self.module.parameters():
             if replicas > 1 and parameter.grad is not None:
@@ -145,12 +144,12 @@ class Engine:
 
     def train_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         self.gradients(batch)
-        norm = self.request.clip_gradients()
+        norm = self.context.clip_gradients()
         self.optimizer.step()
         return norm
 
-    def _stages(self, staged: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        ranks, group = self.request.stage_ranks, self.mesh.group("pp")
+    def _stages(self, staged: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        ranks, group = self.context.stage_ranks, self.mesh.group("pp")
         partition, liveness, here = staged.partition, staged.liveness, self.mesh.rank("pp")
         received: dict[int, dict[str, torch.Tensor]] = {}
         sent: dict[int, dict[str, torch.Tensor]] = {}
@@ -183,7 +182,7 @@ class Engine:
         return loss
 
     def _backward(self, index: int, staged: Any, received: Any, sent: Any) -> None:
-        ranks, group, here = self.request.stage_ranks, self.mesh.group("pp"), self.mesh.rank("pp")
+        ranks, group, here = self.context.stage_ranks, self.mesh.group("pp"), self.mesh.rank("pp")
         values, roots, gradients = staged.partition.values, [], []
         if index == len(ranks) - 1:
             roots, gradients = [staged.partition.output.assemble(sent[index])], [None]

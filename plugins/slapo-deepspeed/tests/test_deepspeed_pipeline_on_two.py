@@ -89,7 +89,7 @@ def counting_copies() -> list[str]:
     from slapo_deepspeed.pipeline import engine as module
 
     original = module.count_once
-    module.count_once = lambda request, copies: original(request, ())
+    module.count_once = lambda context, copies: original(context, ())
     try:
         return differences(Run(TWO, cuts=("b",), tied=True))
     finally:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from slapo_core.internals import forwards, journal
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording
-from slapo_core.private import current_autograd_node, hooks_of, next_sequence_number, parameters_of, sequence_number
-from slapo_core.tree.forward import ModuleForward
-from slapo_core.tree.journal import AddHook, AddModule, ReplaceModule, WrapForward
+from slapo_estimate.private import current_autograd_node, hooks_of, next_sequence_number, parameters_of, sequence_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -181,15 +180,15 @@ def name_causes(schedule: Schedule, place: Place) -> None:
     paths = {id(module): path for path, module in schedule.model.named_modules()}
     hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first, where replacing carried it over
     for record, entry in entries:
-        if isinstance(entry, AddHook):
+        if isinstance(entry, journal.AddHook):
             hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
-        elif isinstance(entry, WrapForward):
+        elif isinstance(entry, journal.WrapForward):
             hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
 
     place.hooks = {
         (record.path, entry.function): str(record)
         for record, entry in reversed(entries)
-        if isinstance(entry, AddHook) and getattr(entry.function, "slapo_is_inlined", False)
+        if isinstance(entry, journal.AddHook) and getattr(entry.function, "slapo_is_inlined", False)
     }
 
     def cause(function: Any, module: nn.Module) -> str | None:
@@ -204,7 +203,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
                 if name is not None:
                     functions[number] = _Hook(place, At(own.module, name), function)
         forward = module.__dict__.get("forward")
-        if isinstance(forward, ModuleForward) and forward.wrappers:
+        if isinstance(forward, forwards.ModuleForward) and forward.wrappers:
             names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
             innermost, *others = forward.wrappers
             first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None)
@@ -214,10 +213,12 @@ def name_causes(schedule: Schedule, place: Place) -> None:
 
 def _modules(model: nn.Module, entries: list[tuple[Record, Entry]], place: Place) -> None:
     """Attribute modules that steps put in to the latest step; the others stay the model's own."""
-    old = {id(module) for _, entry in entries if isinstance(entry, ReplaceModule) for module in entry.old.modules()}
+    old = {
+        id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()
+    }
     came: dict[int, str] = {}
     for record, entry in entries:
-        if isinstance(entry, (ReplaceModule, AddModule)):
+        if isinstance(entry, (journal.ReplaceModule, journal.AddModule)):
             came.update(
                 (id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys()
             )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from slapo_core.errors import ArgumentError
 from slapo_core.layout import device_of
 from slapo_estimate.device import DeviceSpec, Link
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

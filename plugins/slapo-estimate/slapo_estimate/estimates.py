@@ -17,11 +17,11 @@ from slapo_estimate.rank_process import RankResult, Request, simulate
 from slapo_estimate.results import Estimate
 from slapo_estimate.source import Functions, Source, of_schedule, require_sendable, sendable_batch
 from slapo_estimate.training_step import with_waiting
-from slapo_runtime.ranks.launcher import preload_modules, run_process
+from slapo_runtime.launcher import preload_modules, run_process
 from slapo_runtime.schedule_copies import installed_modules
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
 Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -70,7 +70,7 @@ def estimate(
         ReplayError: a step is refused on the mesh.
         EstimateError: the model reads values that are not known, or the step raises.
     """
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
     if not isinstance(sch, Schedule):
         raise ArgumentError(

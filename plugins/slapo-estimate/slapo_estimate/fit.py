@@ -14,14 +14,14 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Node
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
+from slapo_core.internals import module_index
 from slapo_core.layout import Mesh
 from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
-from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.schedule.records import caller_location
-from slapo_core.tree.index import full_name
-from slapo_core.tree.selection import NodeGroup
 from slapo_estimate.estimates import estimate_source
+from slapo_estimate.private import buffers_of, children_of, parameters_of
 from slapo_estimate.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_runtime.sizes import format_bytes, parse_bytes
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import Node
+    from slapo_core import Schedule
     from slapo_estimate.device import DeviceSpec
     from slapo_estimate.rank_process import Trackers
     from slapo_estimate.results import Estimate, Memory
@@ -64,7 +63,7 @@ def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[s
         found: dict[str, None] = {}
         for pattern in patterns:
             selected = schedule[pattern]
-            found.update((node.path, None) for node in (selected if isinstance(selected, NodeGroup) else (selected,)))
+            found.update((node.path, None) for node in ((selected,) if isinstance(selected, Node) else selected))
         paths = list(found)
         if not paths:
             raise ArgumentError("layers names nothing that could be checkpointed (got an empty list)", hint=_NAMED)
@@ -124,7 +123,7 @@ def _blocks(module: nn.Module, path: str, alike: set[type]) -> Iterable[tuple[st
     for name, child in children_of(module).items():
         if child is None:
             continue
-        child_path = full_name(path, name)
+        child_path = module_index.full_name(path, name)
         within = list(_blocks(child, child_path, alike))
         if id(child) in groups and (type(child) in alike or not within) and any(True for _ in child.children()):
             yield child_path, child
@@ -267,7 +266,7 @@ def fit(
         ArgumentError: an invalid number, ``offload=True``, or nothing that can be checkpointed.
         PathError: a path or glob of ``layers`` matches nothing.
     """
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
     if not isinstance(sch, Schedule):
         raise ArgumentError(

@@ -18,8 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core
+from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
-from slapo_core.private import (
+from slapo_estimate.assumptions import Assumptions
+from slapo_estimate.attribution import Place, name_causes
+from slapo_estimate.private import (
     FakeStore,
     FakeTensor,
     FakeTensorMode,
@@ -28,16 +31,13 @@ from slapo_core.private import (
     buffers_of,
     tree_map_only,
 )
-from slapo_core.tree.edit import Edit
-from slapo_estimate.assumptions import Assumptions
-from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.results import RankEstimate
 from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
 from slapo_estimate.training_step import pipeline_of, train, train_stages
 from slapo_estimate.values import Unknown, Values, is_followed
-from slapo_runtime.building.batches import micro_batches
-from slapo_runtime.weights.correspondence import Correspondence
+from slapo_runtime.batches import micro_batches
+from slapo_runtime.correspondence import Correspondence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ArgumentError
-from slapo_core.private import schema_of, sparse_parts, tree_leaves
+from slapo_estimate.private import schema_of, sparse_parts, tree_leaves
 from slapo_estimate.trackers import CollectiveTracker, FlopTracker, wait_operations
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
-from slapo_core.private import buffers_of, parameters_of, tree_map_only
 from slapo_core.schedule.creation import create_schedule
+from slapo_estimate.private import buffers_of, parameters_of, tree_map_only
 from slapo_estimate.values import Following, is_followed
 from slapo_runtime.schedule_copies import Sent, sent
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from slapo_core.errors import EstimateError
 from slapo_core.observers import PATCHING
-from slapo_core.private import (
+from slapo_estimate.private import (
     ADDED_PRODUCT,
     ATTENTION,
     ATTENTION_BACKWARD,

@@ -11,21 +11,20 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
-from slapo_core.private import FakeTensorMode, bucket_assignment, tree_leaves
+from slapo_estimate.private import FakeTensorMode, bucket_assignment, tree_leaves
 from slapo_estimate.trackers import Watch
 from slapo_estimate.values import Values, seen_as_plain
-from slapo_runtime.building.batches import LossCall, micro_batches
-from slapo_runtime.building.target import Arguments, Target, stages_of_build
-from slapo_runtime.pipeline.batches import bound_batch
-from slapo_runtime.pipeline.stages import Staged, needing
-from slapo_runtime.weights.correspondence import Correspondence, placed
-from slapo_runtime.weights.gradients import TiedGradients
+from slapo_runtime.batches import LossCall, bound_batch, micro_batches
+from slapo_runtime.build import Arguments, Target, stages_of_build
+from slapo_runtime.correspondence import Correspondence, placed
+from slapo_runtime.gradients import TiedGradients
+from slapo_runtime.stages import StagedModel, needing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from slapo_core import Schedule
     from slapo_core.dialect import Plan
-    from slapo_core.schedule.schedule import Schedule
     from slapo_estimate.rank_process import Request, Trackers
     from slapo_estimate.results import RankEstimate
 
@@ -257,7 +256,7 @@ class Pipeline:
         plan: its own.
     """
 
-    staged: Staged
+    staged: StagedModel
     ranks: tuple[int, ...]
     batches: list[Any]
     dialect: Any

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.private import (
+from slapo_estimate.private import (
     LOCAL_SCALAR,
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -11,17 +11,17 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_core.private import (
+from slapo_estimate.attribution import Place
+from slapo_estimate.private import (
     FakeStore,
     FakeTensorMode,
     bucket_assignment,
     flop_formulas,
     ranks_of_group,
 )
-from slapo_estimate.attribution import Place
 from slapo_estimate.trackers import CollectiveTracker, MeshGroups, Watch, collective_operations, wait_operations
 from slapo_estimate.values import Values
-from slapo_runtime.ranks.launcher import run_process
+from slapo_runtime.launcher import run_process
 
 MESH = {"dp": 2, "cp": 2, "tp": 4}
 RANK = 6  # dp 0, cp 1, tp 2

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError
-from slapo_core.private import FakeTensorMode
 from slapo_estimate.device import DeviceSpec, Link
+from slapo_estimate.private import FakeTensorMode
 from slapo_estimate.rank_process import RankResult, Request, simulate
 from slapo_estimate.roofline import collective_seconds, link_of
 from slapo_estimate.source import Functions

@@ -14,7 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_estimate.rank_process import Request, estimate_rank
 from slapo_estimate.source import Functions
-from slapo_runtime.ranks.launcher import run_process
+from slapo_runtime.launcher import run_process
 from tests.messages import Messages
 
 from .models import DecidesBy, Net, adam, make_net, split, split_wrongly

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_core.private import FakeTensorMode
 from slapo_estimate.attribution import Place
+from slapo_estimate.private import FakeTensorMode
 from slapo_estimate.rank_process import kinds_of_ranks
 from slapo_estimate.trackers import MemoryTracker, Watch, wait_operations
 from slapo_estimate.values import Values

@@ -15,8 +15,6 @@ from slapo_fusion.private import parameters_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_testing import Case
-
 
 # torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the whole gradient is missing.
 _ROUNDING = {"int8": 1.0, "int4": 1.5}
@@ -117,13 +115,3 @@ def _linears(node: Node) -> list[Node]:
 
     found = [below for below in node.walk() if type(below.module) is nn.Linear]
     return [below for below in found if parameters_of(below.module)["weight"] is not None]  # not merged into another
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``; none where torchao is not installed."""
-    from slapo_fusion.cases import COMMON
-    from slapo_testing import Case
-
-    if importlib.util.find_spec("torchao") is None:
-        return []
-    return [Case(Quantize(), path="0", rejects=[("0.norm", Quantize()), Quantize(group_size=4)], **COMMON)]

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.internals import forwards, module_index
 from slapo_core.layout import fork_rng
-from slapo_core.tree.forward import ModuleForward
-from slapo_core.tree.index import made_beforehand
 from slapo_graph.fake import FakeMode, with_tensors
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.private import TABLES, FakeTensor
@@ -80,7 +79,7 @@ def _own_forwards(model: nn.Module) -> tuple[nn.Module, set[nn.Module]]:
     inlined: set[nn.Module] = set()  # a hook there would make another graph
     for module in copied.modules():
         forward = module.__dict__.get("forward")
-        if not isinstance(forward, ModuleForward):
+        if not isinstance(forward, forwards.ModuleForward):
             continue
         graph = getattr(forward.base, "__func__", None)
         if isinstance(graph, TracedForward) and graph.rewrites:
@@ -179,7 +178,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
         memo: replacements for objects in the copy, by id; None: the same parameters, and copies of the buffers.
     """
     known = dict(memo) if memo is not None else {id(parameter): parameter for parameter in model.parameters()}
-    known = {**made_beforehand(model), **known}
+    known = {**module_index.made_beforehand(model), **known}
     try:
         return copy.deepcopy(model, dict(known))
     except TypeError:

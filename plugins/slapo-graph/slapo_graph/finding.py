@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
-from slapo_core.plugins.groups import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
-from slapo_core.tree.selection import is_regular_expression
+from slapo_core.plugins.metadata import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
+from slapo_graph.example_calls import example_calls
 from slapo_graph.match import Match
+from slapo_graph.traced import graph_of
 
 if TYPE_CHECKING:
     from torch import fx
 
+    from slapo_core import Node, Schedule
     from slapo_core.plugins.registry import Registry
-    from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.node import Node
     from slapo_graph.patterns.pattern import Found, GraphPattern
 
 
@@ -60,7 +60,7 @@ def _calls(node: Node, *, hooked: bool) -> Iterator[str]:
     """Yield calls of modules with code of their own in a graph: of hooked modules, or of the others."""
     from slapo_graph.leaves import is_changed, is_predefined
 
-    graph: Any = node.graph
+    graph: Any = graph_of(node)
     if graph is None or graph.first is None or (graph.leaves.flatten and not hooked):
         return
     for target in dict.fromkeys(
@@ -119,6 +119,28 @@ def how_to_search(expression: str) -> str:
     return f"a text is a glob, and '{expression}' is a regular expression: write re.compile({expression!r})"
 
 
+def find(nodes: tuple[Node, ...], pattern: Any) -> Matches:
+    """Find every place at or below the nodes where the graph of a traced module has ``pattern``.
+
+    ``dense.find(lambda x, bias: F.gelu(x + bias))`` gives a :class:`Match` for each.
+
+    Args:
+        nodes: a node, those of a group, or the root of a schedule.
+        pattern: a function of the values that go in, which computes what is looked for; a module; the name of a
+            pattern of a plugin, e.g. ``"fusion.sdpa"``; a glob or regular expression over what calls are named in
+            ``print(node.graph)``; ``where(predicate)`` or ``any_of(...)`` of :mod:`slapo_graph.patterns`.
+
+    Returns:
+        the matches in the order of the model, none of which shares a graph node with another; its attribute
+        ``untraced`` has the paths of modules that were not searched because they are not traced.
+
+    Raises:
+        TraceError: nothing at or below these nodes is traced.
+        ArgumentError: it is not a pattern, or one that cannot be traced.
+    """
+    return find_in(nodes[0].schedule, nodes, pattern)
+
+
 def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     """Match ``pattern`` in the graphs of traced modules at or below ``nodes``.
 
@@ -127,7 +149,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     Args:
         schedule: that the nodes belong to.
         nodes: where to look.
-        pattern: as of :meth:`slapo_core.tree.node.Node.find`.
+        pattern: as of :meth:`slapo_graph.finding.find`.
 
     Raises:
         TraceError: nothing at or below them is traced.
@@ -157,7 +179,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
         untraced=tuple(untraced),
         closed=opaque_calls(searched),
         hooked=hooked_calls(searched),
-        expression=next(filter(is_regular_expression, globs), None),
+        expression=next((glob for glob in globs if set(glob) & set("\\()|^$+")), None),
     )
 
 
@@ -194,12 +216,12 @@ def first_graph(node: Node) -> fx.Graph:
 
     Where that cannot be, between two steps that belong together, it is that of before.
     """
-    graph: Any = node.graph
+    graph: Any = graph_of(node)
     if graph.first is None:
-        graph.record(node.module, node.example_calls())
+        graph.record(node.module, example_calls(node))
     elif not graph.holds(node.module):
         with contextlib.suppress(ArgumentError, TraceError):
-            graph.follow(node.module, node.example_calls())
+            graph.follow(node.module, example_calls(node))
     recorded: fx.Graph = graph.first.recorded.graph
     return recorded
 
@@ -221,9 +243,9 @@ def load_pattern(registry: Registry, name: str) -> Any:
 
 def _collect(node: Node, traced: dict[str, Node], untraced: dict[str, None]) -> None:
     """Sort the modules at and below ``node`` into those with a graph, and the topmost that no graph covers."""
-    if node.is_traced:
+    if graph_of(node) is not None:
         traced.setdefault(node.path, node)
-    below = {each.path: each for each in node.walk() if each.is_traced}
+    below = {each.path: each for each in node.walk() if graph_of(each) is not None}
     traced.update({path: each for path, each in below.items() if path not in traced})
     _note_untraced(node, set(traced), untraced)
 

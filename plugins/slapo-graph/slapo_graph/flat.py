@@ -16,9 +16,8 @@ import torch
 from torch import fx, nn
 
 from slapo_core.errors import GuardError
+from slapo_core.internals import forwards, module_index
 from slapo_core.observers import PATCHING
-from slapo_core.tree.forward import ModuleForward
-from slapo_core.tree.index import walk
 from slapo_graph.diagnostics import refusal
 from slapo_graph.examples import copied_model
 from slapo_graph.fake import FakeMode
@@ -202,7 +201,7 @@ def flat(
     inlined = inlined_modules(module, leaves)
     buffers = [
         (f"{path}.{name}" if path else name, buffer)
-        for path, below in walk(module)
+        for path, below in module_index.walk(module)
         for name, buffer in buffers_of(below).items()
         if buffer is not None
     ]
@@ -243,7 +242,7 @@ def is_rewritten(graph: Graph) -> bool:
 def is_merely_traced(module: nn.Module) -> bool:
     """Return whether a module's forward is just its own recorded graph."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, ModuleForward) or forward.wrappers or forward.has_own:
+    if not isinstance(forward, forwards.ModuleForward) or forward.wrappers or forward.has_own:
         return False
     graph = getattr(forward.base, "__func__", None)
     return isinstance(graph, TracedForward) and not graph.rewrites

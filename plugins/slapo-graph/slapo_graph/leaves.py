@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from slapo_core.internals import forwards
 from slapo_core.observers import is_inlined
-from slapo_core.tree.forward import ModuleForward
 from slapo_graph.private import compiled_calls_of, hooks_of, is_changed as is_changed
 
 LeafRule = Callable[[nn.Module, str], bool]
@@ -66,8 +66,8 @@ class Leaves:
 
 def _parts(module: nn.Module) -> list[Any]:
     forward = module.__dict__.get("forward")
-    forwards = forward.parts if isinstance(forward, ModuleForward) else () if forward is None else (forward,)
-    return [*compiled_calls_of(module), *forwards, *(hook for hooks in hooks_of(module) for hook in hooks.values())]
+    parts = forward.parts if isinstance(forward, forwards.ModuleForward) else () if forward is None else (forward,)
+    return [*compiled_calls_of(module), *parts, *(hook for hooks in hooks_of(module) for hook in hooks.values())]
 
 
 def inlined_modules(root: nn.Module, leaves: LeafRule) -> dict[str, nn.Module]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.tree.node import Node
+    from slapo_core import Node
 
 __all__ = ["Graph", "Match", "Pattern", "Region", "by_place"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Edit, Node
 from slapo_core.primitive import Violation
 from slapo_core.primitives.replacement import named_tensors, set_mode, set_tensor, type_of
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
 from slapo_graph.match import Match, by_place
+from slapo_graph.traced import graph_of
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def first_graph(place: Node) -> fx.Graph:
     """The graph that a traced node's matches are named after."""
-    graph: Any = place.graph
+    graph: Any = graph_of(place)
     recorded: fx.Graph = graph.first.recorded.graph
     return recorded
 
@@ -31,7 +31,7 @@ def changes_swallowed(place: Node, match: Match) -> Iterator[Violation]:
     called = [str(each.target) for each in first_graph(place).nodes if each.op == "call_module" and each.name in inside]
     for path in dict.fromkeys(called):
         for below in place[path].walk():
-            if not (below.hooks or below.wrappers or below.graph is not None):
+            if not (below.hooks or below.wrappers or below.forward_is_replaced):
                 continue
             by = " and ".join(map(str, below.records)) or "a step at another module"
             yield Violation(
@@ -205,7 +205,7 @@ class MatchReplacement:
         """Do it."""
         new = self.new
         for place, matches in self.places:
-            graph: Any = place.graph
+            graph: Any = graph_of(place)
             target: Any = new
             name = self.name or _name_of(new, self.shown)
             if _is_module(new):
@@ -226,7 +226,7 @@ class MatchReplacement:
                     name=name,
                     results_only=self._results_only(place),
                 )
-            edit.set_graph(place, graph)
+            edit.set_forward(place, graph)
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class MatchReplacement:
     def _trial(self, place: Node, match: Match, arguments: Arguments) -> Iterator[Violation]:
         from slapo_graph.rewriting.trial import mismatch
 
-        graph: Any = place.graph
+        graph: Any = graph_of(place)
         problem = mismatch(
             graph.first.recorded,
             place.module,

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Edit, Node
 from slapo_core.primitive import Equivalence, Primitive, Violation
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
 from slapo_graph.match import Match
 from slapo_graph.match_replacement import changes_swallowed
 from slapo_graph.merging import MergedFrom, Parts, PartsBack, tensor_violations
+from slapo_graph.traced import graph_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +61,7 @@ class Merge(Primitive):
         return self.name_ or "_".join(path.rpartition(".")[2] for path in self.linears)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        if node.graph is None:
+        if graph_of(node) is None:
             yield Violation("the module is not traced", f"sch['{node.path}'].trace() first")
             return
         if len(self.linears) < 2 or len(set(self.linears)) < len(self.linears):
@@ -92,7 +92,7 @@ class Merge(Primitive):
         assert isinstance(parts, Parts)  # or the preconditions had refused it
         matches = self._matches(node)
         edit.add_module(node, self.child, parts.merged())
-        graph: Any = node.graph
+        graph: Any = graph_of(node)
         rewritten = graph.replaced(
             node.module,
             matches,
@@ -106,7 +106,7 @@ class Merge(Primitive):
         for own in parts.names:
             for part in parts.nodes:
                 edit.set_parameter(part, own, None)
-        edit.set_graph(node, rewritten)
+        edit.set_forward(node, rewritten)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not isinstance(getattr(node[self.child].module, "merged_from", None), MergedFrom):
@@ -130,5 +130,5 @@ class Merge(Primitive):
 
 
 def _graph_of(node: Node) -> Any:
-    graph: Any = node.graph
+    graph: Any = graph_of(node)
     return graph.first.recorded.graph

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Node
 from slapo_core.hookspecs import hookimpl
+from slapo_core.internals import parameters_of
 from slapo_core.primitive import Violation
-from slapo_core.private import parameters_of
-from slapo_core.tree.node import Node
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.tree.index import walk
+from slapo_core.internals import module_index
 from slapo_graph.diagnostics import is_of_the_model
 from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_graph.leaves import LeafRule, inlined_modules
@@ -100,7 +100,7 @@ class AttributeReads:
         self._recorded = set(map(_place, inlined))
         with attributes_kept(root, inlined.values(), lambda problem: Untraceable(problem, self._line)) as is_unchanged:
             try:
-                for path, module in walk(root):  # a module that is there twice is known by its first path
+                for path, module in module_index.walk(root):  # a module that is there twice is known by its first path
                     self._watch(module, _place(path))
                 yield is_unchanged
             finally:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_core.tree.index import walk
+from slapo_core.internals import module_index
 from slapo_graph.diagnostics import expression, model_location
 from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, write_count
 from slapo_graph.protocol import Guard, Untraceable, check
@@ -88,7 +88,7 @@ class Recording:
         self._alive: list[Any] = []  # an id stands for one object only as long as that lives
         self._devices: dict[int, fx.Node] = {}
         self._guarded: set[tuple[fx.Node, Any]] = set()
-        modules = walk(root)
+        modules = module_index.walk(root)
         self._held = {
             id(tensor): name
             for name, tensor in (

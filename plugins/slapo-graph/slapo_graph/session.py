@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.tree.index import walk
+from slapo_core.internals import module_index
 from slapo_graph import private
 from slapo_graph.diagnostics import first_line
 from slapo_graph.protocol import Untraceable
@@ -176,7 +176,7 @@ def attributes_kept(
     """
     own = {id(module) for module in recorded}
     held: dict[int, _Held] = {}
-    for path, module in walk(root):
+    for path, module in module_index.walk(root):
         _hold(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, held)
     completed = False
     try:

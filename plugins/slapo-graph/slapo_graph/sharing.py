@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from slapo_core.tree.index import around, structure, walk
+from slapo_core.internals import module_index
 from slapo_graph import regions
 from slapo_graph.arguments import MISSING
 from slapo_graph.guards import Checks, fingerprint, is_told
@@ -43,7 +43,7 @@ class Pool:
         return None in self._alike(key, module)
 
     def _alike(self, key: Any, module: nn.Module) -> Iterator[Specialization | None]:
-        modules = [below for _, below in walk(module)]
+        modules = [below for _, below in module_index.walk(module)]
         return (found for read, found in self._entries.get(key, ()) if read.violated(modules) is None)
 
     def add(self, key: Any, module: nn.Module, variant: Specialization) -> None:
@@ -57,7 +57,7 @@ class Pool:
         self._add(key, module, read, None)
 
     def _add(self, key: Any, module: nn.Module, read: tuple[Flag, ...], variant: Specialization | None) -> None:
-        index = {path: number for number, (path, _) in enumerate(walk(module))}
+        index = {path: number for number, (path, _) in enumerate(module_index.walk(module))}
         self._entries.setdefault(key, []).append((Checks(read, index), variant))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +114,13 @@ class RepeatedCalls:
         form = _form((args, kwargs), {})
         if form is None:
             return run(module, *args, **kwargs)
-        key = (structure(module), around(module), form, regions.state(), torch.is_inference_mode_enabled())
+        key = (
+            module_index.structure(module),
+            module_index.around(module),
+            form,
+            regions.state(),
+            torch.is_inference_mode_enabled(),
+        )
         for read, result in self._known.get(key, ()):
             if all(_is_same(_at(module, where, name), value) for where, name, value in read):
                 return _like(result)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from slapo_core.tree.index import around
+from slapo_core.internals import module_index
 from slapo_graph import regions
 from slapo_graph.guards import Checks
 from slapo_graph.leaves import LeafRule, inlined_modules, is_changed
@@ -46,7 +46,7 @@ class Plan:
                 _name(path),
                 type(module),
                 len(children_of(module)),
-                around(module) if is_changed(module) else None,
+                module_index.around(module) if is_changed(module) else None,
             )
             for path, module in inlined.items()
             if path
@@ -100,7 +100,7 @@ def _differs(module: nn.Module, steps: Any) -> bool:
     """Return whether the hooks and forward of a module changed."""
     if steps is None:
         return is_changed(module)
-    return not is_changed(module) or around(module) != steps
+    return not is_changed(module) or module_index.around(module) != steps
 
 
 def _ties(modules: list[nn.Module]) -> list[tuple[Any, Any]]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slapo_core import Edit, Node
 from slapo_core.errors import PathError, SlapoError, TraceError
+from slapo_core.internals import children_of
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
-from slapo_core.private import children_of
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
+from slapo_graph.example_calls import example_call, example_calls
 from slapo_graph.protocol import Untraceable
+from slapo_graph.traced import graph_of
 
 if TYPE_CHECKING:
     from slapo_graph.traced import TracedForward
@@ -79,7 +81,7 @@ class Trace(Primitive):
                 "leaves= says what flatten=True and recursive=True leave alone; without them every child is a call",
                 "flatten=True",
             )
-        if node.graph is not None:
+        if node.forward_is_replaced:
             yield Violation("the module is traced already", "undo that step first, or remove this call")
         if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
             yield Violation(
@@ -98,18 +100,18 @@ class Trace(Primitive):
 
     def _trace(self, node: Node, path: str, calls: Mapping[str, Call], edit: Edit) -> None:
         """Set the graph of ``node``, which lies at ``path`` from where the primitive is applied."""
-        from slapo_core.tree.forward import ModuleForward
+        from slapo_core.internals import forwards
         from slapo_graph.leaves import Leaves, is_predefined
         from slapo_graph.traced import TracedForward
 
         tracer = node.plugin("tracers", self.tracer)()
-        forward = ModuleForward.of(node.module).bottom
+        forward = forwards.ModuleForward.of(node.module).bottom
         leaves = Leaves(self._leaves(), self.flatten, path)
         peer = next((graph for graph in _graphs_of_peers(node) if isinstance(graph, TracedForward)), None)
         pool = peer.pool if peer is not None else None
         graph = TracedForward(forward, tracer, leaves, path=node.path, pool=pool)
         try:
-            graph.record(node.module, [calls[path]] if path in calls else node.example_calls())
+            graph.record(node.module, [calls[path]] if path in calls else example_calls(node))
         except TraceError as error:
             if not (_is_between_steps(node, error) and _recorded_before(graph, node, calls.get(path))):
                 raise
@@ -117,29 +119,33 @@ class Trace(Primitive):
         self._set(node, edit, graph)
         for name in graph.called if self.recursive else ():
             child = node[name]
-            if child.graph is None and not is_predefined(child.module) and not leaves.names(child.module, name):
+            if (
+                not child.forward_is_replaced
+                and not is_predefined(child.module)
+                and not leaves.names(child.module, name)
+            ):
                 self._trace(child, f"{path}.{name}".lstrip("."), calls, edit)
 
     def _set(self, node: Node, edit: Edit, graph: TracedForward) -> None:
         """Have the graph run; what steps wrapped below, and so stays a call, runs its own within the wrappers."""
-        edit.set_graph(node, graph)
+        edit.set_forward(node, graph)
         closed = ""
         for below in node.walk() if self.flatten else ():
             if below.path == node.path or (closed and below.path.startswith(f"{closed}.")):
                 continue
-            if below.graph is not None:
+            if below.forward_is_replaced:
                 closed = below.path
             elif below.wrappers and all(map(goes_around, below.wrappers)):
                 relative = below.path.removeprefix(f"{node.path}.") if node.path else below.path
                 if not graph.leaves(below.module, relative):
                     continue  # a graph can hold its wrappers
-                inner = graph.opened(relative, below.module, below.example_call)
+                inner = graph.opened(relative, below.module, functools.partial(example_call, below))
                 if inner is not None:
-                    edit.set_graph(below, inner)
+                    edit.set_forward(below, inner)
                 closed = below.path
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if node.graph is None:
+        if not node.forward_is_replaced:
             yield Violation("the module has no graph")
 
     def _leaves(self) -> tuple[type | str, ...]:
@@ -162,7 +168,7 @@ def _recorded_before(graph: Any, node: Node, call: Call | None) -> bool:
     """Record the module as it was when it last could run; the graph follows as soon as it can again."""
     for before in sorted({record.index - 1 for record in _changes(node)}, reverse=True):
         with contextlib.suppress(TraceError, PathError), node.reference(to=before) as module:
-            graph.record(module, [node.example_call() if call is None else call])
+            graph.record(module, [example_call(node) if call is None else call])
             return True
     return False
 
@@ -184,7 +190,7 @@ def _graphs_of_peers(node: Node) -> Iterator[Any]:
     while here is not None and here.parent is not None:
         for sibling in here.parent.children:
             if sibling.path != here.path and type(_module_at(sibling, below)) is type(node.module):
-                yield sibling[below].graph
+                yield graph_of(sibling[below])
         below = f"{here.path.rpartition('.')[2]}.{below}".rstrip(".")
         here = here.parent
 

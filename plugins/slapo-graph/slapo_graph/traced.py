@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +15,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
+from slapo_core.internals import forwards, module_index
 from slapo_core.observers import PATCHING
-from slapo_core.tree.forward import ChangeBelow, ModuleForward, ReplacedForward
-from slapo_core.tree.index import structure
 from slapo_graph import regions
 from slapo_graph.arguments import MISSING, Parameters, forms
 from slapo_graph.diagnostics import refusal
@@ -34,8 +34,7 @@ from slapo_graph.sharing import Pool, exact_form
 from slapo_graph.specialization import Plan, Specialization
 
 if TYPE_CHECKING:
-    from slapo_core.tree.edit import Edit
-    from slapo_core.tree.node import Node
+    from slapo_core import Edit, Node
     from slapo_graph.match import Match, Region
 
 
@@ -44,7 +43,7 @@ MOST_FOR_ATTRIBUTES = 8
 _CLOCK = itertools.count(1)
 
 
-class TracedForward(ReplacedForward):
+class TracedForward(forwards.ReplacedForward):
     """Run recorded graphs in place of a forward; takes the module first.
 
     There is a graph for every form of arguments, mode and types that it was called with, and for other values of the
@@ -182,14 +181,19 @@ class TracedForward(ReplacedForward):
                 return False
         return True
 
-    def take_up(self, change: ChangeBelow, node: Node, edit: Edit) -> None:
+    def take_up(self, change: forwards.ChangeBelow, node: Node, edit: Edit) -> None:
         below = change.path.removeprefix(f"{node.path}.") if node.path else change.path
         where = f"'{node.path}'" if node.path else "the root"
         opened = change.forward if isinstance(change.forward, TracedForward) else None
         if change.is_wrapped:
             child = change.node
             is_own = child is not None and not child.forward_is_replaced
-            opened = self.opened(below, child.module, child.example_call) if child is not None and is_own else None
+            if child is not None and is_own:
+                from slapo_graph.example_calls import example_call
+
+                opened = self.opened(below, child.module, functools.partial(example_call, child))
+            else:
+                opened = None
         try:
             uncalled = self.follow(node.module)
         except TraceError as error:
@@ -235,7 +239,7 @@ class TracedForward(ReplacedForward):
         if not self.leaves(child, below):  # a graph can hold what is wrapped around it
             return None
         path = f"{self.path}.{below}" if self.path else below
-        made = TracedForward(ModuleForward.of(child).bottom, self.tracer, Leaves(flatten=True), path=path)
+        made = TracedForward(forwards.ModuleForward.of(child).bottom, self.tracer, Leaves(flatten=True), path=path)
         try:
             made.record(child, [call()])
         except (ArgumentError, TraceError):
@@ -517,7 +521,14 @@ class TracedForward(ReplacedForward):
 
     def _exact(self, module: nn.Module, values: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
         """Return the key of a recording, besides attributes and global names."""
-        return (self.forward, type(self.tracer), self.leaves, key[1:], exact_form(values), structure(module))
+        return (
+            self.forward,
+            type(self.tracer),
+            self.leaves,
+            key[1:],
+            exact_form(values),
+            module_index.structure(module),
+        )
 
     def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Specialization:
         """A new variant for calls with ``values`` of the parameters."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_megatron.cases import adamw, cases, sgd
+from slapo_megatron.cases import adamw, sgd, slapo_cases
 from slapo_testing import DialectCase, parametrize_dialect_checks
 from slapo_testing.dialects.case import regression_steps
 
@@ -40,7 +40,7 @@ ON_RANKS = {
 
 def on_cpus(name: str) -> list[DialectCase]:
     """The case of that name, for ranks, which have the stand-in."""
-    return [dataclasses.replace(case, unavailable=None) for case in cases() if case.name == name]
+    return [dataclasses.replace(case, unavailable=None) for case in slapo_cases() if case.name == name]
 
 
 @parametrize_dialect_checks(on_cpus("plain"))

@@ -15,7 +15,7 @@ import slapo_core as slapo
 import slapo_megatron.single_stage
 from slapo_core.layout import Layout
 from slapo_megatron.marks import Marks, mark
-from slapo_runtime.state import LiveTensor
+from slapo_runtime.storage import LiveTensor
 from slapo_testing import run_ranks
 from slapo_tp.collectives import RankGroup, all_reduce, copy
 from tests.messages import Messages
@@ -137,7 +137,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def norms_of(options: dict[str, Any], *, marked: bool) -> list[float]:
     keep = slapo_megatron.single_stage.mark
     if not marked:
-        slapo_megatron.single_stage.mark = lambda request: Marks([])
+        slapo_megatron.single_stage.mark = lambda context: Marks([])
     try:
         _, engine = tied_model.built(TP, target="megatron", max_grad_norm=tied_model.CLIP, **options)
     finally:

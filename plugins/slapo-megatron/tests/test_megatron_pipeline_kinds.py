@@ -17,7 +17,7 @@ from tests.support.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(
-    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline.engine"
+    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline_engine"
 )
 
 TWO = {"pp": 2}
@@ -161,7 +161,7 @@ def changed(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
 
 def without_guards() -> dict[str, Any]:
     from slapo_megatron import marks
-    from slapo_runtime.building import request
+    from slapo_runtime.build import context
 
     def tied(**options: Any) -> list[str]:
         run = Run(TWO, ("b",), tied=True, target="megatron", options=options, forms=((1, 5),))
@@ -169,7 +169,7 @@ def without_guards() -> dict[str, Any]:
 
     return {  # where it is an error, the engine is gone without having been closed; the next one takes its groups
         "not marked as shared": changed(marks, "_as_copy", lambda *_: {}, tied),
-        "ties not summed": changed(request.TiedGradients, "sum", lambda *_: None, tied),
+        "ties not summed": changed(context.TiedGradients, "sum", lambda *_: None, tied),
     }
 
 

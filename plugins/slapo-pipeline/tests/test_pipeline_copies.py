@@ -13,8 +13,8 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core import GuardError
 from slapo_graph import flat as tracing
-from slapo_runtime.pipeline.calls import Answers, StagedCalls
-from slapo_runtime.read_only import ScheduledCopy
+from slapo_runtime.schedule_copies import ScheduledCopy
+from slapo_verify.stage_calls import Answers, StagedCalls
 
 from .staging import cut_schedule
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.pipeline.stages import staged
+from slapo_runtime.stages import staged
 from tests.support.staged import Chain, batch, chain
 
 

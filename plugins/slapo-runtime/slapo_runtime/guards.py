@@ -23,13 +23,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.private import ALL_HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
-from slapo_core.tree.index import full_name
-from slapo_core.tree.journal import AddHook, Entry, ReplaceModule, SetLayout, SetTensor, TakenHook, WrapForward
-from slapo_runtime.consistency import refuse_if_incomplete
-from slapo_runtime.ranks.rank_consistency import RankFact, checksum, describe_tensor
-from slapo_runtime.ranks.rng_state import synchronize_and_warn
-from slapo_runtime.ranks.world import World
+from slapo_core.internals import journal, module_index
+from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
+from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
+from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
     from slapo_core.layout import Layout, Mesh
@@ -103,7 +100,7 @@ class Guards:
         self._number = str(next(_NUMBERS))
         self._placed = (False, False)  # the state-dict hooks, and that of the forward
         self._hooks: dict[str, int] = {}  # number of each, by its kind
-        self._taken: dict[str, dict[str, TakenHook]] = {}  # those that are not needed now
+        self._taken: dict[str, dict[str, journal.TakenHook]] = {}  # those that are not needed now
 
     @classmethod
     def of(cls, schedule: Schedule) -> Guards:
@@ -142,7 +139,7 @@ class Guards:
             ("load_state_dict_pre", is_split, lambda: model.register_load_state_dict_pre_hook(self.before_load)),
             ("forward_pre", is_due, lambda: model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)),
         ):
-            hooks = {table: getattr(model, table) for table in ALL_HOOK_TABLES[kind]}
+            hooks = {table: getattr(model, table) for table in HOOK_TABLES[kind]}
             if is_wanted:
                 if kind not in self._hooks:
                     self._hooks[kind] = register().id
@@ -150,9 +147,11 @@ class Guards:
                     taken.put_back(hooks[table])
             elif kind in self._hooks and kind not in self._taken:
                 own = self._hooks[kind]
-                self._taken[kind] = {table: TakenHook(held, own) for table, held in hooks.items() if own in held}
+                self._taken[kind] = {
+                    table: journal.TakenHook(held, own) for table, held in hooks.items() if own in held
+                }
 
-    def _note_layouts(self, entry: Entry, *, undone: bool) -> bool:
+    def _note_layouts(self, entry: journal.Entry, *, undone: bool) -> bool:
         """Note the shards that an edit makes; return whether it splits anything."""
         found = False
         for name, tensor, layout in _layouts(entry):
@@ -229,7 +228,7 @@ class Guards:
             if torch.is_grad_enabled():
                 self.look_while_compiling(self._number)
         elif self._mesh is None:  # of a copy, where it would stay
-            tables = [getattr(model, table) for table in ALL_HOOK_TABLES["forward_pre"]]
+            tables = [getattr(model, table) for table in HOOK_TABLES["forward_pre"]]
             for key in [key for key, hook in tables[0].items() if hook is self]:
                 for table in tables:
                     del table[key]
@@ -299,23 +298,25 @@ class Guards:
                 synchronize_and_warn(replica, "differs", stacklevel=7)
 
 
-def _layouts(entry: Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]:
+def _layouts(entry: journal.Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]:
     """Yield each tensor whose layout an edit sets, with its full name where known."""
-    if isinstance(entry, SetTensor):
+    if isinstance(entry, journal.SetTensor):
         if entry.new is not None and entry.layout is not None:
-            yield full_name(*entry.sites[0]), entry.new, entry.layout
-    elif isinstance(entry, ReplaceModule):
+            yield module_index.full_name(*entry.sites[0]), entry.new, entry.layout
+    elif isinstance(entry, journal.ReplaceModule):
         yield from (("", tensor, layout) for tensor, layout in entry.assigned)
-    elif isinstance(entry, SetLayout):
+    elif isinstance(entry, journal.SetLayout):
         yield "", entry.tensor, entry.layout
 
 
 def _may_gather(model: nn.Module, step: Step) -> int:
     """Return whether a step may gather its input, so that ranks may be given parts of a batch."""
     around_root = sum(
-        entry.module is model and entry.active and (isinstance(entry, WrapForward) or entry.kind == "forward_pre")
+        entry.module is model
+        and entry.active
+        and (isinstance(entry, journal.WrapForward) or entry.kind == "forward_pre")
         for entry in step.entries
-        if isinstance(entry, (AddHook, WrapForward))
+        if isinstance(entry, (journal.AddHook, journal.WrapForward))
     )
     texts = [value for value in step.record.primitive.arguments().values() if isinstance(value, str)]
     return around_root + ("all_gather" in texts)
@@ -467,7 +468,7 @@ class _Exchanges:
         self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self.count = 0
 
-    def note(self, model: nn.Module, entry: Entry, *, undone: bool) -> None:
+    def note(self, model: nn.Module, entry: journal.Entry, *, undone: bool) -> None:
         """Note which parameters an edit of ``model`` exchanged, when it is made (again) or undone."""
         for name, old, new in _exchanged(entry):
             out, into = (new, old) if undone else (old, new)
@@ -530,17 +531,20 @@ class _Exchanges:
         )
 
 
-def _exchanged(entry: Entry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:
+def _exchanged(entry: journal.Entry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:
     """Yield ``(full name, old, new)`` of each exchanged parameter."""
-    if isinstance(entry, SetTensor):
+    if isinstance(entry, journal.SetTensor):
         old, new = (tensor if isinstance(tensor, nn.Parameter) else None for tensor in (entry.old, entry.new))
-        return [(full_name(*entry.sites[0]), old, new)]
-    if not isinstance(entry, ReplaceModule):
+        return [(module_index.full_name(*entry.sites[0]), old, new)]
+    if not isinstance(entry, journal.ReplaceModule):
         return []
     before, after = dict(entry.old.named_parameters()), dict(entry.new.named_parameters())
     kept = {id(p) for p in before.values()} & {id(p) for p in after.values()}
-    out = [(full_name(entry.path, name), p, None) for name, p in before.items() if id(p) not in kept]
-    return [*out, *((full_name(entry.path, name), None, p) for name, p in after.items() if id(p) not in kept)]
+    out = [(module_index.full_name(entry.path, name), p, None) for name, p in before.items() if id(p) not in kept]
+    return [
+        *out,
+        *((module_index.full_name(entry.path, name), None, p) for name, p in after.items() if id(p) not in kept),
+    ]
 
 
 # About models and not about plugins or settings: an entry goes with its model, so nothing leaks from test to test.

@@ -9,13 +9,13 @@ from slapo_core.errors import TraceError
 from slapo_core.hookspecs import hookspec
 
 if TYPE_CHECKING:
-    from slapo_core.dialect import ScheduledModel
+    from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.partition import Liveness, Partition
 
 
 @hookspec(firstresult=True)
 def slapo_partition(
-    schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
+    schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
     """Called when stages are needed: by ``build`` and ``verify``, once for each input signature and mode.
 

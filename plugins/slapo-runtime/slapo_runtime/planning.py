@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.dialect import BuildArguments, Dialect, Plan, ScheduledModel
+from slapo_core.dialect import BuildArguments, Dialect, Plan
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
 from slapo_core.layout import Mesh
 
 if TYPE_CHECKING:
+    from slapo_core.schedule.schedule import Schedule
     from slapo_runtime.partition import Value
-    from slapo_runtime.request import StagedModel
+    from slapo_runtime.stages import StagedModel
 
 
-def plan_of(dialect: Dialect, schedule: ScheduledModel, options: Mapping[str, Any], **given: Any) -> Plan:
+def plan_of(dialect: Dialect, schedule: Schedule, options: Mapping[str, Any], **given: Any) -> Plan:
     """Return the plan of a build with a dialect, without building.
 
     Args:
@@ -66,7 +67,7 @@ def checked_axes(axes: Any) -> dict[str, int | None]:
     return dict(axes)
 
 
-def device_of(schedule: ScheduledModel, asked: str | None) -> str:
+def device_of(schedule: Schedule, asked: str | None) -> str:
     """The type of the device that a model is going to train on, e.g. ``"cpu"``.
 
     Args:
@@ -82,7 +83,7 @@ def device_of(schedule: ScheduledModel, asked: str | None) -> str:
     return sorted(found)[-1] if found else "cpu"
 
 
-def parameter_types(schedule: ScheduledModel) -> frozenset[str]:
+def parameter_types(schedule: Schedule) -> frozenset[str]:
     """The types of the parameters that are floating-point numbers, e.g. ``{"float32"}``."""
     return frozenset(
         str(one.dtype).removeprefix("torch.") for one in schedule.model.parameters() if one.dtype.is_floating_point
@@ -98,7 +99,7 @@ def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
     """
     import torch
 
-    from slapo_core.private import tree_leaves
+    from slapo_runtime.private import tree_leaves
 
     items = inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]
     found = set()
@@ -110,7 +111,7 @@ def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def boundaries(schedule: ScheduledModel, ask: Callable[[], StagedModel]) -> Iterator[str]:
+def boundaries(schedule: Schedule, ask: Callable[[], StagedModel]) -> Iterator[str]:
     """Describe the values that each stage sends to the next, by the example inputs.
 
     Args:

@@ -1,9 +1,10 @@
-"""Repeat a schedule elsewhere: copies of the reference model and its steps, also as a pickle for other processes."""
+"""Copies of a scheduled model: to be read, to repeat the steps on, and to send to other processes."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import os
 import pickle
@@ -16,15 +17,23 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from slapo_core.errors import ReplayError, SerializationError, SlapoError, UnknownNameError
+from slapo_core import Node
+from slapo_core.errors import ApplyError, ReplayError, SerializationError, SlapoError, UnknownNameError
+from slapo_core.internals import module_index
 from slapo_core.primitive import Record
-from slapo_core.private import apply_to_tensors
 from slapo_core.schedule.creation import create_schedule
 from slapo_core.schedule.schedule import Schedule
-from slapo_core.tree.index import made_beforehand
+from slapo_core.schedule.sugar import bound_query
+from slapo_core.tree.tree import Tree
+from slapo_runtime.private import apply_to_tensors
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from slapo_core import Node
     from slapo_core.layout import Mesh
+    from slapo_core.plugins.manager import HookManager
+    from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive
 
 
@@ -51,7 +60,7 @@ def copy_model(
         made = _made(tensor, dtype, shares_memory=shares_memory)
         if made is not None:
             memo[id(tensor)] = made
-    memo |= {key: made for key, made in made_beforehand(model).items() if key not in memo}
+    memo |= {key: made for key, made in module_index.made_beforehand(model).items() if key not in memo}
     copied = copy.deepcopy(model, memo)
     for name, parameter in copied.named_parameters(remove_duplicate=False):
         original = model.get_parameter(name)
@@ -91,7 +100,7 @@ def copy_with_steps(
     Args:
         model: only read.
         steps: to be repeated on the copy.
-        shares_memory: see :func:`~slapo_verify.copies.copy_model`; for the model.
+        shares_memory: see :func:`copy_model`; for the model.
     """
     memo: dict[int, Any] = {}
     copied = copy_model(model, memo, shares_memory=shares_memory)
@@ -259,3 +268,79 @@ def _register(primitives: Mapping[type[Primitive], None]) -> None:
             registry.load(cls.name, "primitives")
         except UnknownNameError:
             registry.register(cls)
+
+
+class ScheduledCopy:
+    """A read-only schedule around a deep copy of a schedule's model, for the hooks of plugins.
+
+    Args:
+        schedule: with the steps; its own model is neither returned nor changed.
+        model: the copy.
+    """
+
+    def __init__(self, schedule: Schedule, model: nn.Module) -> None:
+        self._schedule = schedule
+        self.model = model
+
+    @property
+    def original(self) -> Schedule:
+        """The schedule whose model was copied."""
+        return self._schedule
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self._schedule.mesh
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return self._schedule.records
+
+    @property
+    def registry(self) -> Registry:
+        return self._schedule.registry
+
+    @property
+    def hooks(self) -> HookManager:
+        return self._schedule.hooks
+
+    @property
+    def root(self) -> Node:
+        return self._tree.node("")
+
+    def __getitem__(self, path: str) -> Any:
+        return self._tree.find(path)
+
+    @functools.cached_property
+    def _tree(self) -> Tree:
+        return self._schedule.tree.of_copy(self.model, self)
+
+    # -- what nodes need --------------------------------------------------------------------------------------
+
+    def removal_of(self, path: str) -> Record | None:
+        return self._schedule.removal_of(path)
+
+    def rewound(self, to: Any) -> AbstractContextManager[nn.Module]:
+        """Rewind the schedule's own model."""
+        return self._schedule.rewound(to)
+
+    def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
+        return self._schedule.plugin_named(kind, name, path)
+
+    def member_names(self) -> tuple[str, ...]:
+        return self._schedule.member_names()
+
+    def member_named(self, name: str, target: Any, where: str) -> Callable[..., Any]:
+        if name in self.registry.names("queries"):
+            return bound_query(self, name, target, where)
+        if name not in self.member_names():
+            raise AttributeError(name)
+        raise self._is_read(f"apply {name} at '{where}'")
+
+    def apply_at(self, node: Node, primitive: Primitive) -> Node:
+        raise self._is_read(f"apply {primitive} at '{node.path}'")
+
+    def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
+        raise self._is_read(f"apply {primitive}")
+
+    def _is_read(self, what: str) -> ApplyError:
+        return ApplyError(f"cannot {what}: this is a read-only copy of the scheduled model")

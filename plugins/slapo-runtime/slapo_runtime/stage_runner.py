@@ -1,9 +1,10 @@
-"""Run the stages of a pipeline rank, micro-batch by micro-batch."""
+"""Run the stages of a pipeline rank, micro-batch by micro-batch, each with its own RNG stream."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -11,13 +12,11 @@ import torch
 from torch import nn
 
 from slapo_runtime.p2p_packing import P2PMessage, attached, common_dtype
-from slapo_runtime.rng_streams import start_stream, was_used
 
 if TYPE_CHECKING:
+    from slapo_runtime.context import BuildContext, StagedBatch
     from slapo_runtime.partition import Partition, Stage
-    from slapo_runtime.request import BuildRequest, StagedBatch, StagedModel
-
-__all__ = ["ModelChunk", "RankStages", "StageCache", "Work"]
+    from slapo_runtime.stages import StagedModel
 
 
 @dataclass(frozen=True)
@@ -209,24 +208,24 @@ class StageCache(Generic[F]):
     """Cut batches, and keep the stages for the most recent input signatures.
 
     Args:
-        request: from ``build``.
+        context: from ``build``.
         count: of micro-batches.
         axes: of the batch, as the hook `slapo_partition` says.
         option: of the runtime that gives the count, for messages.
         make: the form of stages, for training or not.
-        prepare: as for :meth:`slapo_runtime.request.BuildRequest.staged`.
+        prepare: as for :meth:`slapo_runtime.context.BuildContext.staged`.
     """
 
     def __init__(
         self,
-        request: BuildRequest,
+        context: BuildContext,
         count: int,
         axes: Mapping[str, int | None] | None,
         option: str,
         make: Callable[[StagedModel, bool], F],
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> None:
-        self._request, self._count, self._axes, self._option, self._make = request, count, axes, option, make
+        self._context, self._count, self._axes, self._option, self._make = context, count, axes, option, make
         self._prepare = prepare
         self._kept: OrderedDict[tuple[int, bool], tuple[StagedModel, F]] = OrderedDict()  # the model keeps its id
 
@@ -237,7 +236,7 @@ class StageCache(Generic[F]):
             BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
             TraceError: the model cannot be cut for it.
         """
-        cut = self._request.staged(
+        cut = self._context.staged(
             batch, self._count, training=training, axes=self._axes, option=self._option, prepare=self._prepare
         )
         key = (id(cut.staged), training)
@@ -251,3 +250,54 @@ class StageCache(Generic[F]):
     def close(self) -> None:
         """Release everything."""
         self._kept.clear()
+
+
+@contextlib.contextmanager
+def step_seed(device: torch.device) -> Iterator[int]:
+    """Give the seed of a step; restore the default generators afterwards.
+
+    Args:
+        device: of the stages; the CPU's generator is restored too.
+    """
+    looking_ahead = torch.Generator()
+    looking_ahead.set_state(torch.default_generator.get_state())
+    seed = int(torch.randint(1 << 62, (), generator=looking_ahead, device="cpu"))
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type="cuda" if device.type == "cpu" else device.type):
+        yield seed
+
+
+def advance() -> None:
+    """Advance the default generator past the number that seeded this step."""
+    torch.randint(1 << 62, (), device="cpu")
+
+
+def start_stream(seed: int, stage: int, number: int, device: torch.device) -> list[torch.Tensor]:
+    """Seed the stream of a stage and a micro-batch, independently of the schedule.
+
+    Args:
+        seed: of the step.
+        stage: its index.
+        number: of the micro-batch.
+        device: of the stage; the CPU's generator is seeded too.
+
+    Returns:
+        for :func:`was_used`.
+    """
+    own = hash((seed, stage, number)) & ((1 << 63) - 1)
+    torch.default_generator.manual_seed(own)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(own)
+    return _states(device)
+
+
+def was_used(since: list[torch.Tensor], device: torch.device) -> bool:
+    """Return whether the stream was used since it began."""
+    return any(not torch.equal(one, other) for one, other in zip(since, _states(device), strict=True))
+
+
+def _states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states

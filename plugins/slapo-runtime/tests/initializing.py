@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core.layout import Layout
-from slapo_runtime.weights.initialization import blocks, record, seed_of
-from slapo_runtime.weights.initializers import Rerun, copy_on_meta
+from slapo_runtime.initialization import blocks, record, seed_of
+from slapo_runtime.initializers import Rerun, copy_on_meta
 
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 

@@ -19,7 +19,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.plugins import Registry, use_registry
 from slapo_runtime.engine import StatefulEngine
-from slapo_runtime.state import LiveTensor
+from slapo_runtime.storage import LiveTensor
 
 __all__ = ["Forgetting", "Sliced", "SlicedEngine", "sliced"]
 
@@ -27,15 +27,15 @@ __all__ = ["Forgetting", "Sliced", "SlicedEngine", "sliced"]
 class Slices:
     """This replica's slice of every trained parameter, and of its moments; both storages."""
 
-    def __init__(self, request: Any, forget: bool) -> None:
-        self.mesh, self.forget = request.schedule.mesh, forget
+    def __init__(self, context: Any, forget: bool) -> None:
+        self.mesh, self.forget = context.schedule.mesh, forget
         self.replicas = self.mesh.size("dp") if self.mesh is not None else 1
         self.place = self.mesh.rank("dp") if self.mesh is not None else 0
         self.masters: dict[int, nn.Parameter] = {}
         self.parameters: list[nn.Parameter] = []
         self.shapes: dict[int, tuple[int, ...]] = {}
         self.alive = self.most_alive = 0
-        for live in request.materialize():
+        for live in context.materialize():
             if isinstance(live.tensor, nn.Parameter) and live.tensor.requires_grad:
                 self.shapes[id(live.tensor)] = tuple(live.tensor.shape)
                 self.masters[id(live.tensor)] = nn.Parameter(self.slice_of(live.tensor.double()))
@@ -146,16 +146,16 @@ class Slices:
 
 
 class SlicedEngine(StatefulEngine):
-    def __init__(self, forget: bool, plan: Any, request: Any) -> None:
-        self.plan, self.request, self._state = plan, request, request.state
-        self.slices = Slices(request, forget)
-        self.optimizer, self.module, self.ticks = self.slices.inner, request.schedule.model, 0
-        request.state.keep_in(self.slices)
+    def __init__(self, forget: bool, plan: Any, context: Any) -> None:
+        self.plan, self.context, self._state = plan, context, context.state
+        self.slices = Slices(context, forget)
+        self.optimizer, self.module, self.ticks = self.slices.inner, context.schedule.model, 0
+        context.state.keep_in(self.slices)
 
     def train_step(self, batch: Any) -> Any:
         slices = self.slices
         slices.renew()
-        loss, output = self.request.compute_loss(batch)
+        loss, output = self.context.compute_loss(batch)
         loss.backward()
         for parameter in slices.parameters:
             if slices.replicas > 1:
@@ -198,8 +198,8 @@ class Sliced(slapo.Dialect):
     def plan(self, schedule: Any, config: Mapping[str, Any]) -> slapo.Plan:
         return slapo.Plan(self.name, ("slices over dp",))
 
-    def build(self, plan: slapo.Plan, request: Any) -> Any:
-        return SlicedEngine(self.forgets, plan, request)
+    def build(self, plan: slapo.Plan, context: Any) -> Any:
+        return SlicedEngine(self.forgets, plan, context)
 
 
 class Forgetting(Sliced):

@@ -17,11 +17,10 @@ from safetensors.torch import save_file
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
 from slapo_core.primitives.replace import Replace
-from slapo_runtime.building.agreement import weights_facts
-from slapo_runtime.consistency import schedule_facts
-from slapo_runtime.ranks.launcher import run_ranks
-from slapo_runtime.ranks.rank_consistency import RankFact, checksum
-from slapo_runtime.weights.sources import SafetensorsSource, open_source
+from slapo_runtime.consistency import schedule_facts, weights_facts
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.files import SafetensorsSource, open_source
+from slapo_runtime.world import RankFact, checksum
 from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 from tests.support.building import Split, adam, on_meta, real

@@ -31,9 +31,9 @@ class Folding(TorchDialect):
         self.seen.append(dict(config))
         return slapo.Plan(self.name, (f"{config['steps']} micro-batches",), config)
 
-    def build(self, plan: slapo.Plan, request: Any) -> slapo.Engine:
-        default = TorchDialect().plan(request.schedule, {})
-        return TorchDialect().build(default, request)
+    def build(self, plan: slapo.Plan, context: Any) -> slapo.Engine:
+        default = TorchDialect().plan(context.schedule, {})
+        return TorchDialect().build(default, context)
 
 
 class Mute(TorchDialect):

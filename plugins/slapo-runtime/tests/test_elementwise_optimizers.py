@@ -11,8 +11,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import OptimizerError
-from slapo_runtime.building.optimizer import make_optimizer
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.optimizer import make_optimizer
 from tests.messages import Messages
 from tests.support.building import batches, real, split
 

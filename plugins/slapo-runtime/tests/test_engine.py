@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
 from tests.support.building import Cnn, Mlp, adam, batches, bert, real, sgd, split
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
 from tests.support.building import adam, batches, on_meta, real, sgd, split
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import slapo_core as slapo
 from slapo_core.layout import Layout
-from slapo_runtime.ranks.launcher import run_ranks
-from slapo_runtime.weights import initialization
-from slapo_runtime.weights.initialization import Initializer, blocks, record
+from slapo_runtime import initialization
+from slapo_runtime.initialization import Initializer, blocks, record
+from slapo_runtime.launcher import run_ranks
 from tests.integration.zoo.subjects import subject
 from tests.support.building import Split, on_meta
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from slapo_core.errors import LaunchError, RankFailedError
-from slapo_runtime.ranks import launcher
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime import launcher
+from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
@@ -233,7 +233,7 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, int], word:
 
 SCRIPT = """
 import os
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 
 class Box:
     def __init__(self, value): self.value = value
@@ -331,7 +331,7 @@ def test_a_batch_that_the_model_does_not_take_is_said_alone(tmp_path: Path, mess
 
 
 TEST_MODULE = """
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 
 class Answer:
     value = 42
@@ -359,7 +359,7 @@ def test_a_test_module_that_no_path_leads_to_is_imported_from_its_file(tmp_path:
 
 ORPHANS = """
 import os, sys, threading
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 
 def hold_the_fifo_open(fifo, in_the_callers_group):
     if in_the_callers_group:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.support.building import Split, batches, real
 
 from .test_live_wrappers import own_batch, scheduled

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime import live
-from slapo_runtime.ranks.launcher import run_ranks
-from slapo_runtime.weights.gradients import GradientClipper
+from slapo_runtime.gradients import GradientClipper
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights import live
 from tests.messages import Messages
 from tests.support.building import AllReduce, Split, SumOutput, bert, gpt2, llama, real, split
 

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.building.batches import micro_batches
+from slapo_runtime.batches import micro_batches
 from slapo_runtime.native.dialect import TorchDialect
-from slapo_runtime.native.pipeline.runner import Runner
-from slapo_runtime.native.pipeline.schedules import SCHEDULES, schedule_named, schedule_of
-from slapo_runtime.native.pipeline.stage import RunningStage
-from slapo_runtime.native.pipeline.torch_pipelining import make_schedule
+from slapo_runtime.native.running_stage import Runner, RunningStage
+from slapo_runtime.native.schedules import SCHEDULES, schedule_named, schedule_of
+from slapo_runtime.native.torch_pipelining import make_schedule
 from tests.messages import Messages
 from tests.support.hand_stages import Net, liveness_of, partition_of
 

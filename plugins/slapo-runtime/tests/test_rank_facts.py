@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slapo_core.tree.render import describe
-from slapo_runtime.ranks.rank_consistency import RankFact, checksum, describe_tensor, first_difference
+from slapo_runtime.world import RankFact, checksum, describe_tensor, first_difference
 
 
 class Color(enum.Enum):
@@ -38,11 +38,11 @@ class Window:
         (Window(3, object()), "Window(size=3, handle=<builtins.object>)"),
         (torch.nn.Linear, "<class torch.nn.modules.linear.Linear>"),
         (torch.nn.Linear(2, 2), "<torch.nn.modules.linear.Linear>"),
-        (describe, "<function slapo_runtime.ranks.rank_consistency.describe>"),
+        (describe, "<function slapo_core.tree.render.describe>"),
         (Window(1).__eq__, "<function plugins.slapo-runtime.tests.test_rank_facts.Window.__eq__>"),
         (
             functools.partial(describe, 1, value=object()),
-            "<functools.partial of <function slapo_runtime.ranks.rank_consistency.",
+            "<functools.partial of <function slapo_runtime.world.",
         ),
         (torch.nn.functional.gelu, "<function "),
         (torch.ones(2), "<torch.Tensor>"),
@@ -71,7 +71,7 @@ def test_a_checksum_sees_every_bit_and_the_order_wherever_the_elements_lie(
     tensor = torch.arange(143).reshape(11, 13).remainder(7).to(dtype)
     total = checksum(tensor)
     for size in (1 << 20, 64, 8):  # also in pieces smaller than a row
-        monkeypatch.setattr(sys.modules["slapo_runtime.ranks.rank_consistency"], "_CHUNK", size)
+        monkeypatch.setattr(sys.modules["slapo_runtime.world"], "_CHUNK", size)
         assert checksum(tensor.clone()) == total
         assert checksum(tensor.t().contiguous().t()) == total
         assert checksum(torch.stack([tensor, tensor], dim=-1)[..., 1]) == total

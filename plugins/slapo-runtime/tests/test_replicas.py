@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
-from slapo_runtime.weights.correspondence import Correspondence
-from slapo_runtime.weights.replicas import Replica, align_replicas, check_replicas, ranks_along, replicas_of
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.replicas import Replica, align_replicas, check_replicas, replicas_of
+from slapo_runtime.world import ranks_along
 from tests.support.building import Split, real, split
 
 

@@ -7,7 +7,7 @@ import torch
 
 from slapo_core.errors import ArgumentError
 from slapo_runtime.sizes import format_bytes, parse_bytes
-from slapo_runtime.weights.checkpoint_files import export_plain
+from slapo_runtime.weights.files import export_plain
 from tests.messages import Messages
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_runtime.weights.optimizer_state import Held, Part, unite
 from tests.support.staged import Sizes, batch, build, in_turn, scheduled
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.support.staged import Sizes, batch, build, chain, grouped, in_turn, plain_step, scheduled
 
 STEPS = 3
@@ -32,12 +32,12 @@ def train(mesh: Sizes, *, v_shape: bool = False) -> dict[str, Any]:
         "state": engine.state.state_dict(),
         "first only": engine.state.state_dict(rank0_only=True),
         "stand-ins": sorted(one.name for one in live if one.tensor.is_meta),
-        "elsewhere": sorted(name for name, ranks in engine.request.placement.reference.items() if here not in ranks),
+        "elsewhere": sorted(name for name, ranks in engine.context.placement.reference.items() if here not in ranks),
         "is_local": all(one.is_local != one.tensor.is_meta for one in live),
         "trained": sorted({id(p) for group in engine.optimizer.param_groups for p in group["params"]})
         == sorted({id(one.tensor) for one in live if one.is_parameter and one.is_local}),
         "tied": engine.module.head.weight is engine.module.embed.weight,
-        "ranks": engine.request.stage_ranks,
+        "ranks": engine.context.stage_ranks,
     }
 
 

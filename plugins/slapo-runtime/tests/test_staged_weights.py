@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_testing.distributions import FakeEnvironment
 from tests.support.edits import Call
 from tests.support.staged import build, in_turn

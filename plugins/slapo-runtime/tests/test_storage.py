@@ -15,9 +15,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.files import SafetensorsSource
 from slapo_runtime.weights.optimizer_state import OptimizerState
-from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
 from tests.support.staged import batch, chain, scheduled
 

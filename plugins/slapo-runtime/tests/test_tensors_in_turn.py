@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import Registry, use_registry
-from slapo_runtime.state import LiveTensor
+from slapo_runtime.storage import LiveTensor
 from tests.messages import Messages
 
 
@@ -43,15 +43,15 @@ class InTurn(slapo.Dialect):
     def plan(self, schedule: Any, config: Mapping[str, Any]) -> slapo.Plan:
         return slapo.Plan(self.name, ("in turn",))
 
-    def build(self, plan: slapo.Plan, request: Any) -> Any:
+    def build(self, plan: slapo.Plan, context: Any) -> Any:
         self.log.clear()
-        for count, live in enumerate(request.materialize(), start=1):
-            whole = [t.name for t in request.state.tensors() if not t.tensor.is_meta and t.tensor.numel() > 1]
+        for count, live in enumerate(context.materialize(), start=1):
+            whole = [t.name for t in context.state.tensors() if not t.tensor.is_meta and t.tensor.numel() > 1]
             self.log.append((live, live.tensor.detach().clone(), whole))
             live.tensor.data = live.tensor.detach().flatten()[:1].clone()
             if count == self.stop_after:
                 break
-        return request.state
+        return context.state
 
 
 @pytest.fixture(autouse=True)

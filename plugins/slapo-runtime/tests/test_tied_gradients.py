@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import run_ranks
-from slapo_runtime.state import Placement
-from slapo_runtime.weights.gradients import GradientClipper, TiedGradients
-from slapo_runtime.weights.replicas import compare_all
-from slapo_runtime.weights.state import TensorState
+from slapo_runtime.gradients import GradientClipper, TiedGradients
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.replicas import compare_all
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import Placement
 from tests.messages import Messages
 from tests.support.building import Split
 
@@ -42,7 +42,7 @@ def on_four() -> dict[str, Any]:
     model = Parameters()
     sch = placed({"pp": 4}, PLACES, model)
     rank = sch.mesh.rank("pp")
-    state = TensorState.of(sch)
+    state = ModelState.of(sch)
     for name, ranks in PLACES.items():
         if rank not in ranks:
             getattr(model, name).data.fill_(math.nan)  # what is read of it anywhere shows
@@ -129,7 +129,7 @@ def sharded() -> dict[str, Any]:
     sch = slapo.create_schedule(model, mesh={"pp": 2, "tp": 2})
     sch["0"].apply(Split(("weight",), axis=1))
     sch.tree.tensors.placement = Placement({"0.weight": (0, 1)})
-    state = TensorState.of(sch)
+    state = ModelState.of(sch)
     pp, tp = sch.mesh.rank("pp"), sch.mesh.rank("tp")
     full = torch.arange(24.0, dtype=torch.float64).view(6, 4)
     piece = full.chunk(2, dim=1)[tp]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.building.batches import labels_left_out, micro_batches
-from slapo_runtime.step_invariants import UnusedParameters
+from slapo_runtime.batches import labels_left_out, micro_batches
+from slapo_runtime.engine import UnusedParameters
 from tests.messages import Messages
 from tests.support.building import Cnn, adam, batches, bert, real, sgd
 

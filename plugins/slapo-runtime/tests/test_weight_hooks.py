@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.ranks.launcher import preload_modules, run_ranks
+from slapo_runtime.launcher import preload_modules, run_ranks
 from tests.messages import Messages
 from tests.support.building import MODELS, on_meta, real, split
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.primitives.replace import Replace
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
 from tests.support.building import on_meta, real, split
 from tests.support.reference_weights import load_reference_state_dict, reference_state_dict

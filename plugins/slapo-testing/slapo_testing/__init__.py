@@ -36,7 +36,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_runtime.ranks.launcher import (
+    from slapo_runtime.launcher import (
         preload_modules as preload_modules,
         run_ranks as run_ranks,
     )
@@ -93,9 +93,9 @@ _PUBLIC = {
     "isolated_registry": "slapo_testing.fixtures",
     "parametrize_checks": "slapo_testing.parametrize",
     "parametrize_dialect_checks": "slapo_testing.parametrize",
-    "preload_modules": "slapo_runtime.ranks.launcher",
+    "preload_modules": "slapo_runtime.launcher",
     "primitive_source": "slapo_testing.distributions",
-    "run_ranks": "slapo_runtime.ranks.launcher",
+    "run_ranks": "slapo_runtime.launcher",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core import Schedule, create_schedule
 from slapo_core.errors import SlapoError
+from slapo_core.internals import current_registry
 from slapo_core.layout import fork_rng
-from slapo_core.plugins import current_registry, use_registry
+from slapo_core.plugins import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitive import Primitive
-from slapo_core.schedule.creation import create_schedule
-from slapo_core.schedule.schedule import Schedule
 from slapo_testing.case import Case, Making, made
 from slapo_testing.check import CheckError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.tree.node import Node
+    from slapo_core import Node
 
 
 SEED = 20

@@ -1,12 +1,15 @@
 """Hold an installed plugin against every rule: what ``slapo plugins check`` runs.
 
-A distribution may ship the cases of its primitives and dialects: a function ``slapo_cases()`` in the module that an
-entry point names, which returns a list of `Case` and `DialectCase`. The same list serves its own tests:
-``@parametrize_checks(slapo_cases())``, or ``@parametrize_dialect_checks(slapo_cases())``.
+A distribution may ship the cases of its primitives and dialects: a function that returns a list of `Case` and
+`DialectCase`. It is ``slapo_cases()`` in the module of the primitive or dialect, or the function that an entry point of
+the group ``slapo.v1.cases`` names. The same list serves its own tests: ``@parametrize_checks(slapo_cases())``, or
+``@parametrize_dialect_checks(slapo_cases())``. Objects of kinds that other distributions declare are checked by the
+`Kit` of their owner.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -15,23 +18,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
-
+from slapo_core.cli.new import hides_member
 from slapo_core.errors import ArgumentError, PluginError
 from slapo_core.plugins import use_registry
-from slapo_core.plugins.metadata import LOCAL_VERSION, Entry, Plugin
+from slapo_core.plugins.manager import HookManager
+from slapo_core.plugins.metadata import LOCAL_VERSION, Entry, Kind, Plugin
 from slapo_core.plugins.registry import Registry
-from slapo_core.schedule.creation import create_schedule
 from slapo_testing.case import Case
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.checks import CHECKS
 from slapo_testing.checks.declarations import documentation_violations, round_trip_value
 from slapo_testing.dialects.case import DialectCase
 from slapo_testing.dialects.checks import DIALECT_CHECKS
+from slapo_testing.kit import Kit
 from slapo_testing.parametrize import case_labels
 from slapo_testing.probe import MODULE_LIMIT, probe
-from slapo_testing.samplers import sampler_checks
-from slapo_testing.stages import check_stages_hooks
 
 CASES_FUNCTION = "slapo_cases"
 """The function of a plugin's module that gives its cases."""
@@ -83,8 +84,11 @@ def check_plugin(
             return
     else:
         yield report(plugin.name, "state", "passed", plugin.reason or "")
+    for kind in sorted({entry.kind for entry in plugin.entries} - set(registry.kinds)):
+        yield report(kind, "load", "skipped", f"no installed distribution uses {kind}")
     progress(f"{plugin.name}: imports")
-    modules = sorted({entry.value.partition(":")[0] for entry in plugin.entries})
+    entries = [entry for entry in plugin.entries if registry.kinds.get(entry.kind, Kind(None)).base is not None]
+    modules = sorted({entry.value.partition(":")[0] for entry in entries})
     if modules and plugin.version != LOCAL_VERSION:
         probed = probe(*modules)
         outcome: Outcome = "failed" if probed.violations else "passed"
@@ -93,16 +97,9 @@ def check_plugin(
         if not probed.usable:
             return  # what ends or hangs another process would do the same to this one
     with use_registry(registry):
-        for entry in plugin.entries:
+        for entry in entries:
             yield from _check_entry(entry, registry, report)
         yield from _check_cases(plugin, registry, report, progress)
-
-
-def hides_member(name: str) -> bool:
-    """Whether schedules, nodes or groups have a member of that name: it is found before a primitive or namespace."""
-    schedule = create_schedule(nn.Sequential(nn.Identity()))
-    targets = (schedule, schedule["0"], schedule["*"])
-    return any(hasattr(type(each), name) or name in getattr(each, "__dict__", ()) for each in targets)
 
 
 def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding]) -> Iterator[Finding]:
@@ -114,13 +111,11 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
     yield report(entry.name, "load", "passed")
     if entry.kind == "hooks":
         try:
-            checks = list(check_stages_hooks(entry.distribution, registry))
+            HookManager(registry).activate(entry.distribution)
         except PluginError as error:
             yield report(entry.name, "hooks", "failed", str(error), _traceback(error))
             return
         yield report(entry.name, "hooks", "passed")
-        for hook, check in checks:
-            yield _run(report, entry.name, hook, check)
     elif entry.kind == "primitives":
         for part in entry.name.split("."):
             if hides_member(part):
@@ -129,26 +124,21 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
         yield _from_violations(report, entry.name, "documentation", documentation_violations(loaded))
         if all(_has_default(field) for field in dataclasses.fields(loaded)):
             yield _run(report, entry.name, "json_of_defaults", lambda: round_trip_value(loaded()))
-    elif entry.kind == "samplers":
-        for name, check in sampler_checks(loaded):
+    if entry.kind in registry.names("kits"):
+        kit: Kit = registry.load(entry.kind, "kits")()
+        for name, check in kit.checks(loaded, entry, registry):
             yield _run(report, entry.name, name, check)
 
 
 def _check_cases(
     plugin: Plugin, registry: Registry, report: Callable[..., Finding], progress: Callable[[str], None]
 ) -> Iterator[Finding]:
-    entries = [entry for entry in plugin.entries if entry.kind in _KINDS_WITH_CASES]
-    modules = dict.fromkeys(entry.value.partition(":")[0] for entry in entries)
     tested: set[tuple[str, str]] = set()
-    for module in modules:
-        function = getattr(sys.modules.get(module), CASES_FUNCTION, None)
-        if function is None:
-            continue
+    for where, function in _cases_functions(plugin, registry):
         try:
             cases = _cases(function)
         except Exception as error:  # noqa: BLE001 - a finding about the plugin, like any other
-            text = f"{type(error).__name__}: {error}"
-            yield report(f"{module}.{CASES_FUNCTION}()", "cases", "failed", text, _traceback(error))
+            yield report(f"{where}()", "cases", "failed", f"{type(error).__name__}: {error}", _traceback(error))
             continue
         for label, case in zip(case_labels(cases), cases, strict=True):
             kind, name, checks = _checks_of(case)
@@ -156,11 +146,24 @@ def _check_cases(
             for check, run in checks.items():
                 progress(f"{plugin.name}: {name} [{label}]: {check}")
                 yield _run(report, f"{name} [{label}]", check, run)
-    for entry in entries:
+    for entry in plugin.entries:
         module = entry.value.partition(":")[0]
-        if (entry.kind, entry.name) not in tested and module in sys.modules:
+        is_untested = entry.kind in _KINDS_WITH_CASES and (entry.kind, entry.name) not in tested
+        if is_untested and module in sys.modules:
             why = f"{module} has no {CASES_FUNCTION}() with a case for it: behavior is not checked"
             yield report(entry.name, "cases", "skipped", why)
+
+
+def _cases_functions(plugin: Plugin, registry: Registry) -> Iterator[tuple[str, Any]]:
+    """The functions that give a plugin's cases, each with its place: the published ones, else those beside its code."""
+    published = [entry for entry in plugin.entries if entry.kind == "cases"]
+    for entry in published:
+        with contextlib.suppress(PluginError):  # reported when it was loaded
+            yield entry.value.replace(":", "."), registry.load(entry)
+    modules = [each.value.partition(":")[0] for each in plugin.entries if each.kind in _KINDS_WITH_CASES]
+    for module in dict.fromkeys(modules) if not published else ():
+        if (function := getattr(sys.modules.get(module), CASES_FUNCTION, None)) is not None:
+            yield f"{module}.{CASES_FUNCTION}", function
 
 
 def _checks_of(case: Case | DialectCase) -> tuple[str, str, dict[str, Callable[[], None]]]:

@@ -79,7 +79,7 @@ class Counting(nn.Module):
             self.__dict__["seen"].append(name)
         super().__setattr__(name, value)
 
-    @property
+    @property  # type: ignore[override]
     def half(self) -> int:
         return self.width // 2
 
@@ -88,7 +88,8 @@ class Counting(nn.Module):
         self.__dict__["width"] = 2 * value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight) * self.scale
+        scaled: torch.Tensor = nn.functional.linear(x, self.weight) * self.get_buffer("scale")
+        return scaled
 
 
 class Frozen(nn.Module):

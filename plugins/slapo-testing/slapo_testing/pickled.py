@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_runtime.ranks.process import make_importable
+from slapo_runtime.rank_process import make_importable
 from slapo_testing.check import CheckError
 
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_runtime.ranks.process import make_importable
+from slapo_runtime.rank_process import make_importable
 
 MODULE_LIMIT = 500
 """Modules that an import may bring along beyond torch and slapo themselves."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.private import TENSOR_HOOK_TABLES, TENSOR_TABLES
 from slapo_runtime.guards import Guards
+from slapo_testing.private import TENSOR_HOOK_TABLES, TENSOR_TABLES
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, Guards)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from slapo_core import DISTRIBUTIONS
 from slapo_testing import CHECKS, FakeDistribution, FakeEnvironment
 from slapo_testing.conformance import Finding, check_plugin
 from tests.dists.healthy import acme, with_hooks
@@ -182,6 +183,30 @@ def test_cases_that_cannot_be_made_are_a_failure(
 
 
 @pytest.mark.slow
+def test_cases_of_an_entry_point_are_run_and_those_beside_the_code_are_not(
+    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slapo_testing.conformance.CHECKS", CHECKS[:1])
+    code, _, cases = MARK.replace("{EXTRA}", "pass").partition("def slapo_cases")
+    points = {
+        "slapo.v1.primitives": {"marks.mark": "slapo_marks:Mark"},
+        "slapo.v1.cases": {"marks": "slapo_marks_cases:slapo_cases"},
+        "slapo.v1.unheard": {"marks": "slapo_marks:Nothing"},
+    }
+    modules = {
+        "slapo_marks": f"{code}def slapo_cases():\n    raise OSError('not asked')\n",
+        "slapo_marks_cases": f"from slapo_marks import Mark\nimport slapo_core\ndef slapo_cases{cases}",
+    }
+    fake_distributions.install(FakeDistribution("slapo-marks", "2.1", points, modules))
+    registry = fake_distributions.registry(with_installed=True)
+    found = list(check_plugin(registry.plugin("slapo-marks"), registry))
+    assert [item.subject for item in found if item.outcome == "failed"] == []
+    assert "marks.mark [mark]" in {item.subject for item in found}
+    (unheard,) = (item for item in found if item.subject == "unheard")
+    assert (unheard.outcome, unheard.message) == ("skipped", "no installed distribution uses unheard")
+
+
+@pytest.mark.slow
 def test_a_plugin_without_cases_says_that_its_behavior_is_not_checked(
     fake_distributions: FakeEnvironment, message: Messages
 ) -> None:
@@ -221,7 +246,7 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
 def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironment) -> None:
     broken = acme("bust-slapo", namespace="bust", before=("1 / 0",))
     fake_distributions.install(acme(), broken)
-    ours = ("slapo-deepspeed", "slapo-fusion", "slapo-megatron", "slapo-pipeline", "slapo-tp", "slapo-tune")
+    ours = [name for name in DISTRIBUTIONS if name not in ("slapo-core", "slapo-runtime", "slapo-testing")]
     environ = {"SLAPO_DISABLE_PLUGINS": ",".join(ours)}
     done = fake_distributions.slapo("plugins", "check", "--json", environ=environ)
     assert done.returncode == 1, done.stderr
@@ -232,6 +257,8 @@ def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironm
         "acme-slapo": True,
         "bust-slapo": False,
         "slapo-core": True,
+        "slapo-runtime": True,
+        "slapo-testing": True,
     }
     assert plugins["acme-slapo"]["checks"][0] == {
         "check": "state",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slapo_core.primitive import Violation
 
 if TYPE_CHECKING:
-    from slapo_core.tree.node import Node
+    from slapo_core import Node
 
 __all__ = ["After", "Distributed", "Divisible"]
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from slapo_tune.errors import LogError
-from slapo_tune.sampler import STATUSES, Point, Trial
+from slapo_tune.samplers import STATUSES, Point, Trial
 
 FORMAT = 1
 """The version of the format; a header says ``{"slapo_tune_log": FORMAT, ...}``."""

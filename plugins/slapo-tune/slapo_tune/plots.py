@@ -23,7 +23,7 @@ from slapo_tune.report import (
     same_point,
     symbols,
 )
-from slapo_tune.sampler import Point, Trial
+from slapo_tune.samplers import Point, Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse
 from slapo_tune.predictions import Prediction, Predictions, sources
 from slapo_tune.report import best_trial
-from slapo_tune.sampler import Point, Sampler, Trial
+from slapo_tune.samplers import Point, Sampler, Trial
 from slapo_tune.samplers.program import margin
 from slapo_tune.space import Space, describe
 from slapo_tune.study import Study

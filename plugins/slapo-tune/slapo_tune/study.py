@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import DeviceSpec, Sampler, Schedule
-    from slapo_tune.sampler import Point
+    from slapo_tune.samplers import Point
     from slapo_tune.space import Space
     from slapo_tune.training import Run
 

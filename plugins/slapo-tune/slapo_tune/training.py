@@ -20,7 +20,7 @@ from slapo_tune.private import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_tune.sampler import Point
+    from slapo_tune.samplers import Point
     from slapo_tune.study import Study
 
 _STEPS = "slapo_tune: steps"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from slapo_core.errors import UnknownNameError
 from slapo_testing.distributions import FakeEnvironment
-from slapo_testing.samplers import sampler_checks
+from slapo_tune.cases import sampler_checks
 from tests.dists.healthy import acme, with_sampler
+from tests.messages import Messages
 
 LAST = "tried = [trial.point for trial in history]\nleft = [point for point in space.points() if point not in tried]\n"
 HEALTHY = LAST + "return left[-1] if left else None"
@@ -14,8 +16,7 @@ HEALTHY = LAST + "return left[-1] if left else None"
 
 def outcomes(environment: FakeEnvironment) -> dict[str, str]:
     """The violation that each check of the sampler found; empty where it passed."""
-    registry = environment.registry()
-    cls = registry.load(registry.names("samplers")[0], "samplers")
+    cls = environment.registry(with_installed=True).load("acme.last", "samplers")
     found = {}
     for name, check in sampler_checks(cls):
         try:
@@ -46,12 +47,26 @@ def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distribution
 
 def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler(HEALTHY, name="acme.last"), acme("other-slapo", namespace="other"))
-    registry = fake_distributions.registry()
-    assert registry.bare_names("samplers") == registry.names("samplers") == ("acme.last",)
-    assert registry.namespaces() == ("other",)
+    registry = fake_distributions.registry(with_installed=True)
+    assert registry.bare_names("samplers") == registry.names("samplers")
+    assert "acme.last" in registry.names("samplers")
+    assert "other" in registry.namespaces()
+    assert "acme" not in registry.namespaces()
     assert registry.load("acme.last", "samplers").name == "acme.last"
     with pytest.raises(AttributeError, match="sampler 'last'"):
         registry.resolve("samplers", "last")
+
+
+def test_a_kind_that_nobody_declares_has_no_names_and_spares_its_plugin(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
+    fake_distributions.install(with_sampler(HEALTHY))
+    registry = fake_distributions.registry()
+    assert [plugin.state for plugin in registry.plugins] == ["ok"]
+    assert registry.names("samplers") == registry.bare_names("samplers") == ()
+    with pytest.raises(UnknownNameError) as caught:
+        registry.load("acme.last", "samplers")
+    message(caught, "sampler 'acme.last'", "nothing here uses samplers")
 
 
 FAULTS = {

@@ -11,7 +11,7 @@ import pytest
 from slapo_core import RankFailedError
 from slapo_testing import run_ranks
 from slapo_tune import best, read_log
-from slapo_tune.sampler import Trial
+from slapo_tune.samplers import Trial
 
 from . import killed
 

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from slapo_tune.commands.progress import Progress
-from slapo_tune.sampler import Trial
+from slapo_tune.samplers import Trial
 from slapo_tune.search import Note, Started, Verified
 
 from .searched import POINTS, TRIALS

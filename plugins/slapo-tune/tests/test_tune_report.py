@@ -11,7 +11,7 @@ import pytest
 from slapo_core import ArgumentError
 from slapo_tune.plots import Plane, write_picture
 from slapo_tune.report import Report, agreement, best_trial, course, duration, number, point_words, rank_correlation
-from slapo_tune.sampler import STATUSES
+from slapo_tune.samplers import STATUSES
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from slapo_tune import Result, Study, read_log
-from slapo_tune.sampler import Trial
+from slapo_tune.samplers import Trial
 from slapo_tune.search import search
 from tests.messages import Messages
 

@@ -10,7 +10,7 @@ from slapo_core.errors import ArgumentError
 from slapo_verify.report import VerifyReport
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
     from slapo_verify.trials import Options
 
 __all__ = ["VerifyReport", "verify"]
@@ -183,7 +183,7 @@ def _schedules(sch: Schedule | Sequence[Schedule], example_inputs: Any) -> tuple
     Raises:
         ArgumentError: not a schedule or list of schedules, or the second argument is one.
     """
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
     if isinstance(example_inputs, Schedule):
         raise ArgumentError("the second argument of verify is a schedule", hint="verify([sch_a, sch_b], batch)")

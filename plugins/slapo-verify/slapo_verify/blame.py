@@ -13,7 +13,7 @@ from slapo_core.primitive import Change, Record, Suggestion
 from slapo_verify.search import SINGLE_STEPS, Failed, Part, Search, Try, block_pattern, is_below, nearest
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
 
 def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion]:

@@ -12,16 +12,16 @@ from slapo_core.errors import (
     SerializationError,
     VerifyError,
 )
-from slapo_runtime.ranks.launcher import preload_modules, run_ranks
-from slapo_runtime.ranks.trial_mesh import SECONDS
+from slapo_runtime.launcher import preload_modules, run_ranks
 from slapo_runtime.schedule_copies import Sent, installed_modules, sent
+from slapo_runtime.trial_groups import SECONDS
 from slapo_verify.inputs import Inputs
 from slapo_verify.report import Outcome
 from slapo_verify.session import check_each
 from slapo_verify.trials import Options
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
 
 def check_in_processes(

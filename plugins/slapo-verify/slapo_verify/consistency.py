@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from slapo_core.errors import VerifyError
-from slapo_runtime.weights.correspondence import Correspondence
+from slapo_runtime.correspondence import Correspondence
 from slapo_verify.blame import find_steps
 from slapo_verify.search import Failed, Outcome
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
-    from slapo_runtime.ranks.world import World
+    from slapo_runtime.world import World
     from slapo_verify.copies import Subjects
 
 T = TypeVar("T")

@@ -11,9 +11,10 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, SerializationError
 from slapo_core.primitive import Record
-from slapo_core.private import apply_to_tensors, buffers_of, hooks_of, parameters_of, refresh_flat_weights
 from slapo_core.schedule.records import primitive_to_json
 from slapo_core.schedule.schedule import Schedule
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.initialization import Initializer, cannot_initialize
 from slapo_runtime.schedule_copies import (
     Step,
     copy_model,
@@ -21,12 +22,11 @@ from slapo_runtime.schedule_copies import (
     reference_with_steps,
     train_as_at_first,
 )
-from slapo_runtime.weights.correspondence import Correspondence
-from slapo_runtime.weights.initialization import Initializer, cannot_initialize
 from slapo_verify.precision import is_inexact
+from slapo_verify.private import apply_to_tensors, buffers_of, hooks_of, parameters_of, refresh_flat_weights
 
 if TYPE_CHECKING:
-    from slapo_runtime.state import LiveTensor
+    from slapo_runtime.storage import LiveTensor
 
 
 def convert(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

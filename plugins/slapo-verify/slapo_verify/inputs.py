@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError
-from slapo_core.private import pytree
-from slapo_core.tree.render import describe
-from slapo_runtime.ranks.rank_consistency import RankFact, describe_tensor
+from slapo_core.internals import describe
+from slapo_runtime.world import RankFact, describe_tensor
 from slapo_verify.precision import is_inexact
+from slapo_verify.private import pytree
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from slapo_core.layout import fork_rng
-from slapo_core.private import pytree, run_backward
 from slapo_verify.dropout import DropoutMode
 from slapo_verify.inputs import Batch, Batches, Inputs
 from slapo_verify.kinds import EARLY, OWN_TYPES
 from slapo_verify.precision import Choice, ChoosesAlike, is_inexact, own_dtype
+from slapo_verify.private import pytree, run_backward
 
 
 def output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.private import LOCAL_SCALAR, TorchDispatchMode, pytree, storage_id
+from slapo_verify.private import LOCAL_SCALAR, TorchDispatchMode, pytree, storage_id
 
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
 """Operators that choose by the size of numbers, and the position of their axis argument; default: the last axis."""

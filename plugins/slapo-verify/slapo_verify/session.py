@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, VerifyError
-from slapo_core.tree.render import describe
+from slapo_core.internals import describe
 from slapo_runtime.consistency import SAME_SCRIPT, obligations, schedule_facts
-from slapo_runtime.ranks.failures import Failure
-from slapo_runtime.ranks.rank_consistency import RankFact, describe_tensor
-from slapo_runtime.ranks.world import Attempt, World
 from slapo_runtime.schedule_copies import repeated
+from slapo_runtime.trial_groups import Failure
+from slapo_runtime.world import Attempt, RankFact, World, describe_tensor
 from slapo_verify.approximate import without_approximate_steps
 from slapo_verify.blame import Blame
 from slapo_verify.compare import Comparison, Difference
@@ -34,8 +33,8 @@ from slapo_verify.stages import CutFault, Staging, find_cut_fault, without_cuts
 from slapo_verify.trials import Options, OtherRankError, ReferenceRun, Trials, Tried, reraise
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
 
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 

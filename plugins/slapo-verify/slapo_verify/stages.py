@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError, TraceError
-from slapo_core.private import pytree
-from slapo_runtime.pipeline.batches import bound_call
-from slapo_runtime.pipeline.calls import Answers, IsolatedStagedCalls, StagedCalls
-from slapo_runtime.pipeline.stages import Staged
-from slapo_runtime.read_only import ScheduledCopy
+from slapo_runtime.batches import bound_call
+from slapo_runtime.schedule_copies import ScheduledCopy
+from slapo_runtime.stages import StagedModel
 from slapo_verify.inputs import Batch
 from slapo_verify.kinds import KINDS
 from slapo_verify.phases import Caller, Runner
+from slapo_verify.private import pytree
+from slapo_verify.stage_calls import Answers, IsolatedStagedCalls, StagedCalls
 from slapo_verify.tolerance import marks
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
     from slapo_verify.trials import ReferenceRun, Trials
 
 
@@ -41,7 +41,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self.last: Staged | None = None
+        self.last: StagedModel | None = None
         self.refusals: set[tuple[str, str]] = set()
         self.answers = Answers()
 
@@ -89,7 +89,7 @@ class _StagedCaller(Caller):
         self._staging.last = stages
         return lambda: self._staging.noting_refusals(lambda: self._run(stages, inputs))
 
-    def _run(self, stages: Staged, inputs: dict[str, Any]) -> Any:
+    def _run(self, stages: StagedModel, inputs: dict[str, Any]) -> Any:
         try:
             return stages.run(inputs)
         finally:
@@ -302,14 +302,14 @@ def _other_call(trials: Trials, staging: Staging, reference: ReferenceRun, kind:
     return first_other_call(*runs)
 
 
-def _stage_of(staged: Staged, path: str) -> int | None:
+def _stage_of(staged: StagedModel, path: str) -> int | None:
     stages = staged.partition.stages
     return next(
         (each.index for each in stages if path in dict(each.module.named_modules(remove_duplicate=False))), None
     )
 
 
-def _without_gradient(staged: Staged, boundary: int) -> list[str]:
+def _without_gradient(staged: StagedModel, boundary: int) -> list[str]:
     values = staged.partition.values
     names = [
         name
@@ -320,7 +320,7 @@ def _without_gradient(staged: Staged, boundary: int) -> list[str]:
     return [f"sent from stage {boundary} to stage {boundary + 1} without a gradient: {sent}"] if names else []
 
 
-def _cuts(staged: Staged, boundary: int, records: Sequence[Record]) -> list[Record]:
+def _cuts(staged: StagedModel, boundary: int, records: Sequence[Record]) -> list[Record]:
     """List the steps that ask for a cut, at its module or around it: of the plugin that cuts, or by namespace."""
     end = staged.partition.stages[boundary].last or ""
     around = [record for record in records if f"{end}.".startswith(f"{record.path}." if record.path else "")]

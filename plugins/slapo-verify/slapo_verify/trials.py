@@ -15,9 +15,9 @@ from torch import nn
 
 from slapo_core.errors import HookError, VerifyError
 from slapo_core.primitive import Equivalence
-from slapo_runtime.ranks.failures import Failure
-from slapo_runtime.ranks.world import Attempt, World
-from slapo_runtime.weights.correspondence import Correspondence
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.trial_groups import Failure
+from slapo_runtime.world import Attempt, World
 from slapo_verify.blame import Blame, find_steps, suggestions
 from slapo_verify.compare import Comparison, Difference, compare, compare_dropout
 from slapo_verify.copies import Counterparts, Subjects
@@ -31,8 +31,8 @@ from slapo_verify.stages import Staging
 from slapo_verify.tolerance import OF_NORM, Tolerance, room_for_rounding
 
 if TYPE_CHECKING:
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_verify.dropout import Draw, compare_draws
 from tests.messages import Messages
 

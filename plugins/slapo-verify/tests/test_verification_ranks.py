@@ -18,7 +18,7 @@ import slapo_core as slapo
 from slapo_core.layout import Layout
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_verify import VerifyReport
 from tests.messages import Messages
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedOptimizer:
-    """The implementation of :class:`slapo_runtime.state.OptimizerStorage`.
+    """The implementation of :class:`slapo_runtime.storage.OptimizerStorage`.
 
     Args:
         places: of the engine, which has an optimizer.

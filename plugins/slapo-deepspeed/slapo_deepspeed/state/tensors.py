@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from slapo_core.layout import Mesh
     from slapo_deepspeed.state.flat_layout import Places
     from slapo_runtime.flat_shards import Place
-    from slapo_runtime.state import LiveTensor
+    from slapo_runtime.storage import LiveTensor
 
 
 class DeepSpeedTensors:
-    """The implementation of :class:`slapo_runtime.state.TensorStorage`.
+    """The implementation of :class:`slapo_runtime.storage.TensorStorage`.
 
     Main weights are read and written in ZeRO's partitions or apart from the model; the model's parameters follow.
 

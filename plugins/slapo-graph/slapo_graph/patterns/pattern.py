@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core.errors import ReplayError, SerializationError
-from slapo_core.tree.render import describe
+from slapo_core.internals import describe
 from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Target, Wildcard
 from slapo_graph.patterns.index import Indexed
 from slapo_graph.patterns.matcher import Embedding, embeddings, pairs_of

@@ -57,7 +57,7 @@ _STEP = "step"
 
 
 class StoredOptimizer:
-    """The implementation of :class:`slapo_runtime.state.OptimizerStorage`, as the optimizer is now.
+    """The implementation of :class:`slapo_runtime.storage.OptimizerStorage`, as the optimizer is now.
 
     Args:
         places: of the engine, which has an optimizer.

@@ -12,11 +12,11 @@ from slapo_runtime.flat_shards import gathered, is_rounding
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
     from slapo_megatron.state.flat_layout import Held, Places
-    from slapo_runtime.state import LiveTensor
+    from slapo_runtime.storage import LiveTensor
 
 
 class MegatronTensors:
-    """The implementation of :class:`slapo_runtime.state.TensorStorage`.
+    """The implementation of :class:`slapo_runtime.storage.TensorStorage`.
 
     Main parameters are read and written where Megatron's optimizers have them; the parameters of the model follow.
 

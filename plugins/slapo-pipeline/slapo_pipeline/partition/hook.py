@@ -18,13 +18,13 @@ from slapo_pipeline.split import PipelineSplit
 from slapo_runtime.partition import Output, Partition, Stage, Value
 
 if TYPE_CHECKING:
-    from slapo_core.dialect import ScheduledModel
+    from slapo_core import Schedule
     from slapo_core.primitive import Record
 
 
 @hookimpl
 def slapo_partition(
-    schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
+    schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
     """Return the stages between the cuts of :class:`PipelineSplit`.
 
@@ -53,7 +53,7 @@ def slapo_partition(
         ) from error
 
 
-def _require_calls(schedule: ScheduledModel, cuts: Mapping[str, Record]) -> None:
+def _require_calls(schedule: Schedule, cuts: Mapping[str, Record]) -> None:
     """Refuse hooks that came around modules above a cut."""
     for path, record in cuts.items():
         for violation in above_violations(schedule.root[path]):

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
-from slapo_runtime.native.pipeline.schedules import schedule_named, schedule_of
+from slapo_runtime.native.schedules import schedule_named, schedule_of
 from slapo_runtime.planning import checked_axes
 
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core import Engine
-    from slapo_core.dialect import ScheduledModel
-    from slapo_runtime.native.pipeline.runner import Runner
-    from slapo_runtime.request import BuildRequest, StagedModel
+    from slapo_core import Engine, Schedule
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.native.running_stage import Runner
+    from slapo_runtime.stages import StagedModel
 
 
 _REPLICATED: dict[str, Any] = {
@@ -58,7 +58,7 @@ class TorchDialect(Dialect):
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
     accumulates: ClassVar[bool] = True
 
-    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+    def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         mesh = schedule.mesh
         pp = mesh.size("pp") if mesh is not None else 1
         known, other = (_PIPELINED, _REPLICATED) if pp > 1 else (_REPLICATED, _PIPELINED)
@@ -111,7 +111,7 @@ class TorchDialect(Dialect):
             group: of the ranks along ``pp``.
             device: where stages compute.
         """
-        from slapo_runtime.native.pipeline.runner import Runner
+        from slapo_runtime.native.running_stage import Runner
 
         schedule = schedule_of(plan.config, len(ranks), len(set(ranks)))
         count = plan.config["microbatches"]
@@ -119,18 +119,18 @@ class TorchDialect(Dialect):
 
     def average_gradients(self, plan: Plan, parameters: Sequence[torch.Tensor], group: Any) -> None:
         """Give replicas the mean of the gradients of a pipeline, after its schedule; a collective."""
-        from slapo_runtime.native.pipeline.engine import average_gradients
+        from slapo_runtime.native.pipeline_engine import average_gradients
 
         average_gradients(parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
 
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
-        if request.stage_ranks:
-            from slapo_runtime.native.pipeline.engine import PipelineEngine
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
+        if context.stage_ranks:
+            from slapo_runtime.native.pipeline_engine import PipelineEngine
 
-            return PipelineEngine(plan, request)
+            return PipelineEngine(plan, context)
         from slapo_runtime.native.engine import TorchEngine
 
-        return TorchEngine(plan, request)
+        return TorchEngine(plan, context)
 
 
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:

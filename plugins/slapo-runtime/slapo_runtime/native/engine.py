@@ -16,7 +16,7 @@ from slapo_runtime.engine import StatefulEngine
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_runtime.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
 class TorchRuntime:
@@ -82,23 +82,23 @@ class TorchEngine(StatefulEngine):
 
     Args:
         plan: the plan of the build; ``plan.config`` holds the options of DistributedDataParallel.
-        request: from ``build``.
+        context: from ``build``.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest) -> None:
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
         self.plan = plan
-        self.optimizer = request.make_optimizer()
-        self._module = request.schedule.model
-        self._state = request.state
-        self._compute_loss, self._evaluate = request.compute_loss, request.evaluate
-        self._micro_batches = request.micro_batches
+        self.optimizer = context.make_optimizer()
+        self._module = context.schedule.model
+        self._state = context.state
+        self._compute_loss, self._evaluate = context.compute_loss, context.evaluate
+        self._micro_batches = context.micro_batches
         self._frozen: tuple[nn.Parameter, ...] = ()  # what DistributedDataParallel would leave alone for ever
-        self._runtime: TorchRuntime | None = TorchRuntime(self._replicated(request), request.clip_gradients)
+        self._runtime: TorchRuntime | None = TorchRuntime(self._replicated(context), context.clip_gradients)
         self._runtime.watch(self.optimizer)
 
-    def _replicated(self, request: BuildRequest) -> nn.Module:
+    def _replicated(self, context: BuildContext) -> nn.Module:
         """Return the model, or its DistributedDataParallel, for training steps."""
-        model, mesh = self._module, request.schedule.mesh
+        model, mesh = self._module, context.schedule.mesh
         if mesh is None or mesh.size("dp") == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         self._frozen = tuple(parameter for parameter in model.parameters() if not parameter.requires_grad)
@@ -119,7 +119,7 @@ class TorchEngine(StatefulEngine):
     def module(self) -> nn.Module:
         return self._module
 
-    # -- steps; documented in spec/engine.py ------------------------------------------------------------------
+    # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         optimizer, runtime = self.optimizer, self._runtime

@@ -1,38 +1,32 @@
-"""Save and load checkpoints in the reference model's layout, under any schedule.
-
-A directory holds ``model.safetensors`` (the reference model's state dict, readable by any tool), where needed
-``added.safetensors`` (what replacements added), ``trained.safetensors`` (what a runtime trains in a wider type than the
-model has) and ``optimizer.safetensors``, the configurations of a model that has
-them as transformers' models do (``config.json``), and ``checkpoint.json``. They are replaced together: readers find
-the checkpoint before or the new one, wherever a save was interrupted. Those of ours carry the same identifier, so that
-files of two checkpoints that were copied into one directory are recognized.
-"""
+"""Save and load checkpoints by the reference model's names: as one, or in the shards of each rank."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
+import math
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
-from slapo_runtime.ranks.rng_state import restore, torch_states
-from slapo_runtime.ranks.world import World, together
-from slapo_runtime.weights.checkpoint_files import Writer, checksums, located
+from slapo_core.layout import DATA_DIMS, Layout
+from slapo_runtime.consistency import restore, torch_states
+from slapo_runtime.storage import ShardedState, ShardSource, TensorShard, optimizer_storage
+from slapo_runtime.weights.files import SafetensorsSource, Source, Wider, Writer, checksums, located, placed
 from slapo_runtime.weights.optimizer_state import OptimizerState
-from slapo_runtime.weights.optimizer_storage import optimizer_storage
-from slapo_runtime.weights.sources import SafetensorsSource, Source, Wider
+from slapo_runtime.world import World, together
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
-    from slapo_runtime.state import LiveTensor, OptimizerStorage
-    from slapo_runtime.weights.state import Loading, TensorState
+    from slapo_runtime.state import Loading, ModelState
+    from slapo_runtime.storage import LiveTensor, OptimizerStorage
 
 
 FORMAT = 1
@@ -44,7 +38,7 @@ COUNTERS = "counters"  # the one name in what a runtime saves that may be left u
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
-    state: TensorState,
+    state: ModelState,
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     runtime: Mapping[str, Any],
 ) -> None:
@@ -117,7 +111,7 @@ def as_written(error: ReplicaError, directory: str | os.PathLike[str]) -> Replic
 
 def load_checkpoint(
     directory: str | os.PathLike[str],
-    state: TensorState,
+    state: ModelState,
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
@@ -151,7 +145,7 @@ def load_checkpoint(
     return runtime
 
 
-def collected(state: TensorState, optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerState | None:
+def collected(state: ModelState, optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerState | None:
     """Collect an optimizer's state, not yet merged over ``pp``: a collective; None of None."""
     moments: OptimizerState | None = None
     with together(state.mesh, "looking at the optimizer's state"):
@@ -164,7 +158,7 @@ def collected(state: TensorState, optimizer: torch.optim.Optimizer | OptimizerSt
 
 
 def prepared(
-    state: TensorState,
+    state: ModelState,
     weights: Source,
     added: Source | None,
     moments: OptimizerState | None,
@@ -206,7 +200,7 @@ def prepared(
     return loading
 
 
-def give(state: TensorState, moments: OptimizerState | None, loading: Loading, label: str) -> None:
+def give(state: ModelState, moments: OptimizerState | None, loading: Loading, label: str) -> None:
     """Assign the prepared values: a collective."""
     if moments is not None:  # first, because an optimizer may refuse what was read, and can be given back its own
         try:
@@ -218,7 +212,7 @@ def give(state: TensorState, moments: OptimizerState | None, loading: Loading, l
     loading.assign()
 
 
-def _files(state: TensorState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+def _files(state: ModelState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """Split the weights by file: in the model's own types, in wider trained types, and added ones."""
     survey = state.correspondence.survey
     own, trained = {}, {}
@@ -272,7 +266,7 @@ def _source(directory: Path, name: str) -> SafetensorsSource:
     return SafetensorsSource(located(directory, name, last=MANIFEST))
 
 
-def _read_added(state: TensorState, added: Source | None) -> list[tuple[LiveTensor, torch.Tensor]]:
+def _read_added(state: ModelState, added: Source | None) -> list[tuple[LiveTensor, torch.Tensor]]:
     shapes = added.shapes() if added is not None else {}
     live = {tensor.name: tensor for tensor in state.correspondence.added()}
     fitting = [name for name, tensor in live.items() if shapes.get(name) == tuple(tensor.layout.shape)]
@@ -317,3 +311,203 @@ def _read_manifest(path: Path) -> dict[str, Any]:
                 hint="load an earlier checkpoint, or the weights alone with build(sch, weights=dir)",
             )
     return manifest
+
+
+SHARDS_FORMAT = 1
+Kind = Literal["weight", "added", "optimizer"]
+
+
+def shards_of(
+    state: ModelState, optimizer: torch.optim.Optimizer | OptimizerStorage | None, runtime: Mapping[str, Any]
+) -> ShardedState:
+    """Collect the shards of this rank; see :meth:`slapo_runtime.state.ModelState.shards`."""
+    differing = state.differing(optimizer)
+    if differing is not None:
+        raise differing
+    with together(state.mesh, "saving the optimizer's state"):
+        refuse_not_json(runtime)
+    moments = collected(state, optimizer)
+    if moments is not None:
+        moments.unite()
+    writer = _Writer(state.mesh)
+    weights = {spec.keys[0]: list(spec.shape) for spec in state.correspondence.survey.specs.values() if spec.keys}
+    added = state.correspondence.added()
+    for kind, name, layout, value, holders in _weights(state):
+        writer.add(kind, name, layout, value, holders)
+    if moments is not None:
+        for name, layout, read, holders in moments.shards():
+            writer.add("optimizer", name, layout, read(), holders)
+    description: dict[str, Any] = {"format": SHARDS_FORMAT, "weights": weights, "runtime": dict(runtime)}
+    description["added"] = {live.name: list(live.layout.shape) for live in added}
+    description["optimizer"] = None
+    if moments is not None:
+        description["optimizer"] = {**moments.description(), "tensors": moments.shapes()}
+    return ShardedState(description, writer.shards)
+
+
+def load_shards(
+    state: ModelState,
+    description: Mapping[str, Any],
+    source: ShardSource,
+    optimizer: torch.optim.Optimizer | OptimizerStorage | None,
+    uses: Collection[str],
+) -> dict[str, Any]:
+    """Load shards: a first run checks and plans them, then all are read at once."""
+    moments = collected(state, optimizer)
+    wanted: list[TensorShard] = []
+    kinds: tuple[Kind, ...] = ("weight", "added", "optimizer")
+    weights, added, tensors = (_PlannedSource(source, kind, description, wanted) for kind in kinds)
+    about = dict(description.get("runtime") or {})
+    with together(state.mesh, f"reading {source.label}"):
+        if description.get("format") != SHARDS_FORMAT:
+            raise WeightsError(
+                f"{source.label} is in format {description.get('format')!r}; this slapo-core reads {SHARDS_FORMAT}",
+                hint="pip install --upgrade slapo-core",
+            )
+        if moments is not None:
+            moments.unite()
+        arguments = (state, weights, added, moments, description["optimizer"], tensors, about, uses, source.label)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come with the second run
+            prepared(*arguments)
+    source.read(wanted)
+    with together(state.mesh, f"reading {source.label}"):
+        for one in (weights, added, tensors):
+            one.is_there = True
+        loading = prepared(*arguments)
+        wanted.clear()
+    give(state, moments, loading, source.label)
+    return about
+
+
+_Found = tuple[Kind, str, Layout, torch.Tensor, Mapping[str, tuple[int, ...]]]
+
+
+def _weights(state: ModelState) -> Iterator[_Found]:
+    """Yield this rank's weights and added tensors, in the same order on all ranks of a collective."""
+    correspondence, survey = state.correspondence, state.correspondence.survey
+    done = set()
+    for live, spec in correspondence.carried():
+        if spec.keys and spec.name not in done and live.is_local:
+            done.add(spec.name)
+            yield "weight", spec.keys[0], live.layout, state.storage.read(live), correspondence.holders(live)
+    for live, specs in correspondence.translated():
+        value = state.full(live)
+        tensors = correspondence.translations.to_reference(live, value)
+        for spec in (one for one in specs if one.keys):
+            yield "weight", spec.keys[0], Layout(spec.name, spec.shape), tensors[spec.name], {}
+    for name, value in state.dropped.items():
+        yield "weight", survey.specs[name].keys[0], Layout(name, tuple(value.shape)), value, {}
+    for live in correspondence.added():
+        if live.is_local:
+            yield "added", live.name, live.layout, state.storage.read(live), correspondence.holders(live)
+
+
+class _Writer:
+    """Collect the shards that this rank writes; replicas write replicated tensors in turn.
+
+    Args:
+        mesh: of the schedule.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self._mesh = mesh
+        self._number = 0
+        self.shards: list[TensorShard] = []
+
+    def add(
+        self, kind: Kind, name: str, layout: Layout, value: torch.Tensor, holders: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Add this rank's shard of a tensor if this rank writes it: a collective for partial values."""
+        partials = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
+        whole = Layout(layout.origin, tuple(value.shape), partials).full(value, self._mesh)
+        self._number += 1
+        if not self._writes(layout, holders):
+            return
+        for at, offset, extent in _blocks(layout, self._mesh):
+            own = whole.detach()[tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))]
+            copy = own.to("cpu", copy=True).contiguous()
+            self.shards.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
+
+    def _writes(self, layout: Layout, holders: Mapping[str, tuple[int, ...]]) -> bool:
+        mesh = self._mesh
+        if mesh is None:
+            return True
+        split, rest = {mesh_dim for mesh_dim, _ in layout.shards()}, self._number
+        for mesh_dim, size in mesh.sizes.items():
+            if mesh_dim in split or size == 1:
+                continue
+            places = holders.get(mesh_dim, tuple(range(size)))
+            turn = 0
+            if mesh_dim in DATA_DIMS:
+                rest, turn = divmod(rest, len(places))
+            if mesh.rank(mesh_dim) != places[turn]:
+                return False
+        return True
+
+
+class _PlannedSource(Source):
+    """One kind of tensors in a sharded checkpoint: collects the wanted shards, then gives their values.
+
+    Args:
+        source: of shards.
+        kind: of tensors.
+        description: of the checkpoint.
+        wanted: to add to.
+    """
+
+    def __init__(
+        self, source: ShardSource, kind: Kind, description: Mapping[str, Any], wanted: list[TensorShard]
+    ) -> None:
+        self._source, self._kind, self._wanted = source, kind, wanted
+        about = description.get("optimizer") or {}
+        shapes = {"weight": "weights", "added": "added"}
+        found = about.get("tensors", {}) if kind == "optimizer" else description.get(shapes[kind], {})
+        self._shapes = {name: tuple(shape) for name, shape in found.items()}
+        self._read: dict[tuple[str, Any], list[tuple[tuple[slice, ...], TensorShard]]] = {}
+        self.is_there = False
+
+    @property
+    def label(self) -> str:
+        return self._source.label
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        like = self._like(name)
+        value = torch.zeros(layout.local_shape(mesh), dtype=like.dtype)
+        if not layout.holds_values(mesh):
+            return value
+        key = (name, tuple(map(tuple, layout.segments(mesh))))
+        if key not in self._read and not self.is_there:
+            self._read[key] = []
+            for at, offset, extent in _blocks(layout, mesh):
+                shard = TensorShard(self._kind, name, self._shapes[name], offset, torch.zeros(extent, dtype=like.dtype))
+                own = tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))
+                self._read[key].append((own, shard))
+                self._wanted.append(shard)
+        if self.is_there:
+            for own, shard in self._read[key]:
+                value[own] = shard.value
+        return value
+
+    def _like(self, name: str) -> torch.Tensor:
+        try:
+            return self._source.like(self._kind, name)
+        except KeyError:
+            raise WeightsError(f"{self.label} lacks '{name}', which its description has") from None
+
+
+def _blocks(layout: Layout, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Yield the rectangles of this rank's shard: start in the shard, start in the full tensor, extent.
+
+    What lies in the padding is left out.
+    """
+    for ranges in itertools.product(*(placed(axis) for axis in layout.segments(mesh))):
+        extent = tuple(
+            max(0, min(start + length, size) - start)
+            for (_, start, length), size in zip(ranges, layout.shape, strict=True)
+        )
+        if math.prod(extent):
+            yield tuple(at for at, _, _ in ranges), tuple(start for _, start, _ in ranges), extent

@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import HookError, WeightsError
+from slapo_core.internals import module_index
 from slapo_core.layout import Layout
-from slapo_core.private import buffers_of, non_persistent_buffers_of, parameters_of
-from slapo_core.tree.index import ModuleIndex, TensorSites, full_name
+from slapo_runtime.private import buffers_of, non_persistent_buffers_of, parameters_of
 
 if TYPE_CHECKING:
     from slapo_core.plugins.manager import HookManager
     from slapo_core.schedule.schedule import Schedule
     from slapo_core.tree.tree import Tree
-    from slapo_runtime.state import LiveTensor
+    from slapo_runtime.storage import LiveTensor
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,17 @@ def refuse_lazy(model: nn.Module) -> None:
 def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
     """Survey the tensors of a model without a schedule."""
     refuse_lazy(model)
-    index = ModuleIndex(model)
-    sites = TensorSites(index)
+    index = module_index.ModuleIndex(model)
+    sites = module_index.TensorSites(index)
     first: dict[int, str] = {}
     origins: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for path, own_name, tensor, _ in own_tensors(index.modules):
-        name = first.setdefault(id(tensor), full_name(path, own_name))
+        name = first.setdefault(id(tensor), module_index.full_name(path, own_name))
         tensors.setdefault(name, tensor)
     for name, tensor in tensors.items():
         for path, own_name in sites.of(tensor):
-            origins.update((full_name(alias, own_name), name) for alias in index.paths_of(path))
+            origins.update((module_index.full_name(alias, own_name), name) for alias in index.paths_of(path))
     state = model.state_dict(keep_vars=True)
     found = {key: first.get(id(value)) or origins.get(key) for key, value in state.items()}
     missing = {first[id(tensor)] for *_, tensor, persistent in own_tensors(index.modules) if persistent}

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slapo_core.tree.edit import Edit
-from slapo_runtime.state import LiveTensor
-from slapo_runtime.weights.correspondence import Correspondence
+from slapo_core import Edit
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.initialization import Initializer, cannot_initialize
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import LiveTensor
 from slapo_runtime.weights.exchange import exchange_device
-from slapo_runtime.weights.initialization import Initializer, cannot_initialize
-from slapo_runtime.weights.sources import Source, check_names, read_tensor
-from slapo_runtime.weights.state import TensorState
+from slapo_runtime.weights.files import Source, check_names, read_tensor
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_runtime.state import Placement
+    from slapo_runtime.storage import Placement
 
 
 class Materialization:
@@ -43,7 +43,7 @@ class Materialization:
     ) -> None:
         self.correspondence, self._reference = Correspondence.of(schedule)
         self.correspondence.check()
-        self.state = TensorState(self.correspondence)
+        self.state = ModelState(self.correspondence)
         self.state.built = {live.name: live.tensor.dtype for live in self.correspondence.live()}
         self.is_complete = False
         self._schedule, self._source, self._device, self._seed = schedule, source, device, seed

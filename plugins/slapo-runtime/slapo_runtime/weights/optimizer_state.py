@@ -11,13 +11,13 @@ import torch
 
 from slapo_core.errors import BuildError
 from slapo_core.layout import Layout
-from slapo_runtime.weights.optimizer_storage import TorchOptimizer
-from slapo_runtime.weights.replicas import gather_along
-from slapo_runtime.weights.sources import Source
+from slapo_runtime.storage import TorchOptimizer
+from slapo_runtime.weights.files import Source
+from slapo_runtime.world import gather_along
 
 if TYPE_CHECKING:
-    from slapo_runtime.state import LiveTensor, OptimizerStorage
-    from slapo_runtime.weights.state import TensorState
+    from slapo_runtime.state import ModelState
+    from slapo_runtime.storage import LiveTensor, OptimizerStorage
 
 
 _SHOWN = 4  # names in a message
@@ -215,7 +215,7 @@ class OptimizerState:
             parameter, or a value is neither a tensor nor JSON.
     """
 
-    def __init__(self, state: TensorState, optimizer: OptimizerStorage) -> None:
+    def __init__(self, state: ModelState, optimizer: OptimizerStorage) -> None:
         self._mesh = state.mesh
         self._storage = optimizer
         self._kind = optimizer.kind

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from slapo_core import Node
 from slapo_core.errors import PreconditionError
 from slapo_core.primitive import Primitive, Violation
-from slapo_core.tree.node import Node
 from slapo_testing.bench import Bench, prepare
 from slapo_testing.case import Case
 from slapo_testing.check import CheckError, NotApplicable

@@ -8,13 +8,12 @@ import json
 import re
 from typing import Any
 
+from slapo_core import replay
 from slapo_core.errors import PluginError, SerializationError
-from slapo_core.plugins import current_registry
-from slapo_core.plugins.groups import GROUP_PREFIX, KINDS
-from slapo_core.plugins.metadata import LOCAL_VERSION, Entry
+from slapo_core.internals import current_registry
+from slapo_core.plugins.metadata import GROUP_PREFIX, KINDS, LOCAL_VERSION, Entry
 from slapo_core.plugins.registry import class_violations
 from slapo_core.primitive import Primitive
-from slapo_core.schedule.creation import replay
 from slapo_core.schedule.records import primitive_from_json, primitive_to_json
 from slapo_testing.bench import build_model, prepare, registered
 from slapo_testing.case import Case, made

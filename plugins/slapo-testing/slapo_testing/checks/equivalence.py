@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from slapo_core.errors import RankFailedError, VerifyError
-from slapo_core.private import hooks_of, tree_leaves
-from slapo_runtime.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from slapo_testing.bench import Bench, build_inputs, build_model, call, prepare
 from slapo_testing.case import Case, made
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.pickled import Pickled, pack
+from slapo_testing.private import hooks_of, tree_leaves
 
 _HINT = (
     "hooks and wrapped forwards are given the module as an argument: use that one, "

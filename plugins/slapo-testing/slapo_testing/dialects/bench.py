@@ -14,13 +14,13 @@ from slapo_core.errors import SlapoError
 from slapo_core.plugins import current_registry, use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
-from slapo_core.private import tree_map_only
 from slapo_core.schedule.creation import create_schedule
-from slapo_runtime.building.batches import LossCall, micro_batches
-from slapo_runtime.building.phases import build
+from slapo_runtime.batches import LossCall, micro_batches
+from slapo_runtime.build import build
 from slapo_testing.bench import SEED, seeded
 from slapo_testing.check import CheckError
 from slapo_testing.dialects.case import DialectCase, Subject
+from slapo_testing.private import tree_map_only
 from slapo_testing.snapshot import ModelSnapshot, listed
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from slapo_core.dialect import Dialect, Engine
     from slapo_core.schedule.schedule import Schedule
-    from slapo_runtime.request import LossFunction, OptimizerFactory
+    from slapo_runtime.context import LossFunction, OptimizerFactory
 
 
 @dataclass(frozen=True)

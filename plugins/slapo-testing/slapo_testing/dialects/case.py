@@ -17,7 +17,7 @@ from slapo_core.primitives.replace import Replace
 
 if TYPE_CHECKING:
     from slapo_core.schedule.schedule import Schedule
-    from slapo_runtime.request import LossFunction, OptimizerFactory
+    from slapo_runtime.context import LossFunction, OptimizerFactory
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from torch import nn
 
 from slapo_core.errors import RankFailedError, WeightsError
 from slapo_core.layout import MESH_DIMS, Mesh
-from slapo_core.private import tree_map_only
-from slapo_runtime.ranks.launcher import preload_modules, run_ranks
-from slapo_runtime.weights.correspondence import Correspondence
-from slapo_runtime.weights.initializers import copy_on_meta
-from slapo_runtime.weights.replicas import replicas_of
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.initializers import copy_on_meta
+from slapo_runtime.launcher import preload_modules, run_ranks
+from slapo_runtime.replicas import replicas_of
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError
 from slapo_testing.dialects.bench import Before, DialectBench, Training, open_bench, train
 from slapo_testing.dialects.case import DialectCase, regression_steps
 from slapo_testing.pickled import Pickled, pack
+from slapo_testing.private import tree_map_only
 
 _PATIENCE = timedelta(seconds=60)  # for which a rank whose build has ended waits for the others
 

@@ -33,7 +33,7 @@ from slapo_tune.report import (
     reasons,
     symbols,
 )
-from slapo_tune.sampler import Trial
+from slapo_tune.samplers import Trial
 from slapo_tune.search import Result, search
 from slapo_tune.space import Space
 from slapo_tune.study import Study, load_study

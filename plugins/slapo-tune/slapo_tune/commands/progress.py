@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from slapo_runtime.sizes import format_bytes
 from slapo_tune.report import STARTED, best_trial, duration, number, point_words
-from slapo_tune.sampler import Point, Trial
+from slapo_tune.samplers import Point, Trial
 from slapo_tune.search import Event, Finished, Started, Verified
 
 if TYPE_CHECKING:

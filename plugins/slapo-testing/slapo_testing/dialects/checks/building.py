@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core.dialect import BuildArguments, Dialect, Engine, Plan
 from slapo_core.errors import BuildError, OptimizerError, SlapoError, WeightsError
-from slapo_core.plugins import current_registry
+from slapo_core.internals import current_registry
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.checks.atomicity import InjectedFault
@@ -28,7 +28,7 @@ from slapo_testing.dialects.case import DialectCase
 from slapo_testing.snapshot import listed
 
 if TYPE_CHECKING:
-    from slapo_core.schedule.schedule import Schedule
+    from slapo_core import Schedule
 
 
 def entry_point_agrees(case: DialectCase) -> None:
@@ -181,7 +181,7 @@ def engine_has_every_member(bench: DialectBench) -> None:
             f"the engine has no {', '.join(missing)}",
             required="every member of slapo_core.Engine",
             got=f"a {type(engine).__name__} without {', '.join(missing)}",
-            hint="request.state has state_dict, load_state_dict, save and load; slapo_core.engine says the rest",
+            hint="context.state has state_dict, load_state_dict, save and load; slapo_core.engine says the rest",
         )
     for name, declared in methods.items():
         parameters = list(inspect.signature(declared).parameters.values())[1:]
@@ -215,7 +215,7 @@ def module_keeps_the_paths(bench: DialectBench) -> None:
             "the module of the engine is not the scheduled model",
             required="schedule.model itself, with the reference model's paths",
             got=f"no {', '.join(map(repr, lost[:5]))}" if lost else f"another {type(module).__name__}",
-            hint="keep a wrapper of the runtime on an attribute of its own; module = request.schedule.model",
+            hint="keep a wrapper of the runtime on an attribute of its own; module = context.schedule.model",
         )
 
 
@@ -327,7 +327,7 @@ def wrong_optimizer_is_refused(bench: DialectBench) -> None:
             f"{what} is not refused",
             required=expected.__name__,
             got=got,
-            hint="let request.make_optimizer() call the factory, and let its errors pass",
+            hint="let context.make_optimizer() call the factory, and let its errors pass",
         ) from cause
 
 
@@ -349,13 +349,13 @@ def _require_fault(bench: DialectBench, schedule: Any) -> None:
             "the error of the optimizer's factory is lost",
             required="the error itself, or chained: `raise ... from error`",
             got=f"{type(error).__name__}: {error}",
-            hint="let errors of request.make_optimizer() pass",
+            hint="let errors of context.make_optimizer() pass",
         ) from error
     raise CheckError(
         "the error of the optimizer's factory is swallowed",
         required="the build fails with it",
         got="an engine",
-        hint="call request.make_optimizer() in build(), and let its errors pass",
+        hint="call context.make_optimizer() in build(), and let its errors pass",
     )
 
 

@@ -23,9 +23,9 @@ from slapo_testing.dialects.launch import (
     unsupported_dim,
 )
 
-_REPLICAS = "average the gradients over mesh.group('dp') before request.clip_gradients(), which is a collective too"
-_SPLIT = "leave collectives to the schedule's steps, clipping to request.clip_gradients(), names to request.state"
-_TOGETHER = "let request.make_optimizer() call the factory; with request.together('making ...'): what else may fail"
+_REPLICAS = "average the gradients over mesh.group('dp') before context.clip_gradients(), which is a collective too"
+_SPLIT = "leave collectives to the schedule's steps, clipping to context.clip_gradients(), names to context.state"
+_TOGETHER = "let context.make_optimizer() call the factory; with context.together('making ...'): what else may fail"
 
 
 def unsupported_mesh_is_refused(bench: DialectBench) -> None:
@@ -151,7 +151,7 @@ def _require_names(results: list[MeshTraining], training: Training) -> None:
                 f"state_dict(rank0_only=True) gives {len(result.rank0_only)} tensors on rank {rank}",
                 required="all of them on rank 0, none on the others",
                 got=", ".join(result.rank0_only) or "no tensors",
-                hint="return request.state.state_dict(rank0_only=rank0_only)",
+                hint="return context.state.state_dict(rank0_only=rank0_only)",
             )
 
 
@@ -168,7 +168,7 @@ def _require_initial_values(bench: DialectBench, results: list[MeshTraining], pa
                 f"a model on the meta device gets other values on the mesh {part.mesh}, rank {rank}",
                 required="the same initial values on every mesh, for the same seed",
                 got="\n".join(lines[:3]),
-                hint="leave the values to build(); with takes_tensors = True: for tensor in request.materialize(): ...",
+                hint="leave the values to build(); with takes_tensors = True: for tensor in context.materialize(): ...",
             )
 
 
@@ -211,8 +211,8 @@ def diverged_replicas_are_found(bench: DialectBench) -> None:
                     else f"{call} on rank {rank} does not work after check_replicas(repair=True)",
                     required=f"RankMismatchError that names '{name}'" if "again" not in call else "no error",
                     got=text if text != "fine" else "no error",
-                    hint="check_replicas(repair=False): request.state.check_replicas(optimizer=self.optimizer, "
-                    "repair=repair); save(directory): request.state.save(directory, optimizer=self.optimizer)",
+                    hint="check_replicas(repair=False): context.state.check_replicas(optimizer=self.optimizer, "
+                    "repair=repair); save(directory): context.state.save(directory, optimizer=self.optimizer)",
                 )
 
 
@@ -232,5 +232,5 @@ def another_batch_on_a_rank_is_refused(bench: DialectBench) -> None:
                 f"another batch on the last rank is not refused on rank {rank}",
                 required="RankMismatchError before the model runs",
                 got=text if text != "fine" else "a training step",
-                hint="let request.compute_loss(batch) call the model; it compares the first batch",
+                hint="let context.compute_loss(batch) call the model; it compares the first batch",
             )

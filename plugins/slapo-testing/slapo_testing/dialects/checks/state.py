@@ -11,12 +11,12 @@ import torch
 
 from slapo_core.dialect import Engine
 from slapo_core.errors import WeightsError
-from slapo_runtime.request import OptimizerFactory
+from slapo_runtime.context import OptimizerFactory
 from slapo_testing.bench import SEED
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.dialects.bench import DialectBench, differences, train, train_in_plain_torch
 
-_MATERIALIZE_HINT = "leave the values to build(); with takes_tensors = True: for tensor in request.materialize(): ..."
+_MATERIALIZE_HINT = "leave the values to build(); with takes_tensors = True: for tensor in context.materialize(): ..."
 
 
 def meta_model_is_given_its_values(bench: DialectBench) -> None:
@@ -53,7 +53,7 @@ def meta_model_is_given_its_values(bench: DialectBench) -> None:
             "a model that was on the meta device is not trained",
             required="a step changes its parameters",
             got="the same bits",
-            hint="make the optimizer after the values are there: in build(), by request.make_optimizer()",
+            hint="make the optimizer after the values are there: in build(), by context.make_optimizer()",
         )
 
 
@@ -102,7 +102,7 @@ def _tensors(engine: Engine) -> list[tuple[str, Any]]:
     return [*engine.module.named_parameters(), *engine.module.named_buffers()]
 
 
-_STATE_DICT_HINT = "return request.state.state_dict(rank0_only=rank0_only)"
+_STATE_DICT_HINT = "return context.state.state_dict(rank0_only=rank0_only)"
 
 
 def state_dict_is_the_reference_models(bench: DialectBench) -> None:
@@ -151,7 +151,7 @@ def loaded_state_is_trained_on(bench: DialectBench) -> None:
             "load_state_dict() does not load what state_dict() gives",
             required="the same bits come back",
             got="\n".join(lines[:3]),
-            hint="request.state.load_state_dict(state)",
+            hint="context.state.load_state_dict(state)",
         )
     optimizer, loss = bench.case.optimizers[0], bench.case.loss
     expected = train_in_plain_torch(other, batches, optimizer, loss=loss)
@@ -159,7 +159,7 @@ def loaded_state_is_trained_on(bench: DialectBench) -> None:
         expected.named(),
         train(engine, batches).named(),
         under="after load_state_dict()",
-        hint="load into the parameters that the optimizer holds, as request.state.load_state_dict() does",
+        hint="load into the parameters that the optimizer holds, as context.state.load_state_dict() does",
     )
 
 
@@ -185,7 +185,7 @@ def bad_state_dict_changes_nothing(bench: DialectBench) -> None:
                 f"a state dict {what} is refused by another error",
                 required=f"WeightsError that names '{named}'",
                 got=f"{type(error).__name__}: {error}",
-                hint="request.state.load_state_dict(state)",
+                hint="context.state.load_state_dict(state)",
             ) from error
         lines = differences(before, engine.state_dict(), tolerance=0)
         if got or lines:
@@ -193,7 +193,7 @@ def bad_state_dict_changes_nothing(bench: DialectBench) -> None:
                 f"a state dict {what} is not refused as it must be",
                 required=f"WeightsError that names '{named}', and no tensor changed",
                 got=got or "\n".join(lines[:3]),
-                hint="request.state.load_state_dict(state)",
+                hint="context.state.load_state_dict(state)",
             )
 
 
@@ -207,7 +207,7 @@ def _name_of_its_own(state: Mapping[str, torch.Tensor]) -> str:
 
 
 _CHECKPOINT_HINT = (
-    "request.state.save(directory, optimizer=optimizer) and request.state.load(directory, optimizer=optimizer)"
+    "context.state.save(directory, optimizer=optimizer) and context.state.load(directory, optimizer=optimizer)"
 )
 
 

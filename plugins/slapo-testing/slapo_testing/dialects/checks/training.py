@@ -11,13 +11,13 @@ from torch import nn
 
 from slapo_core.dialect import StepResult
 from slapo_core.errors import BuildError
-from slapo_core.private import tree_leaves, tree_map_only
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.dialects.bench import DialectBench, differences, evaluate_in_plain_torch, train
 from slapo_testing.dialects.case import EVALUATING, FORMS, FROZEN, OUTSIDE_LOSS, PARTLY_EVALUATING, TIED, TRAINING
+from slapo_testing.private import tree_leaves, tree_map_only
 
-_STEP = "optimizer.zero_grad(), request.compute_loss(batch), backward(), request.clip_gradients(), optimizer.step()"
+_STEP = "optimizer.zero_grad(), context.compute_loss(batch), backward(), context.clip_gradients(), optimizer.step()"
 
 
 def step_result_is_complete(bench: DialectBench) -> None:
@@ -34,7 +34,7 @@ def step_result_is_complete(bench: DialectBench) -> None:
                     required="StepResult: loss is a detached scalar tensor, grad_norm "
                     + ("too, because max_grad_norm is given" if wanted else "is None"),
                     got=wrong,
-                    hint="StepResult(loss.detach(), output, request.clip_gradients())",
+                    hint="StepResult(loss.detach(), output, context.clip_gradients())",
                 )
 
 
@@ -68,7 +68,7 @@ def scheduled_model_trains_the_same(bench: DialectBench) -> None:
             steps=True,
             optimizer=optimizer,
             under="with the steps of the schedule",
-            hint="run request.schedule.model as it is, and let request.state translate its names",
+            hint="run context.schedule.model as it is, and let context.state translate its names",
         )
 
 
@@ -77,7 +77,7 @@ def tied_weights_stay_tied(bench: DialectBench) -> None:
     bench.compare_with_plain_training(
         subject=TIED,
         under="with two layers that share a weight",
-        hint="give the optimizer each parameter once, as request.make_optimizer() does; do not copy parameters",
+        hint="give the optimizer each parameter once, as context.make_optimizer() does; do not copy parameters",
     )
 
 
@@ -92,7 +92,7 @@ def frozen_parameters_stay(bench: DialectBench) -> None:
 
 def clipping_is_that_of_plain_training(bench: DialectBench) -> None:
     """grad_norm is torch's norm of all gradients before clipping, and max_grad_norm their norm after it."""
-    hint = "call request.clip_gradients() once, when all gradients are there and before optimizer.step()"
+    hint = "call context.clip_gradients() once, when all gradients are there and before optimizer.step()"
     bench.compare_with_plain_training(max_grad_norm=1e6, under="with a max_grad_norm that is never reached", hint=hint)
     batches = bench.batches(3)
     norms = bench.train_in_plain_torch(batches, max_grad_norm=1e6).norms
@@ -104,10 +104,10 @@ def clipping_is_that_of_plain_training(bench: DialectBench) -> None:
     )
 
 
-_MODES = "let request.compute_loss(batch) call the model: it leaves evaluation mode unless the model was built in it"
+_MODES = "let context.compute_loss(batch) call the model: it leaves evaluation mode unless the model was built in it"
 _ACCUMULATE = (
-    "for micro_batch in request.micro_batches(batch): backward of request.compute_loss(micro_batch)[0] / "
-    "request.accumulate; "
+    "for micro_batch in context.micro_batches(batch): backward of context.compute_loss(micro_batch)[0] / "
+    "context.accumulate; "
     "then one step"
 )
 
@@ -156,7 +156,7 @@ def accumulation_is_the_whole_batch_or_refused(bench: DialectBench) -> None:
             "a batch that accumulate=2 cannot cut changes the model",
             required="BuildError before anything is done",
             got="\n".join(lines[:3]),
-            hint="call request.micro_batches(batch) first",
+            hint="call context.micro_batches(batch) first",
         )
 
 
@@ -180,7 +180,7 @@ def batches_of_every_type(bench: DialectBench) -> None:
         bench.compare_with_plain_training(
             subject=subject,
             under=f"with batches that are {form}",
-            hint="let request.compute_loss(batch) call the model; torch.utils._pytree.tree_map changes any form",
+            hint="let context.compute_loss(batch) call the model; torch.utils._pytree.tree_map changes any form",
         )
 
 
@@ -189,11 +189,11 @@ def labels_are_left_to_the_loss(bench: DialectBench) -> None:
     bench.compare_with_plain_training(
         subject=OUTSIDE_LOSS,
         under="with loss= and labels that the model does not take",
-        hint="let request.compute_loss(batch) call the model and the loss",
+        hint="let context.compute_loss(batch) call the model and the loss",
     )
 
 
-_HINT = "under torch.no_grad(): module.eval(), request.compute_loss(batch), and the mode of every module put back"
+_HINT = "under torch.no_grad(): module.eval(), context.compute_loss(batch), and the mode of every module put back"
 
 
 def eval_step_equals_the_plain_model(bench: DialectBench) -> None:
