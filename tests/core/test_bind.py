@@ -1,4 +1,4 @@
-"""``Primitive.settle``: what a step finds out once is what is recorded, and replayed."""
+"""``Primitive.bind``: what a step finds out once is what is recorded, and replayed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_was_found_out_is_recorded_saved_and_replayed(sch: slapo.Schedule) 
     assert slapo.replay(model(), document).records[-1].primitive == Largest("2")
 
 
-def test_a_settle_that_fails_leaves_nothing_behind(sch: slapo.Schedule, message: Messages) -> None:
+def test_a_bind_that_fails_leaves_nothing_behind(sch: slapo.Schedule, message: Messages) -> None:
     before = [parameter.clone() for parameter in sch.model.parameters()]
     with pytest.raises(slapo.ApplyError) as caught:
         sch.apply(Largest(raises="error"))
