@@ -8,7 +8,9 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
-EDITABLES := -e '.[dev]' $(foreach project,$(sort $(wildcard plugins/*/pyproject.toml)),-e '$(patsubst %/pyproject.toml,%,$(project))[test]')
+PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(sort $(wildcard plugins/*/pyproject.toml)))
+EDITABLES := -e . $(foreach plugin,$(PLUGINS),-e plugins/$(plugin))
+EXTRAS := 'slapo-core[dev]' $(foreach plugin,$(PLUGINS),'$(plugin)[test]')
 PYTEST_ARGS ?=
 # D=slapo-tp: the tests of one distribution.
 D ?=
@@ -85,5 +87,6 @@ $(STAMP): $(PROJECTS) constraints.txt
 	echo "[2/3] installing $$(grep '^torch==' constraints.txt) (minutes the first time)"; \
 	$(PYTHON) -m pip install $$quiet -c constraints.txt torch && \
 	echo "[3/3] installing slapo, its plugins and the development tools" && \
-	$(PYTHON) -m pip install $$quiet -c constraints.txt $(EDITABLES)
+	$(PYTHON) -m pip install $$quiet -c constraints.txt $(EDITABLES) && \
+	$(PYTHON) -m pip install $$quiet -c constraints.txt $(EXTRAS)
 	@touch $@

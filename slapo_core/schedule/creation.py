@@ -63,7 +63,7 @@ def create_schedule(
         example_inputs=example_inputs,
         guarded=True,
     )
-    refuse_if_scheduled(model, schedule.tree.index.modules)
+    refuse_if_scheduled(model, schedule._core.tree.index.modules)
     return schedule
 
 
@@ -124,8 +124,8 @@ def replay(
     try:
         for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
             try:
-                node = schedule.tree.node(record["path"])
-                schedule.apply_at(node, primitive, location=record.get("location") or None)
+                node = schedule._core.tree.node(record["path"])
+                schedule._core.apply_at(node, primitive, location=record.get("location") or None)
             except SlapoError as error:
                 raise ReplayError(
                     f"step {number} of {len(saved)}, {primitive} at '{record['path']}', was refused: {error.message}",
@@ -136,7 +136,7 @@ def replay(
         schedule.undo(to=before)
         raise
     if "verified" in data and data["verified"] == fingerprint(schedule.document()):
-        schedule.mark_verified()
+        schedule._core.mark_verified()
     for line in missing:
         warnings.warn(f"{line}; give those their steps, or undo with sch.undo(to=0)", stacklevel=2)
     return schedule
@@ -144,8 +144,8 @@ def replay(
 
 def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any], document: Mapping[str, Any]) -> Primitive:
     try:
-        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
-        return primitive_from_json(cls, record["arguments"], document=document, registry=schedule.registry)
+        cls: type[Primitive] = schedule._core.registry.load(record["primitive"], "primitives")
+        return primitive_from_json(cls, record["arguments"], document=document, registry=schedule._core.registry)
     except SlapoError as error:
         saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
         raise ReplayError(

@@ -7,27 +7,19 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from packaging.utils import canonicalize_name
 from torch import nn
 
 from slapo_core._vocabulary import OnRoot
-from slapo_core.errors import ApplyError, ArgumentError, SealedError
+from slapo_core.errors import ArgumentError
 from slapo_core.layout import Mesh
-from slapo_core.plugins import current_registry
-from slapo_core.plugins.manager import HookManager
-from slapo_core.primitive import Primitive, Record, check_primitive
-from slapo_core.schedule.history import History
-from slapo_core.schedule.records import caller_location, dump_records, fingerprint
-from slapo_core.schedule.sugar import bound_primitive, bound_query
-from slapo_core.schedule.transaction import Transaction, bound, divided
+from slapo_core.primitive import Primitive, Record
+from slapo_core.schedule.core import ScheduleCore
+from slapo_core.schedule.records import dump_records, fingerprint
 from slapo_core.tree.node import Node
 from slapo_core.tree.render import explain_records, render_tree
-from slapo_core.tree.selection import NodeGroup
-from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
-    from slapo_core.tree.journal import Entry
     from slapo_core.tree.node import Node
     from slapo_core.tree.selection import Selection
 
@@ -52,18 +44,8 @@ class Schedule(OnRoot):
         self.model = model
         self.mesh = mesh
         self.example_inputs = example_inputs
-        self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
-        self._registry = registry
-        self._hooks: HookManager | None = None
-        self._history = History(model)
-        self._sealed_by: str | None = None
-        self.estimates: dict[bytes, Any] = {}  # of fit, by steps and arguments
-        self.tree = Tree(model, mesh, self)
-        if guarded:
-            names = self.registry.names("guards")
-            self._history.guards = tuple(self.registry.load(name, "guards").of(self) for name in names)
-        for distribution in self.plugins:
-            self.hooks.activate(distribution)
+        self._core = ScheduleCore(self, plugins, registry)
+        self._core.start(guarded=guarded)
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
@@ -81,30 +63,30 @@ class Schedule(OnRoot):
         """
         if not isinstance(path, str):
             raise ArgumentError(f"a path must be a string (got {path!r})", hint='sch["encoder.layer.0"]')
-        return self.tree.find(path)  # type: ignore[return-value]
+        return self._core.tree.find(path)  # type: ignore[return-value]
 
     @property
     def root(self) -> Node:
         """The node of the model itself, whose path is ``""``."""
-        return self.tree.node("")
+        return self._core.tree.node("")
 
     if not TYPE_CHECKING:  # checkers see those of OnRoot
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
-            if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
+            if name.startswith("_") or "_core" not in self.__dict__:  # in the middle of __init__, or before it
                 raise AttributeError(name)
-            return self.member_named(name, self.root, "")
+            return self._core.member_named(name, self.root, "")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.member_names()]
+        return [*super().__dir__(), *self._core.member_names()]
 
     def __str__(self) -> str:
         """Draw the module tree, repeated layers folded, with the steps at each module."""
-        return render_tree(self.tree, self.records)
+        return render_tree(self._core.tree, self.records)
 
     def __repr__(self) -> str:
         mesh = f", mesh={self.mesh}" if self.mesh else ""
-        return f"<Schedule of {type(self.model).__name__}: {len(self._history)} steps{mesh}>"
+        return f"<Schedule of {type(self.model).__name__}: {len(self._core.history)} steps{mesh}>"
 
     # -- the steps --------------------------------------------------------------------------------------------
 
@@ -115,7 +97,7 @@ class Schedule(OnRoot):
     @property
     def records(self) -> tuple[Record, ...]:
         """The applied steps, oldest first."""
-        return self._history.records
+        return self._core.records
 
     def undo(self, *, to: Record | int | None = None) -> tuple[Record, ...]:
         """Undo the last step, or every step after ``to``.
@@ -130,28 +112,24 @@ class Schedule(OnRoot):
             UndoError: the schedule has no such step.
             SealedError: the originals were dropped by ``build`` or ``seal``.
         """
-        self._check_open("undo")
-        try:
-            return self._history.undo(self._history.position(to))
-        finally:
-            self._refresh()
+        return self._core.undo(to)
 
     def seal(self, by: str = "seal()") -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
         if not self.is_sealed:
-            self._check_open("seal")
-        self._sealed_by = self._sealed_by or by
+            self._core.check_open("seal")
+        self._core.sealed_by = self._core.sealed_by or by
         if by != "seal()":
-            for guards in self._history.guards:
+            for guards in self._core.history.guards:
                 guards.hand_over()
-        self._history.drop_originals()
-        self.tree.tensors.seal()
-        self.tree.attributes.clear()
+        self._core.history.drop_originals()
+        self._core.tree.tensors.seal()
+        self._core.tree.attributes.clear()
 
     @property
     def is_sealed(self) -> bool:
         """Whether ``build`` or ``seal`` ended the schedule."""
-        return self._sealed_by is not None
+        return self._core.sealed_by is not None
 
     @property
     def is_verified(self) -> bool:
@@ -160,7 +138,7 @@ class Schedule(OnRoot):
         A saved schedule keeps it. :func:`replay` restores it where the class of the model, the mesh sizes and the
         versions of slapo-core and of the plugins are the same.
         """
-        return bool(self._history.kept.get("verified"))
+        return bool(self._core.history.kept.get("verified"))
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -186,15 +164,8 @@ class Schedule(OnRoot):
             SealedError: the originals were dropped.
             ArgumentError: the model, without steps of this schedule, carries those of another one.
         """
-        if self.is_sealed:
-            self._check_open("go back")
-        self._history.check_start()
-        edit = self.tree.open_edit
-        with (
-            edit.set_aside() if edit is not None else contextlib.nullcontext(),
-            self._history.rewound(self._history.position(to)),
-        ):
-            yield self.model
+        with self._core.rewound(to) as model:
+            yield model
 
     # -- as data ----------------------------------------------------------------------------------------------
 
@@ -207,7 +178,7 @@ class Schedule(OnRoot):
             self.records,
             model=self.model,
             mesh=self.mesh.sizes if self.mesh else None,
-            registry=self.registry,
+            registry=self._core.registry,
         )
         return {**document, "verified": fingerprint(document)} if self.is_verified else document
 
@@ -229,138 +200,3 @@ class Schedule(OnRoot):
             if self.mesh is not None
         ]
         return "\n".join([explain_records(self.records), *unused])
-
-    # -- what nodes and engines need --------------------------------------------------------------------------
-
-    @property
-    def registry(self) -> Registry:
-        """The plugins of this schedule: those installed when it first asked."""
-        if self._registry is None:
-            self._registry = current_registry()
-        return self._registry
-
-    @property
-    def hooks(self) -> HookManager:
-        """The hooks of the plugins that this schedule names; for dialects."""
-        if self._hooks is None:
-            self._hooks = HookManager(self.registry)
-        return self._hooks
-
-    def mark_verified(self, passed: bool = True) -> None:
-        """Record whether ``verify`` has passed; see ``is_verified``."""
-        self._history.kept["verified"] = passed
-
-    def apply_at(
-        self,
-        node: Node,
-        primitive: Primitive,
-        *,
-        location: str | None = None,
-        after_edit: Callable[[int], None] | None = None,
-    ) -> Node:
-        """Apply ``primitive`` at ``node``: see :class:`slapo_core.schedule.transaction.Transaction`.
-
-        Args:
-            node: where.
-            primitive: what.
-            location: the ``file:line`` to record; None looks for the user's own.
-            after_edit: called with the number of edits made so far after each one.
-        """
-        check_primitive(primitive)
-        self._check_open(f"apply {primitive}")
-        self._history.check_start()
-        self.tree.look_again_if_changed(node)
-        if not self._history:
-            self.tree.tensors.begin()
-        transaction = Transaction(
-            self.tree,
-            ask=self.hooks.call_each,
-            admit=self._admit,
-            bind=self.bound,
-            after_edit=after_edit,
-        )
-        try:
-            result, step = transaction.run(
-                node, primitive, index=len(self._history) + 1, location=location or caller_location()
-            )
-        except BaseException:
-            self._refresh()
-            raise
-        self._history.append(step)
-        return result
-
-    def _admit(self, primitive: Primitive) -> tuple[str, str]:
-        """Return the primitive's provider, whose plugin must be usable, and activate its hooks."""
-        provider = self.registry.provider(primitive)
-        self.hooks.activate(provider[0], version=provider[1])
-        return provider
-
-    def bound(self, node: Node, primitive: Primitive) -> Primitive:
-        """Locate the primitive's selections at ``node``, and bind it."""
-        return bound(primitive, node, self.registry)
-
-    def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
-        """Apply ``primitive`` at every node, or, if one refuses, at none."""
-        before = len(self._history)
-        try:
-            return tuple([self.apply_at(node, own) for node, own in divided(primitive, nodes, self.registry)])
-        except BaseException:
-            if len(self._history) > before:
-                self.undo(to=before)
-            raise
-
-    def kept(self, what: str) -> dict[str, Any]:
-        """Return a cache about the model, cleared when a step comes or goes; ``what`` is refused while rewound."""
-        self._history.check_in_force(what)
-        return self._history.kept
-
-    def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Any:
-        """Return ``target.<name>``, a query or a primitive; ``where`` is the path or pattern of the target."""
-        if name in self.registry.names("queries"):
-            return bound_query(self, name, target, where)
-        return bound_primitive(self.registry, name, target, where)
-
-    def member_names(self) -> tuple[str, ...]:
-        """The queries, bare names and namespaces that nodes know, e.g. ``("find", ..., "shard", ..., "tp")``."""
-        registry = self.registry
-        return (*registry.names("queries"), *registry.bare_names("primitives"), *registry.namespaces())
-
-    def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
-        """Load what a plugin provides under a name; see :meth:`slapo_core.tree.node.Node.plugin`."""
-        return self.registry.load(self.registry.resolve(kind, name, path=path or None))
-
-    def entries(self) -> Iterator[tuple[Record, Entry]]:
-        """What each step changed, in order; nothing any more once the originals were dropped."""
-        return self._history.entries()
-
-    def removal_of(self, path: str) -> Record | None:
-        """The step that removed the module at ``path``; None if none did."""
-        return self._history.removal_of(path)
-
-    def _refresh(self) -> None:
-        """After steps went away: hooks of distributions that no step names any more are switched off."""
-        if not self._history:
-            self.tree.tensors.forget()
-        if self._hooks is not None:
-            needed = self._history.distributions.union(self.plugins)
-            for distribution in self._hooks.active:
-                if distribution not in needed:
-                    self._hooks.deactivate(distribution)
-
-    def forget_target(self) -> None:
-        """After a failed build: the hooks of its dialect are switched off, unless a step names the distribution."""
-        self._refresh()
-
-    def _check_open(self, what: str) -> None:
-        if self._sealed_by is not None:
-            raise SealedError(
-                f"cannot {what}: the schedule was sealed by {self._sealed_by}",
-                hint="apply every primitive before build(), or create a new schedule of a fresh model",
-            )
-        if self.tree.open_edit is not None:
-            raise ApplyError(
-                f"cannot {what} while a primitive is being applied: the edits would be recorded in another order than "
-                "they were made",
-                hint="in apply(self, node, edit): OtherPrimitive(...).apply(other_node, edit)",
-            )
-        self._history.check_in_force(what)

@@ -102,7 +102,7 @@ def bound_query(schedule: Any, name: str, target: Any, where: str) -> Any:
     Raises:
         PluginError: the distribution cannot be used.
     """
-    query = schedule.registry.load(name, "queries")
+    query = schedule._core.registry.load(name, "queries")
     nodes = tuple(getattr(target, "nodes", (target,)))
     first, *rest = inspect.signature(query).parameters
     if first == "node" and len(nodes) != 1:

@@ -132,7 +132,7 @@ class Node(OnNodes):
     @property
     def schedule(self) -> Any:
         """The schedule that the node belongs to."""
-        return self._tree.owner
+        return self._tree.owner.schedule
 
     @property
     def mesh(self) -> Mesh | None:

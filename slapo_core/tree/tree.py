@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """The schedule as its nodes use it."""
+    """The core of a schedule as its nodes use it."""
+
+    schedule: Any
 
     @property
     def records(self) -> tuple[Record, ...]: ...
@@ -56,7 +58,7 @@ class Tree:
     Args:
         root: the model; it is never copied.
         mesh: the mesh of the schedule, or None.
-        owner: the schedule.
+        owner: the core of the schedule.
     """
 
     def __init__(self, root: nn.Module, mesh: Mesh | None, owner: Owner) -> None:

@@ -81,12 +81,14 @@ def test_fault_after_any_edit_leaves_model_bit_identical(case: str, error: type[
     edits = 0
     while True:
         try:
-            sch.apply_at(sch.tree.node(path), make_primitive(), after_edit=fault_after(edits + 1, error("injected")))
+            sch._core.apply_at(
+                sch._core.tree.node(path), make_primitive(), after_edit=fault_after(edits + 1, error("injected"))
+            )
         except raised:
             edits += 1
             assert_bit_identical(before, model)
             assert sch.records == ()
-            assert sch.tree.layouts == {}
+            assert sch._core.tree.layouts == {}
             continue
         break
     assert edits >= 1
@@ -99,14 +101,14 @@ def test_every_edit_is_reached_by_the_injected_faults() -> None:
     """The loop above would be hollow if ``after_edit`` were called once only."""
     sch = slapo.create_schedule(odd())
     counts: list[int] = []
-    sch.apply_at(sch["lstm"], Everything(), after_edit=counts.append)
+    sch._core.apply_at(sch["lstm"], Everything(), after_edit=counts.append)
     assert counts == list(range(1, 1 + 2 + 1 + 4 * 4 + 4 + 1))
 
 
 def test_apply_error_chains_the_cause_and_names_the_place(message: Messages) -> None:
     sch = slapo.create_schedule(MLP())
     with pytest.raises(ApplyError) as caught:
-        sch.apply_at(sch["layers.0"], Checkpoint(), after_edit=fault_after(1))
+        sch._core.apply_at(sch["layers.0"], Checkpoint(), after_edit=fault_after(1))
     message(caught, "'layers.0'", "Fault: after edit 1")
     assert isinstance(caught.value.__cause__, Fault)
     assert caught.value.path == "layers.0"
@@ -121,7 +123,7 @@ def _refused(primitive: slapo.Primitive, error: type[BaseException], model: nn.M
     sch = slapo.create_schedule(model)
     before = ModelSnapshot(model)
     with pytest.raises(error) as caught:
-        sch.apply_at(sch.tree.node(path), primitive)
+        sch._core.apply_at(sch._core.tree.node(path), primitive)
     assert_bit_identical(before, model)
     assert sch.records == ()
     return caught.value
@@ -253,7 +255,7 @@ def test_failing_hook_of_a_plugin_changes_nothing(tmp_path: Path, message: Messa
         assert_bit_identical(before, model)
         assert sch.records == ()
         # A plugin named at the start stays active after a step went away, however its name was spelt.
-        assert sch.hooks.active == ("acme-slapo",)
+        assert sch._core.hooks.active == ("acme-slapo",)
         with pytest.raises(HookError):
             sch["layers.1"].checkpoint()
     environment.forget_modules()
@@ -270,7 +272,7 @@ def test_refused_primitive_touches_nothing_of_bert() -> None:
         ("cls.predictions.decoder", Annotate("weight", "grad", 1)),
     ):
         with pytest.raises(SlapoError):
-            sch.apply_at(sch.tree.node(path), primitive)
+            sch._core.apply_at(sch._core.tree.node(path), primitive)
         assert_bit_identical(before, model)
 
 

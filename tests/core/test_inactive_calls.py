@@ -129,7 +129,7 @@ def test_a_step_that_fails_leaves_no_hook_or_wrapper_behind(size: int) -> None:
         sch = _schedule(size)
         before = ModelSnapshot(sch.model)
         with pytest.raises(ApplyError) as caught:
-            sch.apply_at(sch["head"], Collective(), after_edit=fault_after(done))
+            sch._core.apply_at(sch["head"], Collective(), after_edit=fault_after(done))
         assert isinstance(caught.value.__cause__, Fault)
         assert (sch["head"].hooks, sch["head"].wrappers) == ((), ())
         assert_bit_identical(before, sch.model)
@@ -195,7 +195,7 @@ def test_a_replaced_module_is_let_go_when_the_schedule_is_sealed() -> None:
     sch = _schedule(1, model)
     sch["head"].apply(Hook())
     sch["head"].replace(lambda old: nn.Linear(8, 4))
-    old = weakref.ref(sch._history._steps[1].entries[0].old)  # type: ignore[attr-defined]
+    old = weakref.ref(sch._core.history._steps[1].entries[0].old)  # type: ignore[attr-defined]
     assert old() is not None
     sch.seal()
     gc.collect()

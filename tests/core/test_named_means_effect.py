@@ -89,20 +89,20 @@ def test_a_build_that_failed_switches_the_hooks_of_its_target_off(
     with pytest.raises(slapo.BuildError) as caught:
         slapo.build(schedule, target="acme")
     message(caught, "target 'acme' of acme-slapo 1.0", "build()", "OSError: no cluster")
-    assert schedule.hooks.active == ()
+    assert schedule._core.hooks.active == ()
     schedule["0"].checkpoint()
     assert heard() == ["materialize 0.weight", "materialize 0.bias"]
 
 
 def test_a_primitive_names_its_distribution_until_it_is_undone(schedule: slapo.Schedule) -> None:
     schedule["0"].acme.note()
-    assert schedule.hooks.active == ("acme-slapo",)
+    assert schedule._core.hooks.active == ("acme-slapo",)
     assert heard() == ["preconditions acme.note"]
     with pytest.raises(slapo.PreconditionError):
         schedule["0"].shard("nothing", axis=0)
-    assert schedule.hooks.active == ("acme-slapo",)
+    assert schedule._core.hooks.active == ("acme-slapo",)
     schedule.undo()
-    assert schedule.hooks.active == ()
+    assert schedule._core.hooks.active == ()
 
 
 @pytest.mark.parametrize(

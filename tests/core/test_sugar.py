@@ -91,4 +91,4 @@ def test_primitive_registered_in_process_is_there_at_once() -> None:
 
 def test_registry_of_one_test_does_not_leak_into_another() -> None:
     assert not hasattr(slapo.create_schedule(MLP())["head"], "hook_all")
-    assert isinstance(slapo.create_schedule(MLP()).registry, Registry)
+    assert isinstance(slapo.create_schedule(MLP())._core.registry, Registry)

@@ -38,7 +38,7 @@ def test_every_path_addresses_what_get_submodule_gives_before_and_after(name: st
     count = _assert_same_places(sch, model)
     names = list(model.state_dict())
     loss = run(model.eval(), name).detach()
-    for path in list(sch.tree.index.modules):
+    for path in list(sch._core.tree.index.modules):
         node = sch[path]
         if type(node.module).forward is not nn.Module.forward:
             node.checkpoint()

@@ -175,7 +175,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         schedule: with all its steps in force.
         place: of its model.
     """
-    entries = list(schedule.entries())
+    entries = list(schedule._core.entries())
     _modules(schedule.model, entries, place)
     paths = {id(module): path for path, module in schedule.model.named_modules()}
     hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first, where replacing carried it over

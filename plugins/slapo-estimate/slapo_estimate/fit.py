@@ -13,6 +13,7 @@ import math
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from slapo_core import Node
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
@@ -66,7 +67,7 @@ def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[s
         paths = list(found)
         if not paths:
             raise ArgumentError("layers names nothing that could be checkpointed (got an empty list)", hint=_NAMED)
-    nodes = [schedule.tree.node(path) for path in paths]
+    nodes = [schedule._core.tree.node(path) for path in paths]
     _refuse_nested(paths)
     free = [node for node in nodes if not _is_checkpointed(node)]
     return tuple(node.path for node in free if _may_be_checkpointed(schedule, node, named=layers is not None))
@@ -76,7 +77,7 @@ def _may_be_checkpointed(schedule: Schedule, node: Node, *, named: bool) -> bool
     """Return whether the step applies: tried, and undone. A path that you name must not be refused."""
     before = len(schedule.records)
     try:
-        schedule.apply_at(node, Checkpoint())
+        schedule._core.apply_at(node, Checkpoint())
     except PreconditionError:
         if named:
             raise
@@ -389,7 +390,7 @@ def _checkpoint(schedule: Schedule, paths: Sequence[str], why: str) -> None:
     location = f"{caller_location('slapo_estimate')}, {why}"
     try:
         for path in paths:
-            schedule.apply_at(schedule.tree.node(path), Checkpoint(), location=location)
+            schedule._core.apply_at(schedule._core.tree.node(path), Checkpoint(), location=location)
     except BaseException:
         schedule.undo(to=before)
         raise
@@ -414,7 +415,7 @@ class Checkpointed:
         """As :meth:`Source.schedule`, and the steps."""
         schedule = self.source.schedule(mesh, example_inputs)
         for path in self.paths:
-            schedule.apply_at(schedule.tree.node(path), Checkpoint(), location="fit")
+            schedule._core.apply_at(schedule._core.tree.node(path), Checkpoint(), location="fit")
         return schedule
 
 
@@ -429,7 +430,7 @@ class CalledBlocks:
     paths: tuple[str, ...]
 
     def __call__(self, schedule: Schedule, trackers: Trackers) -> _Called:
-        return _Called([schedule.tree.node(path).module for path in self.paths])
+        return _Called([schedule._core.tree.node(path).module for path in self.paths])
 
 
 class _Called:
@@ -446,13 +447,17 @@ class _Called:
         return tuple(sorted(self._called))
 
 
+_KNOWN: WeakKeyDictionary[Schedule, dict[bytes, Estimate]] = WeakKeyDictionary()
+"""Estimates of a schedule by its steps and all that was asked: a cache, which goes with the schedule."""
+
+
 class _Estimates:
     """Estimates of a schedule with blocks checkpointed, kept with the schedule by its steps and all that was asked."""
 
     def __init__(self, schedule: Schedule, batch: Any, blocks: tuple[str, ...], arguments: Mapping[str, Any]) -> None:
         self._source = of_schedule(schedule)
         self._batch, self._blocks, self._arguments = sendable_batch(batch), blocks, dict(arguments)
-        self._known: dict[bytes, Estimate] = schedule.estimates
+        self._known = _KNOWN.setdefault(schedule, {})
         about = {name: value for name, value in self._arguments.items() if name != "timeout"}
         for name, value in about.items():
             require_sendable(name, value, f"{name}=functools.partial(...)")

@@ -64,10 +64,10 @@ _HOME = torch.device("cpu")
 def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> None:
     """Give every tensor of the scheduled model a fake one in its place; ties and layouts stay."""
     correspondence, _ = Correspondence.of(schedule)
-    schedule.tree.tensors.keep_shapes(True)
-    edit = Edit(schedule.tree)
+    schedule._core.tree.tensors.keep_shapes(True)
+    edit = Edit(schedule._core.tree)
     for live in correspondence.live():
-        node = schedule.tree.node(live.path)
+        node = schedule._core.tree.node(live.path)
         install = edit.set_parameter if live.is_parameter else edit.set_buffer
         install(node, live.own_name, _fake(live.tensor, mode, values))
     for module in schedule.model.modules():

@@ -316,7 +316,7 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
     found = stages_of_build(schedule, arguments, target, plan)
     assert found is not None
     staged, ranks = found
-    schedule.tree.tensors.placement = placed(correspondence, staged.partition, ranks)
+    schedule._core.tree.tensors.placement = placed(correspondence, staged.partition, ranks)
     if request.loss is None:
         loss = staged.partition.output.loss
         staged = needing(schedule, staged, (loss,) if loss is not None else ())

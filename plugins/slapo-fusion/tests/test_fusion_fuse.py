@@ -144,7 +144,7 @@ class FailsWhenCalled(AotEager):
 
 def installed(sch: slapo.Schedule, monkeypatch: pytest.MonkeyPatch, compiler: type[slapo.Compiler]) -> None:
     """As if another distribution had it."""
-    known = sch.plugin_named
+    known = sch._core.plugin_named
     monkeypatch.setattr(
         sch, "plugin_named", lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path)
     )

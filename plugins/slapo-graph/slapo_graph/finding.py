@@ -157,7 +157,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     """
     from slapo_graph.patterns.definition import pattern_of
 
-    made = pattern_of(pattern, lambda name: load_pattern(schedule.registry, name))
+    made = pattern_of(pattern, lambda name: load_pattern(schedule._core.registry, name))
     traced: dict[str, Node] = {}
     untraced: dict[str, None] = {}
     for node in nodes:

@@ -109,7 +109,7 @@ class MatchSelector(Selector):
             ArgumentError: it is not a pattern, or one that cannot be traced.
         """
         schedule = node.schedule
-        pattern = pattern_of(value, lambda named: load_pattern(schedule.registry, named))
+        pattern = pattern_of(value, lambda named: load_pattern(schedule._core.registry, named))
         try:
             found = find_in(schedule, (node,), pattern)
         except TraceError as error:
@@ -135,7 +135,7 @@ def _located(match: Match, schedule: Schedule) -> Match:
     By the names of its nodes; or, where this schedule never had them (a match of another instance of the model, or of
     a saved schedule), by its number.
     """
-    node = schedule.tree.node(match.path)
+    node = schedule._core.tree.node(match.path)
     if graph_of(node) is None:
         raise StaleError(
             f"{match} is not there: {_where(match.path)} is not traced any more, its trace was undone",
@@ -172,7 +172,7 @@ def _nearest_miss(pattern: GraphPattern, node: Node) -> str | None:
 def _rewrite_of(schedule: Schedule, module: nn.Module, nodes: Collection[str]) -> Record | None:
     """Return the step that removed one of these nodes from the module's graph; None if none did."""
     wanted = set(nodes)
-    for record, entry in reversed(list(schedule.entries())):
+    for record, entry in reversed(list(schedule._core.entries())):
         if isinstance(entry, journal.SetForward) and entry.module is module and entry.old is not None:
             names: list[frozenset[str]] = [getattr(each, "node_names", frozenset()) for each in (entry.old, entry.new)]
             if wanted <= names[0] and not wanted <= names[1]:

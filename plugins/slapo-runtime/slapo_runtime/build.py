@@ -107,7 +107,7 @@ def build(
         with World(sch.mesh) as world:
             return _Build(sch, arguments, world).run(target, config)
     except BaseException:
-        sch.forget_target()
+        sch._core.refresh()
         raise
 
 
@@ -279,12 +279,12 @@ class Target:
                 "cannot build: the schedule was built or sealed before, and the originals are gone",
                 hint="create a new schedule of a fresh model; sch.to_json() and replay() repeat the steps",
             )
-        entry = schedule.registry.resolve("dialects", name)
-        dialect = schedule.registry.load(entry)
+        entry = schedule._core.registry.resolve("dialects", name)
+        dialect = schedule._core.registry.load(entry)
         is_own = entry.distribution == "slapo-runtime"
         with _blamed(entry.label, name, "__init__", is_own=is_own):
             target = cls(dialect(), entry.label, is_own)
-        schedule.hooks.activate(entry.distribution, version=entry.version)
+        schedule._core.hooks.activate(entry.distribution, version=entry.version)
         return target
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any], arguments: BuildArguments) -> Plan:

@@ -65,9 +65,9 @@ class Correspondence:
             WeightsError: the model was changed outside of the schedule.
             HookError: a plugin's answer about a tensor is invalid.
         """
-        schedule.tree.tensors.check_unchanged()
+        schedule._core.tree.tensors.check_unchanged()
         surveyed, reference = survey(schedule)
-        return cls(schedule.tree, surveyed, schedule.hooks), reference
+        return cls(schedule._core.tree, surveyed, schedule._core.hooks), reference
 
     @property
     def mesh(self) -> Mesh | None:

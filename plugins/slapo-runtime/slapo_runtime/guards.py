@@ -557,10 +557,10 @@ def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
 
     def check() -> dict[str, torch.Tensor]:
         live = reference()
-        if live is None or live._history.in_force is not None:
+        if live is None or live._core.history.in_force is not None:
             return {}
-        live.tree.tensors.check_unchanged()
+        live._core.tree.tensors.check_unchanged()
         refuse_if_incomplete(live)
-        return live.tree.tensors.replicated("tp")
+        return live._core.tree.tensors.replicated("tp")
 
     return check

@@ -25,13 +25,12 @@ from slapo_core.schedule.sugar import bound_query
 from slapo_runtime.private import apply_to_tensors
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from slapo_core import Node
     from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
     from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive
+    from slapo_core.schedule.core import ScheduleCore
     from slapo_core.tree.tree import Tree
 
 
@@ -128,21 +127,21 @@ def repeated(schedule: Schedule, mesh: Mesh | None) -> Schedule:
         SlapoError: a step is refused.
     """
     model, steps = reference_with_steps(schedule)
-    frozen = {name for name, is_trained in schedule.tree.tensors.trained_at_first.items() if not is_trained}
+    frozen = {name for name, is_trained in schedule._core.tree.tensors.trained_at_first.items() if not is_trained}
     for name, parameter in model.named_parameters():
         if name in frozen:  # a step that trains it, and does not say so, changes the reference model's own too
             parameter.requires_grad_(False)
     copied = Schedule(
         model,
         mesh=mesh,
-        plugins=schedule.plugins,
-        registry=schedule.registry,
+        plugins=schedule._core.plugins,
+        registry=schedule._core.registry,
         example_inputs=schedule.example_inputs,
     )
     for step in steps:
         if isinstance(step, SerializationError):
             raise step
-        copied.apply_at(copied.tree.node(step.path), step.primitive, location=step.location or None)
+        copied._core.apply_at(copied._core.tree.node(step.path), step.primitive, location=step.location or None)
     return copied
 
 
@@ -163,7 +162,7 @@ def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
 
     A step that changes whether a parameter is trained, and does not say so, changes the reference model's own too.
     """
-    flags = schedule.tree.tensors.trained_at_first
+    flags = schedule._core.tree.tensors.trained_at_first
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
@@ -210,7 +209,7 @@ def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _
     for step in whole:
         for name, value in step.primitive.arguments().items():
             _require_sendable(step, name, value)
-    return Sent(model, tuple(whole), schedule.plugins, schedule.example_inputs)
+    return Sent(model, tuple(whole), schedule._core.plugins, schedule.example_inputs)
 
 
 def _require_sendable(step: Record, name: str, value: Any) -> None:
@@ -246,7 +245,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
     schedule = create_schedule(sent.model, mesh=sizes, plugins=sent.plugins, example_inputs=sent.example_inputs)
     for step in sent.steps:
         try:
-            schedule.apply_at(schedule.tree.node(step.path), step.primitive, location=step.location or None)
+            schedule._core.apply_at(schedule._core.tree.node(step.path), step.primitive, location=step.location or None)
         except SlapoError as error:
             raise ReplayError(
                 f"{step} was refused on rank {schedule.mesh.global_rank if schedule.mesh else 0}: {error.message}",
@@ -277,59 +276,52 @@ class ScheduledCopy:
     """
 
     def __init__(self, schedule: Schedule, model: nn.Module) -> None:
-        self._schedule = schedule
-        self.model = model
-
-    @property
-    def original(self) -> Schedule:
-        """The schedule whose model was copied."""
-        return self._schedule
+        self.original, self.model = schedule, model
+        self._core = _CoreOfCopy(self, schedule._core)
 
     @property
     def mesh(self) -> Mesh | None:
-        return self._schedule.mesh
+        return self.original.mesh
 
     @property
     def records(self) -> tuple[Record, ...]:
-        return self._schedule.records
-
-    @property
-    def registry(self) -> Registry:
-        return self._schedule.registry
-
-    @property
-    def hooks(self) -> HookManager:
-        return self._schedule.hooks
+        return self.original.records
 
     @property
     def root(self) -> Node:
-        return self._tree.node("")
+        return self._core.tree.node("")
 
     def __getitem__(self, path: str) -> Any:
-        return self._tree.find(path)
+        return self._core.tree.find(path)
+
+
+class _CoreOfCopy:
+    """What the nodes of the copy use: the core of the schedule, without what changes it."""
+
+    def __init__(self, copied: ScheduledCopy, original: ScheduleCore) -> None:
+        self.schedule, self._original = copied, original
+        self.member_names, self.plugin_named = original.member_names, original.plugin_named
+        self.removal_of, self.rewound = original.removal_of, original.rewound
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return self._original.records
+
+    @property
+    def registry(self) -> Registry:
+        return self._original.registry
+
+    @property
+    def hooks(self) -> HookManager:
+        return self._original.hooks
 
     @functools.cached_property
-    def _tree(self) -> Tree:
-        return self._schedule.tree.of_copy(self.model, self)
+    def tree(self) -> Tree:
+        return self._original.tree.of_copy(self.schedule.model, self)
 
-    # -- what nodes need --------------------------------------------------------------------------------------
-
-    def removal_of(self, path: str) -> Record | None:
-        return self._schedule.removal_of(path)
-
-    def rewound(self, to: Any) -> AbstractContextManager[nn.Module]:
-        """Rewind the schedule's own model."""
-        return self._schedule.rewound(to)
-
-    def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
-        return self._schedule.plugin_named(kind, name, path)
-
-    def member_names(self) -> tuple[str, ...]:
-        return self._schedule.member_names()
-
-    def member_named(self, name: str, target: Any, where: str) -> Callable[..., Any]:
+    def member_named(self, name: str, target: Any, where: str) -> Any:
         if name in self.registry.names("queries"):
-            return bound_query(self, name, target, where)
+            return bound_query(self.schedule, name, target, where)
         if name not in self.member_names():
             raise AttributeError(name)
         raise self._is_read(f"apply {name} at '{where}'")

@@ -112,7 +112,7 @@ def staged(
     """
     before = {name: StateMark(tensor) for name, tensor in held_by(schedule.model)}
     random = torch.get_rng_state()
-    answer = schedule.hooks.single(
+    answer = schedule._core.hooks.single(
         "slapo_partition", schedule=schedule, inputs=inputs, batch_axes=dict(batch_axes or {})
     )
     if answer is None:
@@ -142,7 +142,7 @@ def needing(schedule: Schedule | ScheduledCopy, found: StagedModel, outputs: Seq
         HookError: as for :func:`staged`.
     """
     needed = tuple(outputs)
-    answer = schedule.hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
+    answer = schedule._core.hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
     if answer is None:
         raise HookError(
             f"{found.partition_by} cut the model into stages, and no active plugin says what passes between them "

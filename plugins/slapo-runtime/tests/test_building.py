@@ -75,7 +75,7 @@ class Fragile(Picky):
 
 def test_every_reason_of_a_dialect_is_given(message: Messages) -> None:
     schedule = slapo.create_schedule(real("mlp"))
-    schedule.registry.register(Picky, kind="dialects")
+    schedule._core.registry.register(Picky, kind="dialects")
     message(
         refused(schedule, slapo.BuildError, target="picky"), "'picky'", "  - the moon is full; wait\n  - it is Monday"
     )
@@ -84,7 +84,7 @@ def test_every_reason_of_a_dialect_is_given(message: Messages) -> None:
 def test_a_dialect_that_fails_after_the_model_got_its_values_leaves_it_as_scheduled(message: Messages) -> None:
     for model in (on_meta("mlp"), real("mlp")):
         schedule = split(slapo.create_schedule(model, mesh={"tp": 1}), "mlp")
-        schedule.registry.register(Fragile, kind="dialects")
+        schedule._core.registry.register(Fragile, kind="dialects")
         parameters = list(model.parameters())
         with pytest.raises(slapo.BuildError) as caught:
             slapo.build(schedule, target="fragile", weights=real("mlp", seed=5).state_dict())

@@ -53,7 +53,7 @@ class Failing(TorchDialect):
 def schedule_with(*dialects: type[slapo.Dialect]) -> slapo.Schedule:
     schedule = slapo.create_schedule(real("mlp"))
     for dialect in dialects:
-        schedule.registry.register(dialect, kind="dialects")
+        schedule._core.registry.register(dialect, kind="dialects")
     Folding.seen.clear()
     return schedule
 

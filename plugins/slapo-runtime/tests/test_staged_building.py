@@ -95,7 +95,7 @@ def failing() -> dict[str, Any]:
     state = engine.state.state_dict()
     return {
         "same": same,
-        "placed": sch.tree.tensors.placement is not None,
+        "placed": sch._core.tree.tensors.placement is not None,
         "loss": loss,
         "hooks": calls,
         "note": engine.module.embed.weight.note,

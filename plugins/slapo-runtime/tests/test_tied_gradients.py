@@ -34,7 +34,7 @@ class Parameters(nn.Module):
 
 def placed(mesh: dict[str, int], places: dict[str, tuple[int, ...]], model: nn.Module) -> slapo.Schedule:
     sch = slapo.create_schedule(model, mesh=mesh)
-    sch.tree.tensors.placement = Placement(places)
+    sch._core.tree.tensors.placement = Placement(places)
     return sch
 
 
@@ -128,7 +128,7 @@ def sharded() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 6, bias=False)).double()
     sch = slapo.create_schedule(model, mesh={"pp": 2, "tp": 2})
     sch["0"].apply(Split(("weight",), axis=1))
-    sch.tree.tensors.placement = Placement({"0.weight": (0, 1)})
+    sch._core.tree.tensors.placement = Placement({"0.weight": (0, 1)})
     state = ModelState.of(sch)
     pp, tp = sch.mesh.rank("pp"), sch.mesh.rank("tp")
     full = torch.arange(24.0, dtype=torch.float64).view(6, 4)

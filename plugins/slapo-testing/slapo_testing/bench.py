@@ -81,7 +81,7 @@ class Bench:
         return self.node_at(self.case.path)
 
     def node_at(self, path: str) -> Node:
-        return self.schedule.tree.node(path)
+        return self.schedule._core.tree.node(path)
 
     def bound(self, path: str, primitive: Primitive) -> Primitive:
         """A primitive as its preconditions see it at ``path``: with matches for patterns."""
@@ -89,7 +89,7 @@ class Bench:
 
     def apply(self) -> None:
         """Apply the case's primitive."""
-        self.schedule.apply_at(self.node, self.primitive)
+        self.schedule._core.apply_at(self.node, self.primitive)
 
     def apply_after(self) -> None:
         """Apply the steps after it."""
@@ -113,7 +113,7 @@ def _apply_all(schedule: Schedule, steps: Iterable[tuple[str, Making]], field: s
     for path, making in steps:
         primitive = made(making)
         try:
-            schedule.apply_at(schedule.tree.node(path), primitive)
+            schedule._core.apply_at(schedule._core.tree.node(path), primitive)
         except SlapoError as error:
             raise CheckError(
                 f"a step of {field}= cannot be applied: {primitive} at '{path}'",

@@ -134,7 +134,7 @@ def verify(
     with torch.inference_mode(False), torch.enable_grad():  # whatever is set where verify is called
         schedules = _schedules(sch, example_inputs)
         for one in schedules:
-            one.tree.tensors.check_unchanged()
+            one._core.tree.tensors.check_unchanged()
         given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
         given = example_inputs if example_inputs is not None else given
         further = tuple(Inputs.of(batch) for batch in more_batches)
@@ -152,7 +152,7 @@ def _verify_each(
     from slapo_verify.session import check_each
 
     for one in schedules:
-        one.mark_verified(passed=False)  # whatever is raised from here on
+        one._core.mark_verified(passed=False)  # whatever is raised from here on
     siblings = Siblings(schedules)
     found: dict[int, Outcome] = {}
     by_mesh: dict[Any, list[int]] = {}  # those with one declared mesh are verified in the same processes
@@ -174,7 +174,7 @@ def _verify_each(
         found.update(zip(numbers, outcomes, strict=True))
     for number, outcome in found.items():
         if isinstance(outcome, VerifyReport):
-            schedules[number].mark_verified()
+            schedules[number]._core.mark_verified()
     return conclude([found[number] for number in range(len(schedules))])
 
 

@@ -23,7 +23,7 @@ def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion
         HookError: a plugin's ``slapo_suggest`` raised, or gave something else than suggestions.
     """
     found: list[Suggestion] = []
-    for distribution, answer in schedule.hooks.call_each(
+    for distribution, answer in schedule._core.hooks.call_each(
         "slapo_suggest", schedule=schedule, gradients=tuple(gradients)
     ):
         given = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]

@@ -61,7 +61,7 @@ def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | Non
         own = [hook for hook in hooks if not only_looks(hook)]
         yield path, (type(module).__qualname__, len(own)), None
     for name, tensor in named_tensors(schedule.model):
-        origin = schedule.tree.tensors.layout(tensor, name).origin
+        origin = schedule._core.tree.tensors.layout(tensor, name).origin
         is_drawn = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not origin)
         yield name, (tensor.shape, tensor.requires_grad, origin), None if is_drawn else tensor.detach()
 
@@ -181,7 +181,7 @@ class Subjects:
         self.reference_model, self._steps = reference_with_steps(schedule, shares_memory=True)
         with schedule.reference() as model:
             self._values = self._initial_values(model)
-        self.frozen = self._train_alike(schedule.tree.tensors.trained)
+        self.frozen = self._train_alike(schedule._core.tree.tensors.trained)
 
     def tied_modules(self) -> list[frozenset[str]]:
         """List the paths of modules that share a parameter of the reference model."""
@@ -224,7 +224,7 @@ class Subjects:
 
     def frozen_parameters(self) -> list[str]:
         """Parameters of the reference model that are not trained, though no step decided it."""
-        decided = self.schedule.tree.tensors.trained
+        decided = self.schedule._core.tree.tensors.trained
         parameters = self.reference_model.named_parameters()
         return [name for name, parameter in parameters if not parameter.requires_grad and name not in decided]
 
@@ -235,7 +235,7 @@ class Subjects:
             SlapoError: as for :meth:`trial`.
         """
         schedule = self.trial(records, _train_all)
-        table = schedule.tree.tensors
+        table = schedule._core.tree.tensors
         return [
             name
             for name, parameter in schedule.model.named_parameters()
@@ -273,15 +273,15 @@ class Subjects:
         schedule = Schedule(
             model,
             mesh=given.mesh,
-            plugins=given.plugins,
-            registry=given.registry,
+            plugins=given._core.plugins,
+            registry=given._core.registry,
             example_inputs=given.example_inputs,
         )
         theirs = {id(item) for item in (*_parts(given.model), *_parts(self.reference_model))}
         for record in steps:
             if isinstance(record, SerializationError):
                 raise record
-            schedule.apply_at(schedule.tree.node(record.path), record.primitive)
+            schedule._core.apply_at(schedule._core.tree.node(record.path), record.primitive)
             if not _is_data(record) and any(id(item) in theirs for item in _parts(model)):
                 raise ApplyError(f"{record} gives the same module each time, so it cannot be tried on a copy")
         return schedule
@@ -315,7 +315,7 @@ class Subjects:
         on_meta = {name: tensor for name, tensor in self._originals.items() if tensor.is_meta}
         if not on_meta:
             return {}
-        initializer = Initializer(model, self.schedule.hooks, seed=self._seed)
+        initializer = Initializer(model, self.schedule._core.hooks, seed=self._seed)
         found = {name: initializer.value(name, tuple(tensor.shape)) for name, tensor in on_meta.items()}
         refused = [name for name, value in found.items() if value is None]
         if refused:
@@ -330,7 +330,9 @@ class Subjects:
             full = self._full(live, counterparts.correspondence)
             if full is None:
                 if not initializer:
-                    initializer.append(Initializer(schedule.model, schedule.hooks, seed=self._seed, is_reference=False))
+                    initializer.append(
+                        Initializer(schedule.model, schedule._core.hooks, seed=self._seed, is_reference=False)
+                    )
                 full = initializer[0].value(live.name, tuple(live.layout.shape))
             if full is None:
                 raise cannot_initialize([name])
@@ -389,7 +391,7 @@ def _fill(model: nn.Module, value: Any) -> None:
 
 
 def _unfrozen(schedule: Schedule) -> list[str]:
-    table = schedule.tree.tensors
+    table = schedule._core.tree.tensors
     trained = [each for each in schedule.model.named_parameters() if each[1].requires_grad]
     origins = {name: table.layout(parameter, name).origin for name, parameter in trained}
     return [

@@ -219,7 +219,7 @@ class Staging:
             model: a copy of its model.
             apart: whether every stage gets modules of its own; that takes as many recordings as there are stages.
         """
-        if not schedule.hooks.has("slapo_partition"):
+        if not schedule._core.hooks.has("slapo_partition"):
             return Caller(model)
         return _StagedCaller(self, schedule, model, apart=apart)
 

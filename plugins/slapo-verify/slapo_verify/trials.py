@@ -408,7 +408,7 @@ def _output_adapter(schedule: Schedule) -> Callable[[Any], Any]:
     """Ask the plugins whether this rank's output has to be gathered first."""
 
     def adapt(output: Any) -> Any:
-        answer = schedule.hooks.single("slapo_gather_output", node=schedule.root, output=output)
+        answer = schedule._core.hooks.single("slapo_gather_output", node=schedule.root, output=output)
         return output if answer is None else answer[1]
 
     return adapt

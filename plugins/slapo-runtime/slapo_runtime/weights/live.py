@@ -39,7 +39,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
             f"{call} takes the schedule (got {type(schedule).__name__})",
             hint=f"sch = slapo_core.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
         )
-    kept = schedule.kept(call)
+    kept = schedule._core.kept(call)
     state = kept.get(_STATE_KEY)
     if state is None:
         if schedule.is_sealed:
@@ -88,7 +88,7 @@ def clip_grad_norm_(
         raise ArgumentError(
             f"norm_type must be positive (got {norm_type})", hint="norm_type=2.0, or math.inf for the largest value"
         )
-    kept, modules = sch.kept("clip_grad_norm_"), correspondence.tree.index.modules.values()
+    kept, modules = sch._core.kept("clip_grad_norm_"), correspondence.tree.index.modules.values()
     held = [
         tuple(map(id, parameters_of(module).values())) for module in modules
     ]  # others after load_state_dict(assign)

@@ -49,7 +49,7 @@ class Materialization:
         self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
         self._names = check_names(self.correspondence.survey, source) if source is not None else {}
         self._target = device or _usual_device(schedule, self.correspondence)
-        self._edit = Edit(schedule.tree)
+        self._edit = Edit(schedule._core.tree)
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failed: list[str] = []
         self._initializers: dict[str, Initializer] = {}
@@ -61,7 +61,7 @@ class Materialization:
 
     def place(self, placement: Placement) -> None:
         """Let this rank hold the tensors of its pipeline stages only, until it is taken back."""
-        self._schedule.tree.tensors.placement = placement
+        self._schedule._core.tree.tensors.placement = placement
 
     def run(self) -> Iterator[LiveTensor]:
         """Materialize the tensors in registration order, and yield each.
@@ -72,10 +72,10 @@ class Materialization:
             WeightsError: tensors on the meta device cannot be initialized; all of them are named, after the others.
             HookError: a plugin's answer does not fit.
         """
-        self._schedule.tree.tensors.keep_shapes(True)
+        self._schedule._core.tree.tensors.keep_shapes(True)
         if any(self._reference[name].is_meta for name in self._wanted() if name not in self._names):
             with self._schedule.reference() as model:  # before anything is installed
-                self._initializers["reference"] = Initializer(model, self._schedule.hooks, seed=self._seed)
+                self._initializers["reference"] = Initializer(model, self._schedule._core.hooks, seed=self._seed)
         for live in self.correspondence.live():
             if not live.is_local:
                 if not live.tensor.is_meta:
@@ -102,8 +102,8 @@ class Materialization:
                 tensor.copy_(before)
         self._overwritten.clear()
         self._edit.rollback()
-        self._schedule.tree.tensors.placement = None
-        self._schedule.tree.tensors.keep_shapes(False)
+        self._schedule._core.tree.tensors.placement = None
+        self._schedule._core.tree.tensors.keep_shapes(False)
 
     def keep(self) -> None:
         """End it; what taking back would need is released."""
@@ -187,12 +187,12 @@ class Materialization:
         """Initialize a tensor of the reference model, or an added one of the scheduled model."""
         if which not in self._initializers:
             self._initializers[which] = Initializer(
-                self._schedule.model, self._schedule.hooks, seed=self._seed, is_reference=False
+                self._schedule.model, self._schedule._core.hooks, seed=self._seed, is_reference=False
             )
         return self._initializers[which].value(name, shape)
 
     def _install(self, live: LiveTensor, value: torch.Tensor) -> LiveTensor:
-        node = self._schedule.tree.node(live.path)
+        node = self._schedule._core.tree.node(live.path)
         if live.is_parameter:
             self._edit.set_parameter(node, live.own_name, value)
             tensor: torch.Tensor = node.parameters[live.own_name]

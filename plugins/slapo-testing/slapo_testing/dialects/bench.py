@@ -150,7 +150,7 @@ class Before:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._model = ModelSnapshot(schedule.model)
-        self._records, self._layouts = schedule.records, dict(schedule.tree.layouts)
+        self._records, self._layouts = schedule.records, dict(schedule._core.tree.layouts)
 
     def differences(self) -> list[str]:
         """The differences, one line each."""
@@ -158,7 +158,7 @@ class Before:
         lines = self._model.differences(schedule.model)
         if schedule.records != self._records:
             lines.append("the records of the schedule: not those of before")
-        if schedule.tree.layouts != self._layouts:
+        if schedule._core.tree.layouts != self._layouts:
             lines.append("the layouts of the schedule: not those of before")
         if schedule.is_sealed:
             lines.append("the schedule: sealed")
@@ -185,7 +185,7 @@ class Before:
         name = next(name for name, _ in schedule.model.named_parameters())
         path, _, own_name = name.rpartition(".")
         try:
-            schedule.apply_at(schedule.tree.node(path), Annotate(own_name, "tried", True))
+            schedule._core.apply_at(schedule._core.tree.node(path), Annotate(own_name, "tried", True))
             schedule.undo()
             lines = self.differences()
             build(schedule, "torch")

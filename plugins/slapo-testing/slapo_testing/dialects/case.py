@@ -115,11 +115,11 @@ def regression_batch() -> dict[str, torch.Tensor]:
 
 def regression_steps(schedule: Schedule) -> None:
     """A replacement with other names, recomputed in the backward pass; with ``tp``, two layers split over its ranks."""
-    head = schedule.tree.node("head")
-    schedule.apply_at(head, Replace(renamed, params={"weight": "matrix", "bias": "offset"}))
-    schedule.apply_at(schedule.tree.node("head"), Checkpoint())
+    head = schedule._core.tree.node("head")
+    schedule._core.apply_at(head, Replace(renamed, params={"weight": "matrix", "bias": "offset"}))
+    schedule._core.apply_at(schedule._core.tree.node("head"), Checkpoint())
     if schedule.mesh is not None and schedule.mesh.size("tp") > 1:
-        node: Any = schedule.tree.node  # the two primitives are a plugin's
+        node: Any = schedule._core.tree.node  # the two primitives are a plugin's
         node("up").shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
         node("down").shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
