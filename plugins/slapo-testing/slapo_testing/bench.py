@@ -85,7 +85,7 @@ class Bench:
 
     def bound(self, path: str, primitive: Primitive) -> Primitive:
         """A primitive as its preconditions see it at ``path``: with matches for patterns."""
-        return self.schedule.bound(self.node_at(path), primitive)
+        return self.schedule._core.bound(self.node_at(path), primitive)
 
     def apply(self) -> None:
         """Apply the case's primitive."""
