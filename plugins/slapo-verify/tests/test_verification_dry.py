@@ -18,8 +18,7 @@ import slapo_core as slapo
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
 from tests.messages import Messages
-
-from .failing_ranks import INPUTS, Reduce, Split, net
+from tests.support.failing_ranks import INPUTS, Reduce, Split, net
 
 pytestmark = pytest.mark.ranks
 
@@ -110,7 +109,7 @@ import sys
 import torch
 from torch import nn
 import slapo_core as slapo
-from plugins.slapo-verify.tests.failing_ranks import INPUTS, Reduce, Split, net
+from tests.support.failing_ranks import INPUTS, Reduce, Split, net
 
 
 class Mine(nn.Linear):

@@ -12,8 +12,7 @@ import slapo_core as slapo
 from slapo_core.layout import declare_mesh
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.world import World
-
-from .failing_ranks import INPUTS, Fail, LeaveOut, outcome, scheduled
+from tests.support.failing_ranks import INPUTS, Fail, LeaveOut, outcome, scheduled
 
 pytestmark = pytest.mark.ranks
 

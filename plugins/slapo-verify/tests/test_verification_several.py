@@ -15,8 +15,7 @@ import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
 from slapo_testing.models import Doubled
 from tests.messages import Messages
-
-from .failing_ranks import INPUTS, Fail, Net, net, outcome, scheduled
+from tests.support.failing_ranks import INPUTS, Fail, Net, net, outcome, scheduled
 
 
 def right() -> slapo.Schedule:
