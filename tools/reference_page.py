@@ -77,7 +77,9 @@ _HOMES = {
     "slapo_verify": "Verifying",
     "slapo_core.schedule": "Scheduling",
     "slapo_core.plugins": "Writing primitives",
-    "slapo_core.spec": "Writing dialects and hooks",
+    "slapo_runtime.weights.live": "Building and training",
+    "slapo_runtime.stages": "Building and training",
+    "slapo_runtime": "Writing dialects and hooks",
 }
 _BESIDE = {
     cls.__name__: cls
@@ -184,7 +186,7 @@ def _entry(name: str, value: Any) -> list[str]:
             return [f"### {name}", "", _VALUES.get(name, MISSING)]
         return [f"### {name}", "", "```python", signature(name, value), "```", "", *_text(value)]
     lines = [f"### {name}", ""]
-    if value.__module__.startswith("slapo_core.spec.") and name in _BESIDE:
+    if value.__module__.startswith("slapo_runtime.") and name in _BESIDE:
         lines += [f"*In `{value.__module__}`.*", ""]
     if name not in _NOT_MADE_BY_HAND and Protocol not in value.__bases__ and _is_constructed(value):
         lines += ["```python", signature(name, value, returns=False), "```", ""]

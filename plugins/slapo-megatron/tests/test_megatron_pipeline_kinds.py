@@ -161,7 +161,7 @@ def changed(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
 
 def without_guards() -> dict[str, Any]:
     from slapo_megatron import marks
-    from slapo_runtime.build import context
+    from slapo_runtime import context
 
     def tied(**options: Any) -> list[str]:
         run = Run(TWO, ("b",), tied=True, target="megatron", options=options, forms=((1, 5),))
