@@ -126,7 +126,7 @@ CAUGHT = [
         bad(kit.KnowsTheOriginal),
         "something else",
     ),
-    ("mesh_of_one_is_free", case(kit.AlwaysPays(), **ON_MESH), "_forward_hooks of 'fc1': AlwaysPays.apply.<locals>"),
+    ("mesh_of_one_is_free", case(kit.AlwaysPays(), **ON_MESH), "forward hooks of 'fc1': AlwaysPays.apply.<locals>"),
     (
         "forward_and_gradients_on_1_rank",
         bad(kit.ComputesSomethingElse),
