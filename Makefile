@@ -8,13 +8,16 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROJECTS := pyproject.toml $(sort $(wildcard plugins/*/pyproject.toml))
-EDITABLES := -e '.[dev]' $(foreach project,$(sort $(wildcard plugins/*/pyproject.toml)),-e $(patsubst %/pyproject.toml,%,$(project)))
+PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(sort $(wildcard plugins/*/pyproject.toml)))
+EDITABLES := -e . $(foreach plugin,$(PLUGINS),-e plugins/$(plugin))
+EXTRAS := 'slapo-core[dev]' $(foreach plugin,$(PLUGINS),'$(plugin)[test]')
 PYTEST_ARGS ?=
 # D=slapo-tp: the tests of one distribution.
 D ?=
 TESTS = $(if $(D),$(shell $(PYTHON) tools/distributions.py $(D)))
-# The commit that `make check` compares with.
+# The commit that `make check` compares with, and seconds for unit tests of what requires the changed distributions.
 BASE ?= HEAD~1
+SAMPLE ?= 15
 # On two cores: one process more than cores, because tests that start ranks wait for much of their time.
 TEST_PROCESSES ?= 3
 PYTEST = $(PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
@@ -35,11 +38,12 @@ test: $(STAMP)  ## style, types, import contracts and the tests, of long tables 
 	@set -e; tests="$(TESTS)"; [ -z "$(D)" ] || [ -n "$$tests" ]; \
 	$(PYTEST) --durations=20 --durations-min=1 $(PYTEST_ARGS) $$tests
 
-test-all: $(STAMP)  ## every test, and the whole tables
+test-all: $(STAMP)  ## every test, the whole tables, and the tests of each distribution where nothing else is installed
 	SLAPO_TEST_WHOLE=1 $(PYTEST) --durations=20 --durations-min=1 $(PYTEST_ARGS)
+	$(PYTHON) tools/alone.py
 
-check: lint  ## style, types, import contracts, and unit tests of what changed since BASE (default HEAD~1)
-	@set -e; tests="$$($(PYTHON) tools/distributions.py --since $(BASE))"; \
+check: lint  ## style, types, import contracts, and unit tests of what changed since BASE (default HEAD~1), with a sample of what requires it
+	@set -e; tests="$$($(PYTHON) tools/distributions.py --since $(BASE) --sample $(SAMPLE))"; \
 	if [ -z "$$tests" ]; then echo "no distribution changed since $(BASE)"; else \
 	    echo "unit tests: $$tests"; $(PYTEST) -q -m 'not ranks and not slow' $(PYTEST_ARGS) $$tests; fi
 
@@ -83,5 +87,6 @@ $(STAMP): $(PROJECTS) constraints.txt
 	echo "[2/3] installing $$(grep '^torch==' constraints.txt) (minutes the first time)"; \
 	$(PYTHON) -m pip install $$quiet -c constraints.txt torch && \
 	echo "[3/3] installing slapo, its plugins and the development tools" && \
-	$(PYTHON) -m pip install $$quiet -c constraints.txt $(EDITABLES)
+	$(PYTHON) -m pip install $$quiet -c constraints.txt $(EDITABLES) && \
+	$(PYTHON) -m pip install $$quiet -c constraints.txt $(EXTRAS)
 	@touch $@

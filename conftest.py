@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 
 os.environ["OMP_NUM_THREADS"] = "1"  # as on ranks: with more threads, sums are rounded in another order
 
-pytest_plugins = ["tests.deadlines", "tests.messages", "tests.processor", "tests.tiers"]
+pytest_plugins = ["slapo_testing.fixtures", "tests.deadlines", "tests.messages", "tests.processor", "tests.tiers"]
 
 # What ranks would import one by one, in every launch of them: found by what they have that their server had not.
 preload_modules(
@@ -22,13 +22,13 @@ preload_modules(
     "setuptools",
     "tomllib",
     "typeguard",
-    "slapo_core.building.request",
-    "slapo_core.graph.traced",
-    "slapo_core.native.engine",
-    "slapo_core.primitives.merging",
-    "slapo_core.testing.checks.two_ranks",
-    "slapo_core.verification.child_processes",
-    "slapo_core.weights.checkpoint",
+    "slapo_runtime.context",
+    "slapo_graph.traced",
+    "slapo_runtime.native.engine",
+    "slapo_graph.merging",
+    "slapo_testing.checks.two_ranks",
+    "slapo_verify.child_processes",
+    "slapo_runtime.weights.checkpoint",
     "slapo_pipeline.partition.hook",
     "slapo_tp.hooks",
     "slapo_tp.shard",
@@ -41,7 +41,7 @@ preload_modules(
 @pytest.fixture(autouse=True, scope="session")
 def blame_without_a_clock() -> None:
     """What steps a failing `verify` names must not depend on how busy the machine is."""
-    from slapo_core.verification import verify
+    from slapo_verify import verify
 
     assert verify.__kwdefaults__["blame_seconds"] is not None
     verify.__kwdefaults__["blame_seconds"] = None

@@ -15,7 +15,7 @@ from schedule_cost import shard_bert
 from transformers import BertConfig, BertForMaskedLM
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 RANKS = 2
 ALLOWED_RATIO, ALLOWED_GIB = 1.3, 1.1

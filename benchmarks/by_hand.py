@@ -14,7 +14,7 @@ import torch
 from report import interleaved, ratio_of_medians, save
 from step_cost import HIDDEN, LENGTH, Stack
 
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 
 __all__ = ["BATCH", "MICROBATCHES", "Step", "Way", "adamw", "main", "stack"]
 

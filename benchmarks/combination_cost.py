@@ -24,7 +24,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEncoder
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 HIDDEN, HEADS, INNER = 1024, 16, 4096
 BATCH, LENGTH = 4, 128

@@ -33,7 +33,7 @@ from megatron_by_hand import Groups, Stage, train
 from report import interleaved, ratio_of, ratio_of_medians, save
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 
 CLIP = 1.0
 COMPARED = 3  # steps whose losses are compared before steps are timed
@@ -177,7 +177,7 @@ def compare(setting: Setting, target: str, pairs: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     device = device_of(setting)
     if target == "megatron" and device.type == "cpu":
-        from tests.cpu_megatron import install
+        from tests.support.cpu_megatron import install
 
         install()
     as_it_is = unscheduled(setting, target, device)
@@ -208,7 +208,7 @@ def measure(setting: Setting, target: str, pairs: int) -> dict[str, Any]:
 def main() -> None:
     """Measure every target on every mesh, compare the losses of the same file, print the table and keep it."""
     options = parsed()
-    preload_modules(*("tests.cpu_megatron" if target == "megatron" else target for target in options.targets))
+    preload_modules(*("tests.support.cpu_megatron" if target == "megatron" else target for target in options.targets))
     rows = []
     for mesh in options.mesh:
         options.mesh = mesh

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.estimation.rank_process import Request, estimate_rank
-from slapo_core.estimation.source import Functions
+from slapo_estimate.rank_process import Request, estimate_rank
+from slapo_estimate.source import Functions
 
 RESULT = Path(__file__).parent / "results" / "estimate_cost.json"
 MESH = {"dp": 16, "tp": 8}

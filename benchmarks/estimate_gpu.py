@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_map_only
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import slapo_core as slapo
-from slapo_core.estimation.results import Memory
-from slapo_core.ranks.launcher import run_process
-from tests.estimate_cases import CASES, OPTIMIZERS, Case
-from tests.estimate_judge import predicted, train_two_steps
+from slapo_estimate.results import Memory
+from slapo_runtime.launcher import run_process
+from tests.support.estimate_cases import CASES, OPTIMIZERS, Case
+from tests.support.estimate_judge import predicted, train_two_steps
 
 RESULT = Path(__file__).parent / "results" / "estimate_gpu.json"
 LIMIT = 0.05

@@ -21,8 +21,8 @@ from report import save
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.estimation.device_benchmark import measure_device
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_estimate.device_benchmark import measure_device
+from slapo_testing import preload_modules, run_ranks
 
 LAYERS, HIDDEN, HEADS, WORDS = 4, 256, 4, 2000
 ALLOWED = 0.9

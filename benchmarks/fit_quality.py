@@ -15,9 +15,9 @@ from report import save
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.estimation.fit import Checkpointed, blocks_of
-from slapo_core.estimation.rank_process import Request, estimate_rank
-from slapo_core.estimation.source import of_schedule
+from slapo_estimate.fit import Checkpointed, blocks_of
+from slapo_estimate.rank_process import Request, estimate_rank
+from slapo_estimate.source import of_schedule
 
 TARGETS = 20
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-3)

@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        from slapo_core.testing import run_ranks
+        from slapo_testing import run_ranks
 
         run_ranks(serve, options.serve, world_size=2, timeout=1800)
         return 0

@@ -1,6 +1,6 @@
 """Megatron-core as its users drive it with a model of their own: the yardstick of target ``"megatron"``.
 
-Nothing of slapo is in it. On a machine without a GPU the caller installs ``tests/cpu_megatron.py`` first.
+Nothing of slapo is in it. On a machine without a GPU the caller installs ``tests/support/cpu_megatron.py`` first.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ OPTIMIZER = {"optimizer": "adam", "lr": 1e-4, "weight_decay": 0.01, "clip_grad":
 def install() -> None:
     """Where no GPU is: Megatron runs on the CPU, for both."""
     if not torch.cuda.is_available():
-        from tests.cpu_megatron import install
+        from tests.support.cpu_megatron import install
 
         install()
 
@@ -97,4 +97,10 @@ WAYS = {
 
 
 if __name__ == "__main__":
-    main("megatron_cost", __doc__ or "", WAYS, "megatron-core", ("tests.cpu_megatron", "slapo_megatron.single_stage"))
+    main(
+        "megatron_cost",
+        __doc__ or "",
+        WAYS,
+        "megatron-core",
+        ("tests.support.cpu_megatron", "slapo_megatron.single_stage"),
+    )

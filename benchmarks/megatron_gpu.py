@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model on a CPU: whether it runs at all")
     options = parser.parse_args()
     if options.small:
-        from tests.cpu_megatron import install
+        from tests.support.cpu_megatron import install
 
         install()
         device = torch.device("cpu")

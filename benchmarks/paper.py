@@ -34,8 +34,8 @@ from paper_models import MODELS, STEPS, batch_of, loss_of, make, schedule, sched
 from report import RESULTS, ratio_of_medians, save
 
 import slapo_core as slapo
-from slapo_core.spec.device import DeviceSpec, Link
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_estimate.device import DeviceSpec, Link
+from slapo_testing import preload_modules, run_ranks
 
 RESULT = RESULTS / "paper.json"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "paper.md"

@@ -132,7 +132,7 @@ def megatron(name: str, size: str, compiler: str) -> Step:
 
     if name not in ("bert", "gpt", "llama"):
         raise NotImplementedError(f"not compared with Megatron-core's layers: {name}")
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()  # after all others have recorded their graphs: it puts a function in the place of Tensor.type
     own, ranks = sizes(name, size), dist.get_world_size()

@@ -16,7 +16,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEncoder
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 LAYERS, HIDDEN, HEADS, INNER = 4, 512, 8, 2048
 BATCH, LENGTH = 4, 128

@@ -22,7 +22,7 @@ from report import save
 from tuning_grids import MEASURED, Grid, four_knobs, held_out, measured, paper_grid
 
 from slapo_core import Sampler
-from slapo_core.spec.extensions import Point, SearchSpace, Trial
+from slapo_tune.samplers import Point, SearchSpace, Trial
 from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.frontier import Frontier
 from slapo_tune.samplers.optuna import OptunaTpe

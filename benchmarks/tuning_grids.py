@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slapo_core.spec.extensions import Point
+from slapo_tune.samplers import Point
 from slapo_tune.space import Space
 
 __all__ = ["Grid", "four_knobs", "held_out", "measured", "paper_grid"]

@@ -69,7 +69,7 @@ def memory_alone() -> list[float]:
 
 
 def memory_on_ranks() -> list[float]:
-    from slapo_core.testing import run_ranks
+    from slapo_testing import run_ranks
 
     return list(run_ranks(measured_memory, {"tp": 2}, world_size=2, timeout=600))
 

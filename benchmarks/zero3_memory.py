@@ -18,8 +18,8 @@ from report import save
 from transformers import BertConfig, BertForMaskedLM
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
 from slapo_deepspeed.process_groups import start
+from slapo_testing import preload_modules, run_ranks
 
 ALLOWED_MIB = 400
 CONFIG = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

@@ -8,7 +8,7 @@ sequence parallelism and activation checkpointing, by three runtimes; and compar
 
 The script starts ``torchrun`` for the scheduled runs by itself. It ends with status 1 if the loss curves part. It takes
 eight GPUs, or the CPU. Megatron wants a GPU for each process: on a CPU, what it asks of CUDA is answered by the shim
-that the tests have, ``tests/cpu_megatron.py``, enough to see it train, and not to judge its speed.
+that the tests have, ``tests/support/cpu_megatron.py``, enough to see it train, and not to judge its speed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def run_scheduled(options: argparse.Namespace, target: str) -> None:
     torch.set_num_threads(1)
     if target == "megatron" and device().type == "cpu":
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        from tests.cpu_megatron import install
+        from tests.support.cpu_megatron import install
 
         install()
     example = common.on(device(), {key: rows[:2] for key, rows in batches(options, seed=3, steps=1)[0].items()})

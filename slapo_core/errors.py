@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Violation
+    from slapo_core.primitive import Violation
 
 __all__ = [
     "ApplyError",
@@ -53,7 +53,7 @@ class SlapoError(Exception):
     Args:
         message: the mistake, its place, the required and the given value.
         path: the node of the schedule tree concerned, e.g. ``"encoder.layer.0.attention"``.
-        plugin: the distribution concerned, e.g. ``"slapo-tp 0.1.0"``.
+        plugin: the distribution concerned, e.g. ``"acme-slapo 1.0"``.
         hint: the corrected call or command.
     """
 

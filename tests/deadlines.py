@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slapo_core.ranks import launcher
+from slapo_runtime import launcher
 
 _LEAST = 600.0  # seconds; a launch that takes them hangs
 _OF_DEADLINES = 60.0  # seconds; what is shorter belongs to a test of deadlines

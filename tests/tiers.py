@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.ranks import launcher
+from slapo_runtime import launcher
 
 ROOT = Path(__file__).parent.parent
 DURATIONS = ROOT / "tests" / "durations.json"
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "tests/integration" in item.path.as_posix():
             item.add_marker(pytest.mark.slow)
-    recorded: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    recorded: dict[str, float] = json.loads(DURATIONS.read_text())["all"]
     items.sort(key=lambda item: -recorded.get(_file(item.nodeid), 0.0))  # a long file at the end leaves workers idle
     if os.environ.get("SLAPO_TEST_WHOLE"):
         return
@@ -86,14 +86,19 @@ class _Processes:
 
 
 class _Durations:
-    """Sums what the tests of each file take."""
+    """Sums what the tests of each file take, and what its unit tests take, from which `make check` draws."""
 
     def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._seconds: dict[str, defaultdict[str, float]] = {"all": defaultdict(float), "unit": defaultdict(float)}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[_file(report.nodeid)] += report.duration
+        self._seconds["all"][_file(report.nodeid)] += report.duration
+        if not {"ranks", "slow"} & set(report.keywords):
+            self._seconds["unit"][_file(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        seconds = {name: round(took, 1) for name, took in sorted(self._seconds.items())}
-        DURATIONS.write_text(json.dumps(seconds, indent=0) + "\n")
+        rounded = {
+            tier: {name: round(took, 1) for name, took in sorted(files.items())}
+            for tier, files in self._seconds.items()
+        }
+        DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")

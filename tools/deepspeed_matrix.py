@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrix_table import Page, Table, main
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.integration.deepspeed.cases import cells
 from tests.integration.dialects.closeness import GRADIENT, LOSS, WEIGHT
 from tests.integration.dialects.subjects import MAX_GRAD_NORM, STEPS, SUBJECTS

@@ -14,10 +14,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from slapo_core.estimation.results import Memory
-from slapo_core.ranks.launcher import run_process
-from tests.estimate_cases import CASES, FAMILIES, Case
-from tests.estimate_judge import compare
+from slapo_estimate.results import Memory
+from slapo_runtime.launcher import run_process
+from tests.support.estimate_cases import CASES, FAMILIES, Case
+from tests.support.estimate_judge import compare
 
 LIMIT = 0.02
 _HEAD = """# Predicted and counted peaks of memory

@@ -12,40 +12,52 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pluggy
 from docstring_markdown import sections, tidy
 from reference_page import reference_page as make_reference_page
 
-from slapo_core import errors
-from slapo_core.spec import hookspecs
+from slapo_core import errors, hookspecs
+from slapo_core.plugins import current_registry
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Made by tools/generate_docs.py; change the docstrings in {source} instead. -->\n"
 
 
 def hooks_page() -> str:
-    """Every hook: when it is called, its arguments, who may answer."""
+    """Every hook: when it is called, its arguments, who may answer, and whose it is."""
+    sources = [("slapo-core", hookspecs), *_hookspecs_of_distributions()]
     lines = [
         "# Hooks",
         "",
-        NOTE.format(source="slapo_core/spec/hookspecs.py"),
+        NOTE.format(source=" and ".join(f"{module.__name__}" for _, module in sources)),
         inspect.cleandoc(hookspecs.__doc__ or ""),
     ]
-    lines += ["", "| hook | answers |", "|---|---|"]
+    lines += ["", "| hook | of | answers |", "|---|---|---|"]
     parse = pluggy.PluginManager(hookspecs.PROJECT).parse_hookspec_opts
-    hooks = {name: options for name in vars(hookspecs) if (options := parse(hookspecs, name))}
-    for name, options in hooks.items():
-        answers = "at most one active plugin" if options["firstresult"] else "any number of active plugins"
-        lines.append(f"| [`{name}`](#{name}) | {answers} |")
-    for name in hooks:
-        function = getattr(hookspecs, name)
+    hooks = [
+        (name, distribution, getattr(module, name), options["firstresult"])
+        for distribution, module in sources
+        for name in vars(module)
+        if (options := parse(module, name))
+    ]
+    for name, distribution, _, is_single in hooks:
+        answers = "at most one active plugin" if is_single else "any number of active plugins"
+        lines.append(f"| [`{name}`](#{name}) | {distribution} | {answers} |")
+    for name, _, function, _ in hooks:
         signature = inspect.signature(function)
         arguments = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
         returns = str(signature.return_annotation).replace("'", "")
         lines += ["", f"## {name}", "", "```python", f"def {name}({arguments}) -> {returns}", "```", ""]
         lines += sections(inspect.getdoc(function) or "")
     return tidy(lines)
+
+
+def _hookspecs_of_distributions() -> list[tuple[str, ModuleType]]:
+    registry = current_registry()
+    entries = [registry.resolve("hookspecs", name) for name in registry.names("hookspecs")]
+    return [(entry.distribution, registry.load(entry)) for entry in entries]
 
 
 def errors_page() -> str:

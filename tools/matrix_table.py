@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests.integration.cells import Cell, run_cells
 
 __all__ = ["Page", "Table", "main"]

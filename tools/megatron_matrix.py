@@ -17,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matrix_table import Page, Table, main
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.integration.dialects.closeness import GRADIENT, LOSS, WEIGHT
 from tests.integration.dialects.same_file import file_cells
 from tests.integration.dialects.subjects import MAX_GRAD_NORM, STEPS, SUBJECTS
 from tests.integration.megatron.cases import cells, sequence_cells
 
-preload_modules("deepspeed", "tests.cpu_megatron")
+preload_modules("deepspeed", "tests.support.cpu_megatron")
 
 INTRODUCTION = f"""Written by `tools/megatron_matrix.py`. Each run trains a model of four blocks for {STEPS} steps in
 float32 on real processes (gloo) by `slapo.build(sch, target="megatron")`, and evaluates it once; the reference model

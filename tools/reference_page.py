@@ -1,6 +1,6 @@
 """docs/reference.md: every public name, from its docstring.
 
-A name that joins ``slapo_core.__all__`` or ``slapo_core.testing.__all__``, a member that joins one of their classes,
+A name that joins ``slapo_core.__all__`` or ``slapo_testing.__all__``, a member that joins one of their classes,
 and a primitive that joins one of this project's distributions appear here by themselves.
 """
 
@@ -14,19 +14,21 @@ from typing import Any, Protocol
 from docstring_markdown import sections, signature, tidy
 
 import slapo_core
-from slapo_core import errors, patterns, testing
-from slapo_core.native.dialect import TorchDialect
-from slapo_core.native.engine import TorchEngine
+import slapo_testing as testing
+from slapo_core import errors
 from slapo_core.plugins import current_registry
-from slapo_core.spec.extensions import SearchSpace
-from slapo_core.spec.preconditions import After, Distributed, Divisible
-from slapo_core.spec.request import BuildRequest, ScheduledModel
-from slapo_core.spec.state import LiveTensor, ModelState
-from slapo_core.spec.tracer import Flag, Guard, Recorded, Untraceable, check
-from slapo_core.tree.node import TreeNode
 from slapo_core.tree.selection import NodeGroup
-from slapo_core.verification import VerifyReport
-from slapo_core.verification.compare import Largest
+from slapo_graph import patterns
+from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
+from slapo_runtime.context import BuildContext
+from slapo_runtime.native.dialect import TorchDialect
+from slapo_runtime.native.engine import TorchEngine
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import LiveTensor
+from slapo_tp.preconditions import After, Distributed, Divisible
+from slapo_tune.samplers import SearchSpace
+from slapo_verify import VerifyReport
+from slapo_verify.compare import Largest
 
 __all__ = ["MISSING", "reference_page"]
 
@@ -59,8 +61,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing dialects and hooks": (
         "Dialect",
         "Plan",
-        "ScheduledModel",
-        "BuildRequest",
+        "BuildContext",
         "ModelState",
         "LiveTensor",
         "hookimpl",
@@ -71,28 +72,28 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "Writing tracers": ("Tracer", "Recorded", "Guard", "Flag", "Untraceable", "check"),
 }
 _HOMES = {
-    "slapo_core.building": "Building and training",
-    "slapo_core.native": "Building and training",
-    "slapo_core.verification": "Verifying",
+    "slapo_runtime.build": "Building and training",
+    "slapo_runtime.native": "Building and training",
+    "slapo_verify": "Verifying",
     "slapo_core.schedule": "Scheduling",
     "slapo_core.plugins": "Writing primitives",
-    "slapo_core.spec": "Writing dialects and hooks",
+    "slapo_runtime.weights.live": "Building and training",
+    "slapo_runtime.stages": "Building and training",
+    "slapo_runtime": "Writing dialects and hooks",
 }
 _BESIDE = {
     cls.__name__: cls
     for cls in (
-        After, BuildRequest, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
-        ScheduledModel, SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
+        After, BuildContext, Distributed, Divisible, Flag, Guard, Largest, LiveTensor, ModelState, NodeGroup, Recorded,
+        SearchSpace, TorchDialect, TorchEngine, Untraceable, VerifyReport, check,
     )
 }  # fmt: skip
 """Classes that users or plugin authors meet, and that are no names of ``slapo_core`` itself."""
 _NOT_MADE_BY_HAND = (
-    "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Record",
-    "LiveTensor", "SearchSpace",
+    "Schedule", "NodeGroup", "VerifyReport", "Largest", "TorchDialect", "TorchEngine", "Edit", "Mesh", "Node",
+    "Record", "LiveTensor", "SearchSpace",
 )  # fmt: skip
-# class -> another class of which it is the implementation: what that documents is not said again, and what only the
-# implementation has is described with it.
-_IMPLEMENTED_BY = {"Node": TreeNode}
+# class -> another class of which it is the implementation: what that documents is not said again.
 _IMPLEMENTS = {"TorchEngine": "Engine", "TorchDialect": "Dialect"}
 _VALUES = {
     "hookimpl": "Decorator that marks a function as a plugin's answer to the hook of its name: [hooks.md](hooks.md)."
@@ -102,6 +103,7 @@ _DISTRIBUTIONS = (
     "slapo-core",
     "slapo-deepspeed",
     "slapo-fusion",
+    "slapo-graph",
     "slapo-megatron",
     "slapo-models",
     "slapo-pipeline",
@@ -118,8 +120,8 @@ def reference_page(note: str) -> str:
     """
     parts = [(title, list(_named(title))) for title in _PARTS]
     parts.append(("Primitives", list(_primitives())))
-    parts.append(("Writing patterns: slapo_core.patterns", list(_of_patterns())))
-    parts.append(("Testing: slapo_core.testing", list(_of_testing())))
+    parts.append(("Writing patterns: slapo_graph.patterns", list(_of_patterns())))
+    parts.append(("Testing: slapo_testing", list(_of_testing())))
     lines = ["# Reference", "", note, _INTRODUCTION, ""]
     for title, entries in parts:
         links = ", ".join(f"[`{name}`](#{_anchor(name)})" for name, _ in entries)
@@ -184,15 +186,12 @@ def _entry(name: str, value: Any) -> list[str]:
             return [f"### {name}", "", _VALUES.get(name, MISSING)]
         return [f"### {name}", "", "```python", signature(name, value), "```", "", *_text(value)]
     lines = [f"### {name}", ""]
-    if value.__module__.startswith("slapo_core.spec.") and name in _BESIDE:
+    if value.__module__.startswith("slapo_runtime.") and name in _BESIDE:
         lines += [f"*In `{value.__module__}`.*", ""]
     if name not in _NOT_MADE_BY_HAND and Protocol not in value.__bases__ and _is_constructed(value):
         lines += ["```python", signature(name, value, returns=False), "```", ""]
     lines += _text(value)
     described = dict(_members(value))
-    implementation = _IMPLEMENTED_BY.get(name)
-    if implementation is not None:
-        described |= {own: member for own, member in _members(implementation) if own not in described}
     known = dict(_members(getattr(slapo_core, _IMPLEMENTS[name]))) if name in _IMPLEMENTS else {}
     for own, member in described.items():
         text = _documentation(member)

@@ -32,8 +32,8 @@ PAGE = ROOT / "docs" / "torch_versions.md"
 SUITES = {
     "sampled": ("--ignore=tests/architecture/test_style.py",),
     "core": (
-        *("tests/core/test_pipeline*.py", "tests/core/test_trace*.py", "tests/core/test_estimate*.py"),
-        *("tests/estimation", "plugins/slapo-pipeline/tests"),
+        *("plugins/slapo-runtime/tests/test_pipeline*.py", "plugins/slapo-graph/tests/test_trace*.py"),
+        *("plugins/slapo-estimate/tests", "plugins/slapo-pipeline/tests"),
     ),
 }
 _PIN = re.compile(r"^([\w.-]+)==(\S+)$", re.MULTILINE)

@@ -6,10 +6,16 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.hookspecs import Fact, Problem
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from slapo_core.errors import HookError, PluginError
+from slapo_core.hookspecs import Fact, Problem
+from slapo_core.plugins.manager import HookManager
+from slapo_core.plugins.metadata import core_requirements
 
 if TYPE_CHECKING:
     from slapo_core.plugins.metadata import Plugin
@@ -27,21 +33,14 @@ class Report:
     facts: tuple[Fact, ...]
     problems: tuple[Problem, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the output of ``slapo doctor --json``."""
-        return asdict(self)
-
 
 def print_report(report: Report) -> None:
     """Print facts, then problems with their fixes."""
     width = max(len(fact.what) for fact in report.facts) + 2
     for fact in report.facts:
         print(f"{fact.what:<{width}}{fact.value}")
-    print()
-    if not report.problems:
-        print("nothing is wrong")
-        return
-    print(f"{len(report.problems)} problem{'s' if len(report.problems) != 1 else ''}:")
+    count = len(report.problems)
+    print(f"\n{count} problem{'s' if count != 1 else ''}:" if count else "\nnothing is wrong")
     for number, problem in enumerate(report.problems, start=1):
         print(f"{number}. {problem.message}")
         if problem.hint:
@@ -105,11 +104,6 @@ def _torch() -> Iterator[Fact | Problem]:
 
 def _torch_version(version: str) -> Iterator[Fact | Problem]:
     """One that slapo-core does not admit is a problem, one that is newer than those tested a warning."""
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-
-    from slapo_core.plugins.metadata import core_requirements
-
     for required in map(Requirement, core_requirements()):
         if required.name == "torch" and not required.specifier.contains(version, prereleases=True):
             yield Problem(f"slapo-core needs {required}; installed is torch {version}", f'pip install "{required}"')
@@ -149,9 +143,6 @@ def _plugin(plugin: Plugin) -> Iterator[Fact | Problem]:
 
 def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:
     """Collect the answers of one distribution's ``slapo_doctor`` hook; a failing hook is a problem itself."""
-    from slapo_core.errors import PluginError
-    from slapo_core.plugins.manager import HookManager
-
     hooks = HookManager(registry)  # one manager each: one that fails must not silence another
     try:
         hooks.activate(distribution)
@@ -172,16 +163,13 @@ def _checked(answer: Any, distribution: str) -> list[Fact | Problem]:
     Raises:
         HookError: it is anything else.
     """
-    from slapo_core.errors import HookError
-
     items = list(answer) if isinstance(answer, (list, tuple)) else [answer]
-    for item in items:
-        if not isinstance(item, (Fact, Problem)):
-            raise HookError(
-                f"hook slapo_doctor of {distribution} must yield Fact and Problem objects (got {item!r})",
-                plugin=distribution,
-                hint=f"yield slapo_core.Problem({item!r})"
-                if isinstance(item, str)
-                else 'yield slapo_core.Problem("the problem", hint="the command that fixes it")',
-            )
-    return items
+    wrong = [item for item in items if not isinstance(item, (Fact, Problem))]
+    if not wrong:
+        return items
+    call = '"the problem", hint="the command that fixes it"'
+    raise HookError(
+        f"hook slapo_doctor of {distribution} must yield Fact and Problem objects (got {wrong[0]!r})",
+        plugin=distribution,
+        hint=f"yield slapo_core.Problem({repr(wrong[0]) if isinstance(wrong[0], str) else call})",
+    )

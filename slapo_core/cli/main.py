@@ -7,22 +7,50 @@ Slow imports are inside the command that needs them.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from typing import Annotated, Any, Literal
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
+import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import device, estimate, new, plugins, stubs, vocabulary
-from slapo_core.errors import SlapoError
+from slapo_core.cli import new, plugins, stubs, vocabulary
+from slapo_core.cli.output import print_json
+from slapo_core.errors import SlapoError, UnknownNameError, UnusablePluginError
+from slapo_core.plugins import current_registry
+from slapo_core.plugins.metadata import DISABLE, Entry, core_version
 
 
-class RootGroup(TyperGroup):
+class Command(ABC):
+    """A family of commands of a plugin: ``slapo <name> ...``.
+
+    Published by an entry point of the group ``slapo.v1.commands``. It is imported when it is called, and not when
+    ``slapo --help`` lists it.
+
+    Attributes:
+        name: the word after ``slapo``, e.g. ``"acme"``; ``"plugins.acme"`` for ``slapo plugins acme``.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def app(self) -> typer.Typer:
+        """Return the typer app, whose commands are ``slapo <name> <command>``; a single one is ``slapo <name>``.
+
+        A `SlapoError` that it raises is printed without traceback, and ends the process with status 1.
+        """
+
+
+class Words(TyperGroup):
     """``slapo``: its own commands, and those of plugins of kind ``commands`` behind them."""
+
+    prefix: ClassVar[str] = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in _registry().names("commands") if name not in own)]
+        return [*own, *(name for name in self._contributed() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a name; one of a plugin is not imported yet.
@@ -31,53 +59,59 @@ class RootGroup(TyperGroup):
             PluginError: the plugin that provides it cannot be used, or the project's own that does is not installed.
         """
         own = super().get_command(ctx, cmd_name)
-        if own is not None:
+        if own is not None or "." in cmd_name:
             return own
-        from slapo_core.errors import UnknownNameError
-
-        registry = _registry()
-        if cmd_name not in registry.names("commands"):
-            try:
-                registry.resolve("commands", cmd_name)
-            except UnknownNameError as error:
-                if error.plugin is None:  # a word that means nothing anywhere
-                    return None
-                raise
-        return _Contributed(cmd_name)
+        if (entry := self._contributed().get(cmd_name)) is not None:
+            return _Contributed(entry)
+        try:
+            current_registry().resolve("commands", self.prefix + cmd_name)
+        except UnknownNameError as error:
+            if error.plugin is None:  # a word that means nothing anywhere
+                return None
+            raise
 
     def contributed(self) -> dict[str, Any]:
         """The commands of plugins by name, imported: for the documentation."""
-        return {name: _loaded(name) for name in _registry().names("commands")}
+        return {name: _loaded(entry) for name, entry in self._contributed().items()}
+
+    def _contributed(self) -> dict[str, Entry]:
+        registry = current_registry()
+        plugins = [plugin for plugin in registry.plugins if plugin.usable]
+        usable = [entry for plugin in plugins for entry in plugin.entries if entry not in plugin.lost]
+        named = {entry.name: entry for entry in usable if entry.kind == "commands"}
+        known = {name.removeprefix(self.prefix): named[name] for name in registry.names("commands") if name in named}
+        return {name: entry for name, entry in known.items() if self.prefix + name == entry.name and "." not in name}
+
+
+class PluginsWords(Words):
+    """``slapo plugins``, whose further commands are published as ``plugins.<name>``."""
+
+    prefix = "plugins."
 
 
 class _Contributed(TyperCommand):
     """Load a command of a plugin when it is called."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, help=f"Of {_label(name)}.")
+    def __init__(self, entry: Entry) -> None:
+        super().__init__(entry.bare, help=f"Of {entry.label}.")
+        self.entry = entry
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return _loaded(str(self.name)).make_context(info_name, args, parent=parent, **extra)
+        return _loaded(self.entry).make_context(info_name, args, parent=parent, **extra)
 
 
-def _loaded(name: str) -> Any:
+def _loaded(entry: Entry) -> Any:
     """The command itself.
 
     Raises:
         PluginError: it cannot be imported, or is not an app of typer.
     """
-    import typer
-
-    from slapo_core.errors import UnusablePluginError
-
-    registry = _registry()
-    entry = registry.resolve("commands", name)
-    cls = registry.load(entry)
-    remedy = f"pip install --upgrade {entry.distribution}, or SLAPO_DISABLE_PLUGINS={entry.distribution}"
-    subject = f"command '{name}' of {entry.label}"
+    cls = current_registry().load(entry)
+    remedy = f"pip install --upgrade {entry.distribution}, or {DISABLE}={entry.distribution}"
+    subject = f"command '{entry.name}' of {entry.label}"
     try:
         app = cls().app()
-        command = _family(app, name) if isinstance(app, typer.Typer) else None
+        command = _family(app, entry.bare) if isinstance(app, typer.Typer) else None
     except Exception as error:
         raise UnusablePluginError(
             f"{subject} could not be made: {type(error).__name__}: {error}", plugin=entry.label, hint=remedy
@@ -87,43 +121,38 @@ def _loaded(name: str) -> Any:
     return command
 
 
-def _family(app: Any, name: str) -> Any:
+def _family(app: typer.Typer, name: str) -> Any:
     """An app as a part of another one, which has completion and looks as that one does."""
-    import typer.main
-
-    outer = typer.Typer(add_completion=False, rich_markup_mode="rich" if sys.stdout.isatty() else None)
+    outer = typer.Typer(add_completion=False, rich_markup_mode=_markup())
+    if app.registered_callback is None and not app.registered_groups and len(app.registered_commands) == 1:
+        outer.registered_commands = app.registered_commands  # a single command, as typer has it
+        command = typer.main.get_command(outer)
+        command.name = name
+        return command
     outer.add_typer(app, name=name)
     return typer.main.get_group(outer).commands[name]
 
 
-def _label(name: str) -> str:
-    found = (entry for plugin in _registry().plugins for entry in plugin.entries)
-    return next((entry.label for entry in found if (entry.kind, entry.name) == ("commands", name)), "a plugin")
+def _markup() -> Literal["rich"] | None:
+    """Rich is slow to import, and a pipe cannot show it."""
+    return "rich" if sys.stdout.isatty() else None
 
 
-def _registry() -> Any:
-    from slapo_core.plugins import current_registry
-
-    return current_registry()
-
-
-_FAMILIES = (plugins, new, vocabulary, stubs, estimate, device)
+_FAMILIES = (plugins, new, vocabulary, stubs)
 
 
 def make_app() -> typer.Typer:
     """The command line with all its commands."""
-    markup: Literal["rich"] | None = (
-        "rich" if sys.stdout.isatty() else None
-    )  # rich is slow to import, and a pipe cannot show it
     root = typer.Typer(
         name="slapo",
-        cls=RootGroup,
+        cls=Words,
         help="A schedule language for PyTorch training.",
         no_args_is_help=True,
-        rich_markup_mode=markup,
+        rich_markup_mode=_markup(),
         pretty_exceptions_enable=False,
     )
-    family = typer.Typer(help="The installed plugins and their state.", no_args_is_help=True, rich_markup_mode=markup)
+    about = "The installed plugins and their state."
+    family = typer.Typer(cls=PluginsWords, help=about, no_args_is_help=True, rich_markup_mode=_markup())
     root.add_typer(family, name="plugins")
 
     @root.callback()
@@ -152,12 +181,10 @@ def _doctor(
     Imports torch, and no plugin but those named with --ask.
     """
     from slapo_core.cli.doctor import diagnose, print_report
-    from slapo_core.cli.output import print_json
-    from slapo_core.plugins import current_registry
 
     report = diagnose(current_registry(), ask=ask or ())
     if as_json:
-        print_json(report.as_json())
+        print_json(dataclasses.asdict(report))
     else:
         print_report(report)
     if report.problems:
@@ -175,8 +202,6 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from slapo_core.plugins.metadata import core_version
-
         typer.echo(f"slapo-core {core_version() or '(from a source tree, not installed)'}")
         raise typer.Exit
 

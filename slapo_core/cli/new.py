@@ -6,7 +6,7 @@ import datetime
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
@@ -16,8 +16,14 @@ import typer
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import ArgumentError
-from slapo_core.plugins.metadata import Entry, core_version, name_violation
-from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, is_identifier
+from slapo_core.plugins.metadata import (
+    CORE_DISTRIBUTION,
+    FIRST_PARTY,
+    Entry,
+    core_version,
+    is_identifier,
+    name_violation,
+)
 
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:
@@ -105,8 +111,6 @@ class Project:
         hint = f"slapo plugins new {name} --namespace acme"
         if not is_identifier(namespace):
             raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
-        from slapo_core.testing.conformance import hides_member
-
         if hides_member(namespace):
             raise ArgumentError(f"namespace '{namespace}' would hide a member of nodes or schedules", hint=hint)
         entry = Entry("primitives", f"{namespace}.offload", "", name, "0.1.0")
@@ -114,15 +118,16 @@ class Project:
         if violation is not None:
             raise ArgumentError(violation.replace(f" of primitive '{entry.name}'", ""), hint=hint)
 
-    def values(self) -> dict[str, str]:
-        """The values of the template's placeholders."""
-        return {
-            "core_requirement": _core_requirement(),
-            "name": self.name,
-            "namespace": self.namespace,
-            "package": self.package,
-            "year": str(datetime.datetime.now(tz=datetime.UTC).year),
-        }
+
+def hides_member(name: str) -> bool:
+    """Whether schedules, nodes or groups have a member of that name: it is found before a primitive or namespace."""
+    from torch import nn
+
+    from slapo_core.schedule.creation import create_schedule
+
+    schedule = create_schedule(nn.Sequential(nn.Identity()))
+    targets = (schedule, schedule["0"], schedule["*"])
+    return any(hasattr(type(each), name) or name in getattr(each, "__dict__", ()) for each in targets)
 
 
 def render(project: Project, target: Path) -> tuple[Path, ...]:
@@ -142,9 +147,10 @@ def render(project: Project, target: Path) -> tuple[Path, ...]:
         raise ArgumentError(
             f"{target} exists already; nothing was written", hint=f"slapo plugins new {project.name} --directory OTHER"
         )
-    values = project.values()
+    year = datetime.datetime.now(tz=datetime.UTC).year
+    values = {**asdict(project), "core_requirement": _core_requirement(), "year": str(year)}
     texts = {
-        target / _output_path(path, values): _fill(source.read_text("utf-8"), values, path)
+        target / _output_path(path, values): _PLACEHOLDER.sub(lambda match: values[match[1]], source.read_text("utf-8"))
         for path, source in _template_files(files("slapo_core").joinpath("template"), PurePosixPath())
     }
     for path, text in texts.items():  # all rendered before the first is written
@@ -169,15 +175,6 @@ def _output_path(path: PurePosixPath, values: Mapping[str, str]) -> PurePosixPat
         is_dunder = part.startswith("__")
         parts.append(f".{part[1:]}" if part.startswith("_") and not is_dunder else part)
     return PurePosixPath(*parts)
-
-
-def _fill(text: str, values: Mapping[str, str], path: PurePosixPath) -> str:
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in values:
-            raise LookupError(f"template file {path} uses the unknown placeholder {match[0]}")
-        return values[match[1]]
-
-    return _PLACEHOLDER.sub(value, text)
 
 
 def _core_requirement() -> str:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import base64
 import difflib
-import hashlib
 import inspect
 import sys
+import sysconfig
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slapo_core.errors import PluginError
+from slapo_core.plugins import current_registry
+from slapo_core.plugins.metadata import core_version
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
+
+STUB_PACKAGE = "slapo_core-stubs"
+"""The directory that type checkers look for (PEP 561)."""
+
+_VOCABULARY = "_vocabulary.pyi"
 
 
 def register(root: typer.Typer, plugins: typer.Typer) -> None:
@@ -37,44 +42,62 @@ def stubs(
     mypy reads stubs from site-packages only: use --install. pyright also reads them from its stubPath:
     --output typings.
     """
-    from slapo_core.plugins import current_registry
-    from slapo_core.plugins.metadata import core_version
-
     if install and output is not None:
         raise typer.BadParameter("choose one of --install and --output", param_hint="--output")
-    package = make_stubs(current_registry())
-    for item in package.omissions:
-        print(f"left out: {item.what}: {item.reason}", file=sys.stderr)
+    source, left_out = vocabulary_source(current_registry())
+    for text in left_out:
+        print(f"left out: {text}", file=sys.stderr)
+    directory = Path(sysconfig.get_path("purelib")) if output is None else output
     if check:
-        _check(package.difference, output)
+        _check(source, directory, "slapo stubs --install" if output is None else f"slapo stubs --output {output}")
     elif install:
-        written = package.install(_site_packages(), core_version() or "0")
-        print(f"wrote {written}; to remove it: pip uninstall slapo-core-stubs")
+        print(f"wrote {_install(source, directory)}; to remove it: pip uninstall slapo-core-stubs")
     elif output is not None:
-        print(f"wrote {package.write(output)}")
+        print(f"wrote {_write(source, directory)}")
     else:
-        print(package.vocabulary, end="")
+        print(source, end="")
 
 
-def _check(difference: Callable[[Path], str], output: Path | None) -> None:
-    directory = output if output is not None else _site_packages()
-    command = f"slapo stubs --output {output}" if output is not None else "slapo stubs --install"
+def _check(source: str, directory: Path, command: str) -> None:
     place = directory / STUB_PACKAGE
     if not place.is_dir():
         print(f"error: no stubs found at {place}\n  hint: {command}", file=sys.stderr)
         raise typer.Exit(1)
-    diff = difference(directory)
-    if diff:
-        print(diff, end="")
+    file = place / _VOCABULARY
+    old = file.read_text("utf-8") if file.exists() else ""
+    if old != source:
+        lines = old.splitlines(keepends=True), source.splitlines(keepends=True)
+        print("".join(difflib.unified_diff(*lines, f"{file}", f"{_VOCABULARY} as installed now")), end="")
         print(f"error: the stubs at {place} are out of date\n  hint: {command}", file=sys.stderr)
         raise typer.Exit(1)
     print(f"the stubs at {place} are up to date")
 
 
-def _site_packages() -> Path:
-    import sysconfig
+def _write(source: str, directory: Path) -> Path:
+    package = directory / STUB_PACKAGE
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "py.typed").write_text("partial\n", "utf-8")
+    (package / _VOCABULARY).write_text(source, "utf-8")
+    return package
 
-    return Path(sysconfig.get_path("purelib"))
+
+def _install(source: str, site_packages: Path) -> Path:
+    """Write the package with its metadata, so that ``pip uninstall slapo-core-stubs`` removes it."""
+    for old in site_packages.glob("slapo_core_stubs-*.dist-info"):
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+    package, version = _write(source, site_packages), core_version() or "0"
+    info = site_packages / f"slapo_core_stubs-{version}.dist-info"
+    info.mkdir()
+    summary = "Types of the slapo schedule language as installed here, made by `slapo stubs`"
+    metadata = f"Metadata-Version: 2.1\nName: slapo-core-stubs\nVersion: {version}\nSummary: {summary}\n"
+    (info / "METADATA").write_text(metadata, "utf-8")
+    (info / "INSTALLER").write_text("slapo\n", "utf-8")
+    (info / "RECORD").touch()
+    written = sorted(path.relative_to(site_packages).as_posix() for each in (package, info) for path in each.iterdir())
+    (info / "RECORD").write_text("".join(f"{path},,\n" for path in written), "utf-8")
+    return package
 
 
 class AnnotationWriter:
@@ -155,14 +178,6 @@ _HEADER = """\
 """
 
 
-@dataclass(frozen=True)
-class Omission:
-    """A primitive, or a whole plugin, that the stubs leave out, and why."""
-
-    what: str
-    reason: str
-
-
 class _Source:
     """Text that `inspect` prints as it is."""
 
@@ -173,51 +188,51 @@ class _Source:
         return self.text
 
 
-def vocabulary_source(registry: Registry) -> tuple[str, tuple[Omission, ...]]:
-    """Return the stub of every usable primitive, and the omissions.
+def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
+    """Return the stub of every usable primitive, and what is left out, each with the reason.
 
     Args:
-        registry: the installed plugins; every primitive is imported, a broken one is an omission.
+        registry: the installed plugins; every primitive is imported, a broken one is left out.
     """
-    omissions = [
-        Omission(plugin.label, f"{plugin.state}: {plugin.reason}") for plugin in registry.plugins if not plugin.usable
-    ]
+    left_out = [f"{each.label}: {each.state}: {each.reason}" for each in registry.plugins if not each.usable]
     bare = {name: registry.resolve("primitives", name).name for name in registry.bare_names("primitives")}
     writer = AnnotationWriter(taken=[*bare, *registry.namespaces(), *(full.split(".")[1] for full in bare.values())])
     methods: dict[str, tuple[str, str]] = {}  # full name -> arguments, documentation
+    labels = set()
     for full in registry.names("primitives"):
         entry = registry.resolve("primitives", full)
         try:
             cls = registry.load(entry)
             summary = (inspect.getdoc(cls) or "").strip().partition("\n")[0]
-            methods[full] = (_arguments(cls, writer), f"{summary} [{full}, {entry.label}]".strip())
+            methods[full] = _method(_arguments(cls, writer), f"{summary} [{full}, {entry.label}]".strip())
+            labels.add(entry.label)
         except PluginError as error:
-            omissions.append(Omission(f"{full} of {entry.label}", error.message))
+            left_out.append(f"{full} of {entry.label}: {error.message}")
         except (TypeError, NameError, AttributeError) as error:  # annotations that cannot be evaluated
-            omissions.append(Omission(f"{full} of {entry.label}", f"its signature cannot be read: {error}"))
-    text = _render(registry, methods, bare, writer, omissions)
-    return text, tuple(omissions)
+            left_out.append(f"{full} of {entry.label}: its signature cannot be read: {error}")
+    lines = [*(f"# from {label}" for label in sorted(labels))]
+    lines += [f"# left out: {' '.join(text.split())}" for text in left_out]
+    lines += ["", "import typing as _t", *writer.imports, "", "from slapo_core.tree.node import Node as _Node", ""]
+    lines += ['_Result = _t.TypeVar("_Result")', "", *_classes(methods, bare)]
+    return _HEADER + "\n".join(lines) + "\n", tuple(left_out)
 
 
 def _arguments(cls: type, writer: AnnotationWriter) -> str:
-    from slapo_core.spec.primitive import public_signature
+    from slapo_core.primitive import public_signature
 
-    signature = public_signature(cls)
     own_init = cls.__init__  # type: ignore[misc]  # a dataclass's is made from its fields, and may be overridden
     hints = {**typing.get_type_hints(cls), **typing.get_type_hints(own_init)}
     parameters = []
-    for parameter in signature.parameters.values():
+    for parameter in public_signature(cls).parameters.values():
         hint = hints.get(parameter.name, hints.get(f"{parameter.name}_", Any))
         changes: dict[str, Any] = {"annotation": _Source(writer.argument(hint))}
         if parameter.default is not inspect.Parameter.empty:
             changes["default"] = _Source(_default(parameter.default))
         parameters.append(parameter.replace(**changes))
-    receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     if any(parameter.name == "self" for parameter in parameters):
         raise TypeError("an argument is called 'self'")
-    positional_only = any(parameter.kind is inspect.Parameter.POSITIONAL_ONLY for parameter in parameters)
-    if not positional_only:
-        receiver = receiver.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kinds = {parameter.kind for parameter in parameters} & {inspect.Parameter.POSITIONAL_ONLY}
+    receiver = inspect.Parameter("self", *kinds or {inspect.Parameter.POSITIONAL_OR_KEYWORD})
     return str(inspect.Signature([receiver, *parameters]))
 
 
@@ -226,112 +241,29 @@ def _default(value: Any) -> str:
     return repr(value) if value is None or type(value) in (bool, int, float, str) else "..."
 
 
-def _render(
-    registry: Registry,
-    methods: Mapping[str, tuple[str, str]],
-    bare: Mapping[str, str],
-    writer: AnnotationWriter,
-    omissions: Iterable[Omission],
-) -> str:
-    labels = sorted({registry.resolve("primitives", full).label for full in methods})
+def _method(arguments: str, documentation: str) -> tuple[str, str]:
+    is_plain = '"' not in documentation and "\\" not in documentation
+    return arguments, f'"""{documentation}"""' if is_plain else repr(documentation)
+
+
+def _classes(methods: Mapping[str, tuple[str, str]], bare: Mapping[str, str]) -> list[str]:
+    """The namespaces, and the classes that selections and schedules have as bases."""
+
+    def define(name: str, full: str, result: str) -> list[str]:
+        arguments, documentation = methods[full]
+        return [f"    def {name}{arguments} -> {result}:", f"        {documentation}", "        ..."]
+
     usable = {name: full for name, full in bare.items() if full in methods}
-    namespaces = sorted({full.partition(".")[0] for full in methods} - set(usable))
-    lines = [*(f"# from {label}" for label in labels)]
-    lines += [f"# left out: {item.what}: {' '.join(item.reason.split())}" for item in omissions]
-    lines += ["", "import typing as _t", *writer.imports, "", "from slapo_core.tree.node import TreeNode as _Node", ""]
-    lines += ['_Result = _t.TypeVar("_Result")', ""]
+    namespaces, lines = sorted({full.partition(".")[0] for full in methods} - set(usable)), []
     for namespace in namespaces:
         lines += ["", f"class _Namespace_{namespace}(_t.Generic[_Result]):", f'    """Primitives of {namespace}."""']
-        for full, (arguments, documentation) in methods.items():
+        for full in methods:
             if full.startswith(f"{namespace}."):
-                lines += _method(full.partition(".")[2], arguments, documentation, "_Result")
+                lines += define(full.partition(".")[2], full, "_Result")
     for cls, result in (("OnNodes", "_t.Self"), ("OnRoot", "_Node")):
         lines += ["", f"class {cls}:", "    ..."]
         for namespace in namespaces:
             lines += ["    @property", f"    def {namespace}(self) -> _Namespace_{namespace}[{result}]: ..."]
         for name, full in usable.items():
-            lines += _method(name, *methods[full], result)
-    return _HEADER + "\n".join(lines) + "\n"
-
-
-def _method(name: str, arguments: str, documentation: str, result: str) -> list[str]:
-    return [f"    def {name}{arguments} -> {result}:", f"        {_quoted(documentation)}", "        ..."]
-
-
-def _quoted(text: str) -> str:
-    return repr(text) if '"' in text or "\\" in text else f'"""{text}"""'
-
-
-STUB_PACKAGE = "slapo_core-stubs"
-"""The directory that type checkers look for (PEP 561)."""
-
-
-@dataclass(frozen=True)
-class StubPackage:
-    """The files of the stub package, by path below it."""
-
-    files: Mapping[str, str]
-    omissions: tuple[Omission, ...]
-
-    @property
-    def vocabulary(self) -> str:
-        """The file that depends on the installed plugins."""
-        return self.files["_vocabulary.pyi"]
-
-    def write(self, directory: Path) -> Path:
-        """Write the package into ``directory``; returns its own directory.
-
-        Files of an earlier one are replaced.
-        """
-        package = directory / STUB_PACKAGE
-        for name, text in self.files.items():
-            path = package / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
-        return package
-
-    def install(self, site_packages: Path, version: str) -> Path:
-        """Write the package with its metadata, so that ``pip uninstall slapo-core-stubs`` removes it."""
-        for old in site_packages.glob("slapo_core_stubs-*.dist-info"):
-            for file in old.iterdir():
-                file.unlink()
-            old.rmdir()
-        package = self.write(site_packages)
-        info = site_packages / f"slapo_core_stubs-{version}.dist-info"
-        info.mkdir()
-        summary = "Types of the slapo schedule language as installed here, made by `slapo stubs`"
-        metadata = f"Metadata-Version: 2.1\nName: slapo-core-stubs\nVersion: {version}\nSummary: {summary}\n"
-        (info / "METADATA").write_text(metadata, "utf-8")
-        (info / "INSTALLER").write_text("slapo\n", "utf-8")
-        written = [*(package / name for name in self.files), info / "METADATA", info / "INSTALLER"]
-        rows = [_record_row(path, site_packages) for path in written]
-        (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,", ""]), "utf-8")
-        return package
-
-    def difference(self, directory: Path) -> str:
-        """A unified diff from the package in ``directory`` to this one; empty if they are the same."""
-        package = directory / STUB_PACKAGE
-        diff: list[str] = []
-        for name, text in self.files.items():
-            path = package / name
-            old = path.read_text("utf-8") if path.exists() else ""
-            diff += difflib.unified_diff(
-                old.splitlines(keepends=True), text.splitlines(keepends=True), f"{path}", f"{name} as installed now"
-            )
-        return "".join(diff)
-
-
-def make_stubs(registry: Registry) -> StubPackage:
-    """Make the stubs of the installed primitives, importing each.
-
-    Args:
-        registry: the installed plugins.
-    """
-    vocabulary, omissions = vocabulary_source(registry)
-    return StubPackage({"py.typed": "partial\n", "_vocabulary.pyi": vocabulary}, omissions)
-
-
-def _record_row(path: Path, root: Path) -> str:
-    content = path.read_bytes()
-    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
-    return f"{path.relative_to(root).as_posix()},sha256={digest},{len(content)}"
+            lines += define(name, full, result)
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import reprlib
 from collections.abc import Iterator
@@ -11,16 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 from packaging.utils import canonicalize_name
 
-from slapo_core.errors import HookError, TraceError
+from slapo_core import hookspecs
+from slapo_core.errors import HookError, PluginError
 from slapo_core.plugins.metadata import DISABLE, LOCAL_VERSION
-from slapo_core.spec import hookspecs
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
-
-
-_MAY_RAISE: dict[str, type[Exception]] = {"slapo_partition": TraceError}
-"""Errors that a hook may raise by its specification: re-raised unchanged."""
 
 
 class HookManager:
@@ -35,6 +32,9 @@ class HookManager:
         self._active: dict[str, str] = {}  # distribution -> label, whether or not it has hooks
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
+        for name in registry.names("hookspecs"):
+            with contextlib.suppress(PluginError):  # which the registry remembers, as the state of that plugin
+                self._manager.add_hookspecs(registry.load(name, "hookspecs"))
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class HookManager:
         """Name a distribution: its hooks are called from now on.
 
         Args:
-            distribution: e.g. ``"slapo-tp"``; one that has no hooks is only remembered.
+            distribution: e.g. ``"acme-slapo"``; one that has no hooks is only remembered.
             version: of `Registry.provider`; ``"local"`` for code of this process,
                 which has no distribution and so no hooks, and is only remembered.
 
@@ -91,7 +91,7 @@ class HookManager:
             arguments: those of the hook's specification.
 
         Returns:
-            the plugin that answered, e.g. ``"slapo-tp 0.1.0"``, and its answer; None if none did.
+            the plugin that answered, e.g. ``"acme-slapo 1.0"``, and its answer; None if none did.
 
         Raises:
             HookError: an implementation raised, or two plugins answered.
@@ -125,18 +125,20 @@ class HookManager:
         return self._ask(name, self._implementations(name), arguments)
 
     def _implementations(self, name: str) -> list[pluggy.HookImpl]:
-        hook: pluggy.HookCaller = getattr(self._manager.hook, name)
-        return sorted(hook.get_hookimpls(), key=lambda each: each.plugin_name)
+        hook: pluggy.HookCaller | None = getattr(self._manager.hook, name, None)
+        found = [] if hook is None else hook.get_hookimpls()  # None: the distribution that specifies it is disabled
+        return sorted(found, key=lambda each: each.plugin_name)
 
     def _ask(self, name: str, chosen: list[pluggy.HookImpl], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
         """The answers, one function after the other, so that each of them, and each exception, has an owner."""
         answers = []
         for each in chosen:
+            may_raise = getattr(getattr(self._manager.hook, name).spec.function, "slapo_may_raise", KeyboardInterrupt)
             values, label = [arguments[argument] for argument in each.argnames], self._active[each.plugin_name]
             try:
                 answer = each.function(*values)
                 answer = list(answer) if isinstance(answer, Iterator) else answer
-            except (KeyboardInterrupt, _MAY_RAISE.get(name, KeyboardInterrupt)):
+            except (KeyboardInterrupt, may_raise):
                 raise
             except BaseException as error:  # SystemExit of a plugin must not end the user's process
                 raise HookError(

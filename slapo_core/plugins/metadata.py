@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import keyword
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,21 +15,62 @@ from typing import TYPE_CHECKING, Literal
 
 from packaging.utils import canonicalize_name
 
+import slapo_core
 from slapo_core.errors import UnusablePluginError
-from slapo_core.spec.entry_point_groups import (
-    CORE_COMMANDS,
-    CORE_DISTRIBUTION,
-    FIRST_PARTY,
-    GROUP_PREFIX,
-    KINDS,
-    is_identifier,
-    noun,
-    owner_of,
-)
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
+
+GROUP_PREFIX = "slapo.v1."
+CORE_DISTRIBUTION = "slapo-core"
+FIRST_PARTY: tuple[str, ...] = slapo_core.DISTRIBUTIONS
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of entry.
+
+    Args:
+        base: ``"module:Class"`` that its objects are subclasses of; a type of modules or functions, that they are
+            instances of; None for text that is never imported.
+        namespaced: whether names must be ``<namespace>.<name>``, of which ``<name>`` alone may be used.
+    """
+
+    base: str | None = "builtins:object"
+    namespaced: bool = False
+
+    @classmethod
+    def declared(cls, value: str) -> Kind:
+        """The kind of an entry point's value: ``"acme.sums:Sum"``, or ``"acme.sums:Sum [namespaced]"``."""
+        base, _, extras = value.partition("[")
+        return cls(base.strip(), namespaced=extras == "namespaced]")
+
+
+KINDS: dict[str, Kind] = {
+    "primitives": Kind("slapo_core.primitive:Primitive", namespaced=True),
+    "dialects": Kind("slapo_core.dialect:Dialect"),
+    "commands": Kind("slapo_core.cli.main:Command"),
+    "queries": Kind("types:FunctionType"),  # of a node, nodes or a schedule; leave no record
+    "selectors": Kind("slapo_core.primitive:Selector"),  # what users write for a part of a module
+    "codecs": Kind("slapo_core.schedule.records:Codec"),  # values in saved schedules
+    "guards": Kind(),  # of live models: told of each step
+    "hooks": Kind("types:ModuleType"),
+    "hookspecs": Kind("types:ModuleType"),  # further hooks, known before any hooks module is loaded
+    "kinds": Kind(None),  # further kinds, each with the base class of its objects
+    "renamed": Kind(None),  # former name of a primitive -> its name
+}
+"""The kinds of core, by entry-point group; distributions declare others under ``slapo.v1.kinds``."""
+
+CORE_COMMANDS = (
+    *("dialects", "doctor", "plugins", "primitives", "stubs"),
+    *("plugins.list", "plugins.new", "plugins.show"),
+)
+"""Words of the command line that no plugin may take."""
+
+_FREELY_NAMED = ("hooks", "hookspecs", "renamed")
+_OF_CORE = {("commands", name) for name in CORE_COMMANDS}
+_IDENTIFIER = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 DISABLE = "SLAPO_DISABLE_PLUGINS"
 
@@ -46,8 +89,8 @@ class Entry:
     Args:
         kind: e.g. ``"primitives"``.
         name: the full name, e.g. ``"tp.shard"``.
-        value: where the object is, e.g. ``"slapo_tp.shard:Shard"``.
-        distribution: e.g. ``"slapo-tp"``.
+        value: where the object is, e.g. ``"acme_slapo.pad:Pad"``.
+        distribution: e.g. ``"acme-slapo"``.
         version: e.g. ``"0.1.0"``; ``"local"`` if registered in this process.
     """
 
@@ -59,17 +102,17 @@ class Entry:
 
     @property
     def bare(self) -> str:
-        """``"shard"`` of ``"tp.shard"``; for kinds without namespaces the name itself."""
-        return self.name if self.namespace is None else self.name.rpartition(".")[2]
+        """``"shard"`` of ``"tp.shard"``; of a name without namespace the name itself."""
+        return self.name.rpartition(".")[2]
 
     @property
     def namespace(self) -> str | None:
-        """``"tp"`` of ``"tp.shard"``; None for kinds without namespaces."""
-        return self.name.partition(".")[0] if self.kind in KINDS and KINDS[self.kind].namespaced else None
+        """``"tp"`` of ``"tp.shard"``; None of a name without."""
+        return self.name.partition(".")[0] if "." in self.name else None
 
     @property
     def label(self) -> str:
-        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        """The distribution with its version, e.g. ``"acme-slapo 1.0"``."""
         return f"{self.distribution} {self.version}"
 
 
@@ -78,7 +121,7 @@ class Plugin:
     """One installed distribution that provides something to slapo.
 
     Args:
-        name: canonical, e.g. ``"slapo-tp"``.
+        name: canonical, e.g. ``"acme-slapo"``.
         version: None where its metadata cannot be read.
         state: ``ok``, ``unusable``, ``conflict`` or ``disabled``.
         reason: why it is not ok; None if it is.
@@ -103,7 +146,7 @@ class Plugin:
 
     @property
     def label(self) -> str:
-        """The distribution with its version, e.g. ``"slapo-tp 0.1.0"``."""
+        """The distribution with its version, e.g. ``"acme-slapo 1.0"``."""
         return f"{self.name} {self.version}" if self.version else self.name
 
     @property
@@ -122,10 +165,35 @@ class Plugin:
         return UnusablePluginError(message, state=self.state, path=path, plugin=self.label, hint=self.remedy)
 
 
+def noun(kind: str) -> str:
+    """A kind in the singular, for messages: ``"primitives"`` as ``"primitive"``."""
+    if kind in ("hooks", "hookspecs"):
+        return f"{kind} module"
+    return "query" if kind == "queries" else kind.removesuffix("s")
+
+
+def is_identifier(text: str) -> bool:
+    """Whether ``text`` is a lowercase identifier that can be written after a dot: ``"shard"``, ``"fork_rng"``."""
+    return _IDENTIFIER.match(text) is not None and not keyword.iskeyword(text)
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """``"tp.shard"`` as ``("tp", "shard")``; None if it is not ``<namespace>.<name>`` in lowercase identifiers."""
+    namespace, dot, bare = name.partition(".")
+    return (namespace, bare) if dot and is_identifier(namespace) and is_identifier(bare) else None
+
+
+def owner_of(name: str, kind: str = "primitives") -> str:
+    """The distribution that a name belongs to: ``"slapo-acme"`` for ``"acme"`` and ``"acme.pad"``."""
+    namespace = name.partition(".")[0]
+    rule = CORE_DISTRIBUTION if namespace == "slapo" else f"slapo-{namespace.replace('_', '-')}"
+    return CORE_DISTRIBUTION if (kind, name) in _OF_CORE else slapo_core.OWNERS.get((kind, name), rule)
+
+
 def read_plugins(
     path: Sequence[str] | None = None, *, disabled: Collection[str] = (), core: str | None = None
 ) -> tuple[Plugin, ...]:
-    """Every installed distribution with an entry point in a group ``slapo.*``, sorted by name.
+    """Every installed distribution of the project, or with an entry point in a group ``slapo.*``, sorted by name.
 
     What cannot be read becomes the reason of a plugin that is unusable; nothing is imported, and nothing raises.
 
@@ -145,8 +213,16 @@ def read_plugins(
         if plugin is not None:
             found[name] = plugin
         seen.add(name)
-    plugins = [_judge(plugin, found, disabled) for plugin in found.values()]
+    kinds = known_kinds(found.values())
+    plugins = [_judge(plugin, found, disabled, kinds) for plugin in found.values()]
     return tuple(sorted(_with_conflicts(plugins), key=lambda plugin: plugin.name))
+
+
+def known_kinds(plugins: Iterable[Plugin]) -> dict[str, Kind]:
+    """The kinds of core, and those that distributions declare; of two that declare one, the project's own counts."""
+    declared = [entry for plugin in plugins for entry in plugin.entries if entry.kind == "kinds"]
+    declared.sort(key=lambda entry: entry.distribution in FIRST_PARTY)
+    return {**{entry.name: Kind.declared(entry.value) for entry in declared}, **KINDS}
 
 
 @functools.cache
@@ -170,29 +246,37 @@ def core_requirements() -> tuple[str, ...]:
         return ()
 
 
-def close_matches(name: str, known: Iterable[str]) -> list[str]:
+def close_matches(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
     """Up to three of ``known`` that ``name`` may be a misspelling of, best first."""
-    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=cutoff)
 
 
-def name_violation(entry: Entry, installed: Collection[str] = ()) -> str | None:
+def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping[str, Kind] = KINDS) -> str | None:
     """Why a name may not be provided by its distribution; None if it may.
+
+    A kind that no installed distribution declares is left alone, unless it is a misspelling.
 
     Args:
         entry: the name.
         installed: the distributions whose namespaces are theirs, besides those of the project.
+        kinds: those of core, and those that are declared.
     """
-    if entry.kind == "hooks":
+    if entry.kind in _FREELY_NAMED:
         return None
-    if entry.kind not in KINDS:
+    if entry.kind not in kinds:
+        close = close_matches(entry.kind.rpartition(".")[2], kinds, cutoff=0.8)
+        if is_identifier(entry.kind) and not close:
+            return None
         group = entry.kind if entry.kind.startswith("slapo.") else GROUP_PREFIX + entry.kind
-        close = close_matches(entry.kind.rpartition(".")[2], KINDS) or ["primitives"]
-        return f"unknown entry-point group '{group}'; did you mean '{GROUP_PREFIX}{close[0]}'?"
-    parts, namespaced = entry.name.split("."), KINDS[entry.kind].namespaced
-    if not all(map(is_identifier, parts)) or len(parts) > 2 or (namespaced and len(parts) != 2):
-        form = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
+        return f"unknown entry-point group '{group}'; did you mean '{GROUP_PREFIX}{(close or ['primitives'])[0]}'?"
+    parts, namespaced = entry.name.split("."), kinds[entry.kind].namespaced
+    form = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
+    is_formed = all(map(is_identifier, parts)) and len(parts) <= 2 and (len(parts) == 2 or not namespaced)
+    if entry.kind == "commands" and len(parts) == 2 and parts[0] != "plugins":
+        is_formed, form = False, f"{form}, or 'plugins.<name>'"
+    if not is_formed:
         return f"{noun(entry.kind)} name {entry.name!r} must be {form}"
-    owner = CORE_DISTRIBUTION if entry.kind == "commands" and entry.name in CORE_COMMANDS else owner_of(parts[0])
+    owner = owner_of(entry.name, entry.kind)
     if owner != entry.distribution and (owner in FIRST_PARTY or owner in installed):
         what = f"namespace '{parts[0]}' of {noun(entry.kind)}" if namespaced else noun(entry.kind)
         return f"{what} '{entry.name}' belongs to {owner}"
@@ -213,7 +297,7 @@ def _read(name: str, source: str, distribution: Distribution, core: str | None) 
     version, entries, needs, reading = None, [], None, "entry_points.txt"
     try:
         text = distribution.read_text("entry_points.txt")
-        if not text or "[slapo." not in text:
+        if (not text or "[slapo." not in text) and name not in FIRST_PARTY:
             return None
         reading = "METADATA"
         metadata = distribution.metadata
@@ -253,12 +337,12 @@ def _unmet_requirement(distribution: Distribution, core: str | None) -> str | No
     return None
 
 
-def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str]) -> Plugin:
+def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str], kinds: Mapping[str, Kind]) -> Plugin:
     """The state of a plugin as the user and the rules for names have it."""
     if plugin.name in disabled:
         remedy = f"remove {plugin.name} from {DISABLE}"
         return replace(plugin, state="disabled", reason=f"{DISABLE} names it", remedy=remedy)
-    violations = filter(None, (name_violation(entry, installed) for entry in plugin.entries))
+    violations = filter(None, (name_violation(entry, installed, kinds) for entry in plugin.entries))
     violation = next(violations, None) if plugin.usable else None
     if violation is None:
         return plugin
@@ -271,7 +355,7 @@ def _with_conflicts(plugins: Sequence[Plugin]) -> Iterator[Plugin]:
     providers: dict[tuple[str, str], dict[str, Plugin]] = defaultdict(dict)
     for plugin in plugins:
         for entry in plugin.entries if plugin.usable else ():
-            if entry.kind != "hooks":
+            if entry.kind not in ("hooks", "hookspecs"):
                 providers[entry.kind, entry.name][plugin.name] = plugin
     for plugin in plugins:
         lost = [entry for entry in plugin.entries if plugin.usable and len(providers[entry.kind, entry.name]) > 1]

@@ -8,30 +8,36 @@ import os
 import pkgutil
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.utils import canonicalize_name
 
 from slapo_core.errors import PluginError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins.metadata import (
+    CORE_DISTRIBUTION,
     DISABLE,
+    FIRST_PARTY,
     LOCAL_VERSION,
     Entry,
+    Kind,
     Plugin,
     close_matches,
     core_version,
+    known_kinds,
     name_violation,
+    noun,
+    owner_of,
     read_plugins,
 )
-from slapo_core.spec.entry_point_groups import CORE_DISTRIBUTION, FIRST_PARTY, KINDS, noun, owner_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.primitive import Primitive
 
 
 _Class = TypeVar("_Class", bound="type[Primitive]")
@@ -62,6 +68,7 @@ class Registry:
         self._loaded: dict[Entry, Any] = {}
         self._failures: dict[Entry, tuple[str, BaseException | None]] = {}
         self._indexed: tuple[int, _Index] | None = None
+        self.kinds = known_kinds(self._installed)
 
     @classmethod
     def discover(
@@ -167,6 +174,9 @@ class Registry:
         """
         self.check_settings()
         index = self._index
+        if kind == "primitives" and name not in index.full[kind]:
+            former = index.full["renamed"].get(name)
+            name = former.value if former is not None else name
         full = name if name in index.full[kind] else index.meaning(kind, name)
         if full is None:
             raise self._missing(kind, name, path)
@@ -188,7 +198,7 @@ class Registry:
         return self._load(entry)
 
     def provider(self, cls_or_instance: Any) -> tuple[str, str]:
-        """The distribution and version that a primitive's class comes from, e.g. ``("slapo-tp", "0.1.0")``.
+        """The distribution and version that a primitive's class comes from, e.g. ``("acme-slapo", "1.0")``.
 
         A class of no installed distribution gives its top-level module and ``"local"``.
 
@@ -217,8 +227,8 @@ class Registry:
         name, owner = str(getattr(cls, "name", None)), cls if isinstance(cls, type) else type(cls)
         value = f"{owner.__module__}:{owner.__qualname__}"
         entry = Entry(kind, name, value, owner.__module__.partition(".")[0], LOCAL_VERSION)
-        violation = name_violation(entry, [plugin.name for plugin in self._installed])
-        violations = [violation] if violation is not None else class_violations(cls, entry)
+        violation = name_violation(entry, [plugin.name for plugin in self._installed], self.kinds)
+        violations = [violation] if violation is not None else class_violations(cls, entry, self.kinds[kind])
         if violations:
             raise UnusablePluginError(f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label)
         other = self._index.full[kind].get(name)
@@ -234,7 +244,7 @@ class Registry:
     @property
     def _index(self) -> _Index:
         if self._indexed is None or self._indexed[0] != len(self._local):
-            self._indexed = (len(self._local), _Index((*self._installed, *self._local_plugins())))
+            self._indexed = (len(self._local), _Index((*self._installed, *self._local_plugins()), self.kinds))
         return self._indexed[1]
 
     def _local_plugins(self) -> Iterator[Plugin]:
@@ -253,7 +263,7 @@ class Registry:
         cause = None
         try:
             loaded = pkgutil.resolve_name(entry.value if ":" in entry.value else f"{entry.value}:")
-            reason = "; ".join(class_violations(loaded, entry))
+            reason = "; ".join(class_violations(loaded, entry, self.kinds[entry.kind]))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit and the like must not end the user's process
@@ -283,7 +293,7 @@ class Registry:
                     return plugin.error(f"{noun(kind)} '{entry.name}' of {plugin.label}", path=path)
         message = f"no installed plugin provides {noun(kind)} '{name}'"
         absent = [owner for owner in FIRST_PARTY if all(plugin.name != owner for plugin in self._installed)]
-        owner = owner_of(name.partition(".")[0])
+        owner = owner_of(name, kind)
         if owner in absent:
             hint = f"pip install {owner}"
             return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
@@ -292,8 +302,8 @@ class Registry:
         if close:
             hint = f"did you mean {' or '.join(map(repr, close))}?"
         else:
-            own = {"primitives": "primitives", "dialects": "dialects", "patterns": "patterns list"}
-            hint = f"`slapo {own.get(kind, f'plugins list --kind {kind}')}` shows the installed names"
+            command = kind if kind in ("primitives", "dialects") else f"plugins list --kind {kind}"
+            hint = f"`slapo {command}` shows the installed names" if kind in self.kinds else f"nothing here uses {kind}"
             hint += f"; not installed: {', '.join(absent)}" if absent else ""
         return UnknownNameError(message, path=path, hint=hint)
 
@@ -319,18 +329,26 @@ class _Index:
     """The names of usable plugins: full name -> entry, and bare name -> full names, of each kind."""
 
     plugins: Sequence[Plugin]
-    full: dict[str, dict[str, Entry]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
-    bare: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    kinds: Mapping[str, Kind]
+    full: dict[str, dict[str, Entry]] = field(default_factory=lambda: defaultdict(dict))
+    bare: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:
-        usable = [entry for plugin in self.plugins if plugin.usable for entry in plugin.entries]
+        usable = [
+            each for plugin in self.plugins if plugin.usable for each in plugin.entries if each.kind in self.kinds
+        ]
         lost = {entry for plugin in self.plugins for entry in plugin.lost}
         for entry in sorted(set(usable) - lost, key=lambda entry: (entry.name, entry.distribution)):
             self.full[entry.kind].setdefault(entry.name, entry)
         for kind, entries in self.full.items():
-            for entry in sorted(entries.values(), key=lambda entry: entry.bare):
-                self.bare[kind][entry.bare] = (*self.bare[kind].get(entry.bare, ()), entry.name)
-        self.namespaces = tuple(sorted({entry.namespace for entry in usable if entry.namespace}))
+            bares = {
+                entry.name: entry.bare if self.kinds[kind].namespaced else entry.name for entry in entries.values()
+            }
+            for full, bare in sorted(bares.items(), key=lambda item: item[1]):
+                self.bare[kind][bare] = (*self.bare[kind].get(bare, ()), full)
+        self.namespaces = tuple(
+            sorted({entry.namespace for entry in usable if entry.namespace and entry.kind == "primitives"})
+        )
 
     def meaning(self, kind: str, bare: str) -> str | None:
         """Return the full name of a bare one; None if unknown or ambiguous.
@@ -343,17 +361,17 @@ class _Index:
         return full[0]
 
 
-def class_violations(loaded: Any, entry: Entry) -> list[str]:
+def class_violations(loaded: Any, entry: Entry, kind: Kind) -> list[str]:
     """Every rule of its kind that a loaded object breaks, in words.
 
     Args:
         loaded: the object of the entry point.
-        entry: the entry point, of a kind in `KINDS`.
+        entry: the entry point.
+        kind: its kind.
     """
-    declared = KINDS[entry.kind].base
-    if declared is None:
-        return [] if isinstance(loaded, ModuleType) else [f"must be a module (got {loaded!r})"]
-    base = pkgutil.resolve_name(declared)
+    base = pkgutil.resolve_name(kind.base or "builtins:object")
+    if base in (FunctionType, ModuleType):
+        return [] if isinstance(loaded, base) else [f"must be a {base.__name__} (got {loaded!r})"]
     is_class = isinstance(loaded, type)
     if not (is_class and issubclass(loaded, base)):
         got = f"class {loaded.__qualname__}" if is_class else f"an instance of {type(loaded).__qualname__}"
@@ -371,7 +389,7 @@ def class_violations(loaded: Any, entry: Entry) -> list[str]:
 
 
 def _primitive_violations(cls: type) -> Iterator[str]:
-    from slapo_core.spec.primitive import Equivalence
+    from slapo_core.primitive import Equivalence
 
     parameters = vars(cls).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_core.spec.edit import Edit
-from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Equivalence, Primitive, Violation
+from slapo_core.primitive import Equivalence, Primitive, Violation
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from slapo_core.errors import ApplyError
+from slapo_core.observers import Forward
+from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.private import buffers_of, non_persistent_buffers_of
-from slapo_core.spec.edit import Edit, Forward
-from slapo_core.spec.graph import Region, by_place
-from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Equivalence, Primitive, Violation
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Checkpoint(Primitive):
     """
 
     name = "core.checkpoint"
-    matches = ("match",)
+    selections = ("match",)
 
     match: Any = None
     preserve_rng_state: bool = True
@@ -77,9 +77,7 @@ class Checkpoint(Primitive):
     def apply(self, node: Node, edit: Edit) -> None:
         if self.match is not None:
             transform = CheckpointedRegion(self.preserve_rng_state)
-            for place, matches in by_place(node, self.match):
-                graph: Any = place.graph
-                edit.set_graph(place, graph.outlined(place.module, matches, transform, name="checkpointed"))
+            self.match.outline(node, edit, transform, name="checkpointed")
             return
         edit.wrap_forward(
             node, functools.partial(checkpointed, preserve_rng_state=self.preserve_rng_state, path=node.path)
@@ -130,7 +128,7 @@ class CheckpointedRegion:
 
     preserve_rng_state: bool
 
-    def __call__(self, region: Region) -> Region:
+    def __call__(self, region: Callable[..., Any]) -> Callable[..., Any]:
         import torch
         from torch.utils.checkpoint import checkpoint
 

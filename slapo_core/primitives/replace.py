@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
-from slapo_core.primitives.match_replacement import MatchReplacement
+from slapo_core.observers import Carried
+from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, set_tensor, signature_mismatches
-from slapo_core.spec.edit import Carried, Edit
-from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Equivalence, Primitive, Violation
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ class Replace(Primitive):
 
     name = "core.replace"
     named_functions = ("new_module",)
-    matches = ("match",)
+    selections = ("match",)
 
     new_module: Any = None
     match: Any = None
@@ -97,7 +97,9 @@ class Replace(Primitive):
                 yield Violation(
                     "drop= is for replacing a module; replacing a match keeps every parameter", "leave it out"
                 )
-            yield from self._at_matches(node).violations()
+            yield from self.match.replacement_violations(
+                node, self.new_module, params=dict(self.params), name=self.name_
+            )
             return
         if self.name_ is not None:
             yield Violation("name= is for the replacement of a match", "leave it out: the path stays")
@@ -123,7 +125,7 @@ class Replace(Primitive):
         from torch import nn
 
         if self.match is not None:
-            self._at_matches(node).apply(edit)
+            self.match.replace(node, edit, self.new_module, params=dict(self.params), name=self.name_)
             return
         new = self.new_module
         old = node.module
@@ -175,9 +177,6 @@ class Replace(Primitive):
         yield from lost_changes(node, new)
         yield from signature_mismatches(old, new)
         yield from self._plan(node, new).violations
-
-    def _at_matches(self, node: Node) -> MatchReplacement:
-        return MatchReplacement(node, self.new_module, self.match, dict(self.params), self.name_)
 
     def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
         return TensorPlan(node, new, dict(self.params), tuple(self.drop))

@@ -6,15 +6,16 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from slapo_core.observers import without
+from slapo_core.primitive import Violation
 from slapo_core.private import full_backward_flag, hooks_of
-from slapo_core.spec.edit import Edit, runs_own_forward, without
-from slapo_core.spec.node import Node
-from slapo_core.spec.primitive import Violation
+from slapo_core.tree.edit import Edit
+from slapo_core.tree.node import Node
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.layout import Layout
+    from slapo_core.layout import Layout
 
 
 class TensorPlan:
@@ -121,8 +122,8 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
         place = ".".join(filter(None, (node.path, name)))
         by = f"by {' and '.join(map(str, below.records)) or 'a step at another module'}"
         changed = below.wrappers or "forward" in module.__dict__
-        if changed and (name or not runs_own_forward(below)):
-            who = by if below.wrappers or below.graph is not None else _OUTSIDE
+        if changed and (name or not below.runs_own_forward):
+            who = by if below.wrappers or below.forward_is_replaced else _OUTSIDE
             yield Violation(
                 f"the forward of '{place}' was changed {who}, and that would be lost",
                 "replace first, change then",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slapo_core.errors import ArgumentError, ReplayError, SlapoError
-from slapo_core.schedule.records import SavedPatterns, fingerprint, load_document, primitive_from_json, uncovered
+from slapo_core.layout import Mesh, declare_mesh
+from slapo_core.primitive import Primitive
+from slapo_core.schedule.records import fingerprint, load_document, primitive_from_json, uncovered
 from slapo_core.schedule.schedule import Schedule
 from slapo_core.schedule.scheduled_models import refuse_if_scheduled
-from slapo_core.spec.mesh import Mesh, declare_mesh
-from slapo_core.spec.primitive import Primitive
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,7 +63,7 @@ def create_schedule(
         example_inputs=example_inputs,
         guarded=True,
     )
-    refuse_if_scheduled(model, schedule.tree.index.modules)
+    refuse_if_scheduled(model, schedule._core.tree.index.modules)
     return schedule
 
 
@@ -117,16 +117,15 @@ def replay(
         )
     before = len(schedule.records)
     saved = data["records"]
-    patterns = SavedPatterns(data.get("patterns", ()), schedule.registry)
-    values = [_primitive_of(schedule, number, record, patterns) for number, record in enumerate(saved, start=1)]
+    values = [_primitive_of(schedule, number, record, data) for number, record in enumerate(saved, start=1)]
     blocks = data.get("blocks")
     paths = [record["path"] for record in saved]
     missing = list(uncovered(schedule.model, paths, blocks if isinstance(blocks, Mapping) else {}))
     try:
         for number, (record, primitive) in enumerate(zip(saved, values, strict=True), start=1):
             try:
-                node = schedule.tree.node(record["path"])
-                schedule.apply_at(node, primitive, location=record.get("location") or None)
+                node = schedule._core.tree.node(record["path"])
+                schedule._core.apply_at(node, primitive, location=record.get("location") or None)
             except SlapoError as error:
                 raise ReplayError(
                     f"step {number} of {len(saved)}, {primitive} at '{record['path']}', was refused: {error.message}",
@@ -137,16 +136,16 @@ def replay(
         schedule.undo(to=before)
         raise
     if "verified" in data and data["verified"] == fingerprint(schedule.document()):
-        schedule.mark_verified()
+        schedule._core.mark_verified()
     for line in missing:
         warnings.warn(f"{line}; give those their steps, or undo with sch.undo(to=0)", stacklevel=2)
     return schedule
 
 
-def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any], patterns: SavedPatterns) -> Primitive:
+def _primitive_of(schedule: Schedule, number: int, record: Mapping[str, Any], document: Mapping[str, Any]) -> Primitive:
     try:
-        cls: type[Primitive] = schedule.registry.load(record["primitive"], "primitives")
-        return primitive_from_json(cls, record["arguments"], patterns=patterns)
+        cls: type[Primitive] = schedule._core.registry.load(record["primitive"], "primitives")
+        return primitive_from_json(cls, record["arguments"], document=document, registry=schedule._core.registry)
     except SlapoError as error:
         saved_with = f" (saved with {record.get('distribution')} {record.get('version')})"
         raise ReplayError(

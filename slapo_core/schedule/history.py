@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from slapo_core.errors import SealedError, UndoError
-from slapo_core.schedule.guards import Guards
+from slapo_core.primitive import Record
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.spec.primitive import Record
-from slapo_core.tree.journal import Entry, ReplaceModule, SetGraph
+from slapo_core.tree.journal import Entry, ReplaceModule
 
 
 class History:
@@ -21,16 +20,16 @@ class History:
 
     Args:
         model: to which it was applied.
-        guards: of the live model; None for a private copy.
     """
 
-    def __init__(self, model: nn.Module, guards: Guards | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model, self._claim = model, Claim()
         self._steps: list[Step] = []
         self.records: tuple[Record, ...] = ()
         self.in_force: int | None = None
         """While rewound: the number of steps in force."""
-        self.guards = guards
+        self.guards: tuple[Any, ...] = ()
+        """Those of the kind ``guards``, of a live model: told of each step that is applied, undone or redone."""
         self.kept: dict[str, Any] = {}
         """Results of other layers about the model, kept until a step comes or goes."""
 
@@ -59,8 +58,8 @@ class History:
         self._steps.append(step)
         self.records = (*self.records, step.record)
         self.kept.clear()
-        if self.guards is not None:
-            self.guards.follow(step, is_new=True)
+        for guards in self.guards:
+            guards.follow(step, is_new=True)
         self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
@@ -114,17 +113,6 @@ class History:
                     return step.record
         return None
 
-    def rewrite_of(self, module: nn.Module, nodes: Collection[str]) -> Record | None:
-        """Return the step that removed one of these nodes from the module's graph; None if none did."""
-        wanted = set(nodes)
-        for step in reversed(self._steps):
-            for entry in step.entries:
-                if not isinstance(entry, SetGraph) or entry.module is not module or entry.graph_before is None:
-                    continue
-                if wanted <= entry.graph_before.node_names and not wanted <= entry.graph.node_names:
-                    return step.record
-        return None
-
     def drop_originals(self) -> None:
         """Drop the originals that undo needs."""
         self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
@@ -149,8 +137,8 @@ class History:
             self.in_force -= 1
         while self.in_force < to:
             self._steps[self.in_force].redo()
-            if self.guards is not None:
-                self.guards.follow(self._steps[self.in_force])
+            for guards in self.guards:
+                guards.follow(self._steps[self.in_force])
             self.in_force += 1
 
     def _undo(self, step: Step) -> None:
@@ -164,5 +152,5 @@ class History:
                 hint="undo changes made outside of the schedule after the step (e.g. a parametrization); or make them "
                 "before create_schedule()",
             ) from error
-        if self.guards is not None:
-            self.guards.follow(step, undone=True)
+        for guards in self.guards:
+            guards.follow(step, undone=True)

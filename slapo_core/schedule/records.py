@@ -9,31 +9,37 @@ import json
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
 from slapo_core.errors import ReplayError, SerializationError, SlapoError
-from slapo_core.schedule.finding import load_pattern
-from slapo_core.spec.graph import Match
-from slapo_core.spec.primitive import Primitive, Record
+from slapo_core.plugins import current_registry
+from slapo_core.primitive import Primitive, Record
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.graph.patterns.pattern import GraphPattern
     from slapo_core.plugins.registry import Registry
 
 _INSIDE = ("slapo_core", "contextlib")
 
 
-def caller_location() -> str:
-    """Return ``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory."""
+def caller_location(*inside: str) -> str:
+    """Return ``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory.
+
+    Args:
+        inside: further packages to look outside of.
+    """
     frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _INSIDE:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in (
+        *_INSIDE,
+        *inside,
+    ):
         frame = frame.f_back
     file = frame.f_code.co_filename
     here = os.getcwd() + os.sep
@@ -126,120 +132,35 @@ def find_function(name: str, *, where: str) -> Any:
     return function
 
 
-def pattern_to_json(pattern: GraphPattern, registry: Registry) -> Any:
-    """Return a pattern as JSON: ``{"name": "fusion.sdpa", ...}`` if a plugin provides exactly this one.
+class Codec(ABC):
+    """Writes values of a distribution into saved schedules and reads them, whether or not the schedule names it.
 
-    Raises:
-        SerializationError: it holds a value without a name.
-    """
-    if pattern.name is not None and _of_plugin(pattern.name, registry) == pattern:
-        distribution, version = registry.provider(registry.load(pattern.name, "patterns"))
-        return {"name": pattern.name, "distribution": distribution, "version": version}
-    return pattern.to_data()
-
-
-class SavedPatterns:
-    """The patterns of a document, each read once, when a match needs it.
-
-    Args:
-        saved: as JSON holds them.
-        registry: whose plugins provide those with a name; None knows none.
+    Attributes:
+        name: that of the entry point in the group ``slapo.v1.codecs``.
     """
 
-    def __init__(self, saved: Any = (), registry: Registry | None = None) -> None:
-        self._saved, self._registry = saved, registry
-        self._read: dict[int, GraphPattern] = {}
+    name: ClassVar[str]
 
-    def get(self, which: Any, *, where: str) -> GraphPattern:
-        """Return a pattern by its number, or read the one given in place of a number.
+    @abstractmethod
+    def encode(self, value: Any, document: dict[str, Any], registry: Registry | None) -> Any | None:
+        """Return a value as JSON; None if it is not one of this distribution's.
+
+        Args:
+            value: of an argument that is not plain data.
+            document: of the schedule; what several values share may be put there, under a key of one's own.
+            registry: of the schedule; None for a primitive alone, whose JSON holds everything itself.
 
         Raises:
-            ReplayError: there is none, it is malformed, or no plugin provides it.
+            SerializationError: it cannot be saved.
         """
-        if type(which) is not int:
-            return self._from_json(which, where)
-        if which not in self._read:
-            if not isinstance(self._saved, Sequence) or not 0 <= which < len(self._saved):
-                raise ReplayError(f"{where} names pattern {which}, which the schedule does not hold")
-            self._read[which] = self._from_json(self._saved[which], where)
-        return self._read[which]
 
-    def _from_json(self, value: Any, where: str) -> GraphPattern:
-        from slapo_core.graph.patterns.pattern import GraphPattern
+    @abstractmethod
+    def decode(self, data: Any, document: Mapping[str, Any], registry: Registry | None, *, where: str) -> Any | None:
+        """Return what :meth:`encode` was given; None if ``data`` is not of its form.
 
-        if not isinstance(value, Mapping) or "name" not in value:
-            return GraphPattern.from_data(value, lambda name: find_function(name, where=where))
-        name = value["name"]
-        found, reason, hint = None, "no plugin provides it", None
-        try:
-            found = _of_plugin(name, self._registry) if isinstance(name, str) else None
-        except SlapoError as error:
-            reason, hint = error.message, error.hint
-        if found is None:
-            saved_with = f"saved with {value.get('distribution')} {value.get('version')}"
-            raise ReplayError(f"{where} is the pattern {name!r}, {saved_with}: {reason}", hint=hint)
-        return found
-
-
-def _of_plugin(name: str, registry: Registry | None) -> GraphPattern | None:
-    """Return the pattern that a plugin provides by this name; None if there is none."""
-    from slapo_core.graph.patterns.definition import pattern_of
-
-    if registry is None or load_pattern(registry, name) is None:
-        return None
-    return pattern_of(name, lambda each: load_pattern(registry, each))
-
-
-def matches_to_json(value: Any, patterns: list[GraphPattern] | None = None) -> list[dict[str, Any]]:
-    """As JSON values.
-
-    Args:
-        value: the matches.
-        patterns: theirs are put there, where they are not yet, and named by their numbers; None writes them out.
-
-    Raises:
-        SerializationError: a pattern has a value without a name; or there are no matches yet, but a pattern: the
-            primitive was never applied.
-    """
-    matches = (value,) if isinstance(value, Match) else value
-    if not isinstance(matches, tuple | list) or not all(isinstance(match, Match) for match in matches):
-        raise SerializationError(
-            f"the pattern {value!r} was not looked for yet", hint="save the schedule that the step was applied in"
-        )
-    return [
-        {
-            "path": match.path,
-            "pattern": match.pattern.to_data() if patterns is None else _number(match.pattern, patterns),
-            "index": match.index,
-            "total": match.total,
-        }
-        for match in matches
-    ]
-
-
-def _number(pattern: GraphPattern, patterns: list[GraphPattern]) -> int:
-    if pattern not in patterns:
-        patterns.append(pattern)
-    return patterns.index(pattern)
-
-
-def matches_from_json(value: Any, *, where: str, patterns: SavedPatterns) -> tuple[Match, ...]:
-    """Read the result of :func:`matches_to_json`; matches are located when the step is applied.
-
-    Raises:
-        ReplayError: it is malformed.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise ReplayError(f"{where} is not a list of matches (got {value!r})")
-    found = []
-    for each in value:
-        numbers = (each.get("index"), each.get("total")) if isinstance(each, Mapping) else ()
-        is_sound = len(numbers) == 2 and all(type(number) is int for number in numbers)
-        if not is_sound or not isinstance(each.get("path"), str) or not 0 <= each["index"] < each["total"]:
-            raise ReplayError(f"{where} holds a value that is not a match: {each!r}")
-        pattern = patterns.get(each.get("pattern"), where=where)
-        found.append(Match(each["path"], pattern, each["index"], each["total"]))
-    return tuple(found)
+        Raises:
+            ReplayError: it is malformed.
+        """
 
 
 FORMAT = 1
@@ -258,27 +179,24 @@ def dump_records(
     Raises:
         SerializationError: an argument cannot be carried by JSON; the record and the argument are named.
     """
-    patterns: list[Any] = []
     document: dict[str, Any] = {
         "format": FORMAT,
         "slapo-core": registry.core_version,
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "blocks": count_blocks(model, [record.path for record in records]),
         "mesh": dict(mesh) if mesh is not None else None,
-        "records": [
-            {
-                "primitive": record.name,
-                "path": record.path,
-                "arguments": primitive_to_json(record.primitive, where=str(record), patterns=patterns),
-                "distribution": record.distribution,
-                "version": record.version,
-                "location": record.location,
-            }
-            for record in records
-        ],
     }
-    if patterns:  # each once, however many layers it was found in
-        document["patterns"] = [pattern_to_json(pattern, registry) for pattern in patterns]
+    document["records"] = [
+        {
+            "primitive": record.name,
+            "path": record.path,
+            "arguments": primitive_to_json(record.primitive, where=str(record), document=document, registry=registry),
+            "distribution": record.distribution,
+            "version": record.version,
+            "location": record.location,
+        }
+        for record in records
+    ]
     return document
 
 
@@ -336,14 +254,15 @@ def _is_file(text: str) -> bool:
 
 
 def primitive_to_json(
-    primitive: Primitive, *, where: str, patterns: list[GraphPattern] | None = None
+    primitive: Primitive, *, where: str, document: dict[str, Any] | None = None, registry: Registry | None = None
 ) -> dict[str, Any]:
     """Return a primitive's arguments as JSON values; functions, where the primitive says so, as ``"module:name"``.
 
     Args:
         primitive: the step.
         where: how messages call it.
-        patterns: gets those of its matches; see :func:`matches_to_json`.
+        document: of the schedule, for what codecs share; None writes everything out.
+        registry: whose codecs and plugins are asked; None: the current one's codecs, and no plugin by name.
 
     Raises:
         SerializationError: a value is a lambda, a module or another live object.
@@ -355,23 +274,51 @@ def primitive_to_json(
     encoded: dict[str, Any] = {}
     for name, value in primitive.arguments().items():
         function = name_of_function(value) if name in primitive.named_functions else None
-        if name in primitive.matches:
+        if name in primitive.selections:
             if value is not None:
-                encoded[name] = matches_to_json(value, patterns)
+                encoded[name] = _encode_selection(value, document if document is not None else {}, registry)
         else:
             encoded[name] = function if function is not None else _encode(value, place(name))
     return encoded
 
 
+def _codecs(registry: Registry | None) -> Iterator[Codec]:
+    known = registry if registry is not None else current_registry()
+    return (known.load(name, "codecs")() for name in known.names("codecs"))
+
+
+def _encode_selection(value: Any, document: dict[str, Any], registry: Registry | None) -> Any:
+    found = (codec.encode(value, document, registry) for codec in _codecs(registry))
+    encoded = next((each for each in found if each is not None), None)
+    if encoded is None:
+        raise SerializationError(
+            f"the pattern {value!r} was not looked for yet", hint="save the schedule that the step was applied in"
+        )
+    return encoded
+
+
+def _decode_selection(data: Any, document: Mapping[str, Any], registry: Registry | None, where: str) -> Any:
+    found = (codec.decode(data, document, registry, where=where) for codec in _codecs(registry))
+    decoded = next((each for each in found if each is not None), None)
+    if decoded is None:
+        raise ReplayError(f"{where} is not a part of a module that anything installed knows (got {data!r})")
+    return decoded
+
+
 def primitive_from_json(
-    cls: type[Primitive], arguments: Mapping[str, Any], *, patterns: SavedPatterns | None = None
+    cls: type[Primitive],
+    arguments: Mapping[str, Any],
+    *,
+    document: Mapping[str, Any] | None = None,
+    registry: Registry | None = None,
 ) -> Primitive:
     """Make a primitive from the arguments that ``primitive_to_json`` returned.
 
     Args:
         cls: its class.
         arguments: by name.
-        patterns: that matches may name.
+        document: of the schedule, for what codecs share.
+        registry: as for ``primitive_to_json``.
 
     Raises:
         ReplayError: an argument that the installed primitive does not have, or one that it needs is missing, or a
@@ -393,15 +340,13 @@ def primitive_from_json(
         for name in cls.named_functions
         if is_function_name(arguments.get(name))
     }
-    matches = {
-        name: matches_from_json(
-            arguments[name], where=f"{cls.name}: argument '{name}'", patterns=patterns or SavedPatterns()
-        )
-        for name in cls.matches
+    selections = {
+        name: _decode_selection(arguments[name], document or {}, registry, f"{cls.name}: argument '{name}'")
+        for name in cls.selections
         if arguments.get(name) is not None
     }
     try:
-        return cls(**{**arguments, **functions, **matches})
+        return cls(**{**arguments, **functions, **selections})
     except SlapoError:
         raise
     except Exception as error:  # a check of the primitive's author

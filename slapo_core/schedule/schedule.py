@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from packaging.utils import canonicalize_name
 from torch import nn
 
 from slapo_core._vocabulary import OnRoot
-from slapo_core.errors import ApplyError, ArgumentError, SealedError, TraceError
-from slapo_core.plugins import current_registry
-from slapo_core.plugins.manager import HookManager
-from slapo_core.schedule.consistency import refuse_if_incomplete
-from slapo_core.schedule.example_calls import ExampleCalls
-from slapo_core.schedule.finding import Matches, find_in
-from slapo_core.schedule.guards import Guards
-from slapo_core.schedule.history import History
-from slapo_core.schedule.match_binding import each_its_own, found_out, settled
-from slapo_core.schedule.records import caller_location, dump_records, fingerprint
-from slapo_core.schedule.sugar import bound_primitive
-from slapo_core.schedule.transaction import Transaction
-from slapo_core.spec.mesh import Mesh
-from slapo_core.spec.primitive import Primitive, Record, check_primitive
-from slapo_core.tree.node import TreeNode
+from slapo_core.errors import ArgumentError
+from slapo_core.layout import Mesh
+from slapo_core.primitive import Primitive, Record
+from slapo_core.schedule.core import ScheduleCore
+from slapo_core.schedule.records import dump_records, fingerprint
+from slapo_core.tree.node import Node
 from slapo_core.tree.render import explain_records, render_tree
-from slapo_core.tree.selection import NodeGroup
-from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
-    import torch
-
-    from slapo_core.estimation.fit import Fit
-    from slapo_core.estimation.results import Estimate
     from slapo_core.plugins.registry import Registry
-    from slapo_core.spec.node import Node
-    from slapo_core.tree.journal import Entry
+    from slapo_core.tree.node import Node
     from slapo_core.tree.selection import Selection
 
 
@@ -62,18 +44,8 @@ class Schedule(OnRoot):
         self.model = model
         self.mesh = mesh
         self.example_inputs = example_inputs
-        self.plugins: tuple[str, ...] = tuple(canonicalize_name(name) for name in plugins)
-        self._registry = registry
-        self._hooks: HookManager | None = None
-        self._history = History(model, Guards(model, mesh, _checked(self)) if guarded else None)
-        self._inner: list[Record] = []  # of the primitives that the one being applied has applied itself
-        self._sealed_by: str | None = None
-        self._example_calls: ExampleCalls | None = None
-        self._scheduled_calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of a run with steps in force
-        self.estimates: dict[bytes, Any] = {}  # of fit, by steps and arguments
-        self.tree = Tree(model, mesh, self)
-        for distribution in self.plugins:
-            self.hooks.activate(distribution)
+        self._core = ScheduleCore(self, plugins, registry)
+        self._core.start(guarded=guarded)
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
@@ -91,45 +63,41 @@ class Schedule(OnRoot):
         """
         if not isinstance(path, str):
             raise ArgumentError(f"a path must be a string (got {path!r})", hint='sch["encoder.layer.0"]')
-        return self.tree.find(path)  # type: ignore[return-value]
+        return self._core.tree.find(path)  # type: ignore[return-value]
 
     @property
-    def root(self) -> TreeNode:
+    def root(self) -> Node:
         """The node of the model itself, whose path is ``""``."""
-        return self.tree.node("")
+        return self._core.tree.node("")
 
     if not TYPE_CHECKING:  # checkers see those of OnRoot
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
-            if name.startswith("_") or "tree" not in self.__dict__:  # in the middle of __init__, or before it
+            if name.startswith("_") or "_core" not in self.__dict__:  # in the middle of __init__, or before it
                 raise AttributeError(name)
-            return self.primitive_named(name, self.root, "")
+            return self._core.member_named(name, self.root, "")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.primitive_names()]
+        return [*super().__dir__(), *self._core.member_names()]
 
     def __str__(self) -> str:
         """Draw the module tree, repeated layers folded, with the steps at each module."""
-        return render_tree(self.tree, self.records)
+        return render_tree(self._core.tree, self.records)
 
     def __repr__(self) -> str:
         mesh = f", mesh={self.mesh}" if self.mesh else ""
-        return f"<Schedule of {type(self.model).__name__}: {len(self._history)} steps{mesh}>"
+        return f"<Schedule of {type(self.model).__name__}: {len(self._core.history)} steps{mesh}>"
 
     # -- the steps --------------------------------------------------------------------------------------------
 
-    def apply(self, primitive: Primitive) -> TreeNode:
+    def apply(self, primitive: Primitive) -> Node:
         """Apply a primitive at the root of the model: ``sch.root.apply``."""
         return self.root.apply(primitive)
-
-    def find(self, pattern: Any) -> Matches:
-        """Find the matches of a pattern in the model's graphs: ``sch.root.find``."""
-        return self.find_at((self.root,), pattern)
 
     @property
     def records(self) -> tuple[Record, ...]:
         """The applied steps, oldest first."""
-        return self._history.records
+        return self._core.records
 
     def undo(self, *, to: Record | int | None = None) -> tuple[Record, ...]:
         """Undo the last step, or every step after ``to``.
@@ -144,27 +112,24 @@ class Schedule(OnRoot):
             UndoError: the schedule has no such step.
             SealedError: the originals were dropped by ``build`` or ``seal``.
         """
-        self._check_open("undo")
-        try:
-            return self._history.undo(self._history.position(to))
-        finally:
-            self._refresh()
+        return self._core.undo(to)
 
     def seal(self, by: str = "seal()") -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
         if not self.is_sealed:
-            self._check_open("seal")
-        self._sealed_by = self._sealed_by or by
-        if self._history.guards is not None and by != "seal()":
-            self._history.guards.hand_over()
-        self._history.drop_originals()
-        self.tree.tensors.seal()
-        self.tree.attributes.clear()
+            self._core.check_open("seal")
+        self._core.sealed_by = self._core.sealed_by or by
+        if by != "seal()":
+            for guards in self._core.history.guards:
+                guards.hand_over()
+        self._core.history.drop_originals()
+        self._core.tree.tensors.seal()
+        self._core.tree.attributes.clear()
 
     @property
     def is_sealed(self) -> bool:
         """Whether ``build`` or ``seal`` ended the schedule."""
-        return self._sealed_by is not None
+        return self._core.sealed_by is not None
 
     @property
     def is_verified(self) -> bool:
@@ -173,7 +138,7 @@ class Schedule(OnRoot):
         A saved schedule keeps it. :func:`replay` restores it where the class of the model, the mesh sizes and the
         versions of slapo-core and of the plugins are the same.
         """
-        return bool(self._history.kept.get("verified"))
+        return bool(self._core.history.kept.get("verified"))
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -191,23 +156,16 @@ class Schedule(OnRoot):
     def rewound(self, to: Record | int) -> Iterator[nn.Module]:
         """The model as it was just after step ``to`` (0: before the first), for the duration of a ``with`` block.
 
+        Args:
+            to: the step, or its index.
+
         Raises:
             UndoError: the schedule has no such step.
             SealedError: the originals were dropped.
             ArgumentError: the model, without steps of this schedule, carries those of another one.
         """
-        if self.is_sealed:
-            self._check_open("go back")
-        self._history.check_start()
-        with self._rewound(self._history.position(to)):
-            yield self.model
-
-    @contextlib.contextmanager
-    def _rewound(self, steps: int) -> Iterator[None]:
-        """Have only the first steps in force, and nothing of the edit of a primitive that is being applied."""
-        edit = self.tree.open_edit
-        with edit.set_aside() if edit is not None else contextlib.nullcontext(), self._history.rewound(steps):
-            yield
+        with self._core.rewound(to) as model:
+            yield model
 
     # -- as data ----------------------------------------------------------------------------------------------
 
@@ -220,7 +178,7 @@ class Schedule(OnRoot):
             self.records,
             model=self.model,
             mesh=self.mesh.sizes if self.mesh else None,
-            registry=self.registry,
+            registry=self._core.registry,
         )
         return {**document, "verified": fingerprint(document)} if self.is_verified else document
 
@@ -234,7 +192,7 @@ class Schedule(OnRoot):
 
     def explain(self) -> str:
         """What each step changed, steps that did the same in repeated layers folded."""
-        from slapo_core.schedule.consistency import unused_mesh_dims
+        from slapo_core.schedule.mesh_dims import unused_mesh_dims
 
         unused = [
             f"mesh_dim '{mesh_dim}' ({self.mesh.size(mesh_dim)} ranks) is used by no step: its ranks do the same work"
@@ -242,214 +200,3 @@ class Schedule(OnRoot):
             if self.mesh is not None
         ]
         return "\n".join([explain_records(self.records), *unused])
-
-    def estimate(self, *args: Any, **kwargs: Any) -> Estimate:
-        """Predict memory, communication and time of a training step: :func:`slapo_core.estimate`."""
-        import slapo_core
-
-        return slapo_core.estimate(self, *args, **kwargs)
-
-    def fit(self, memory: int | str, *args: Any, **kwargs: Any) -> Fit:
-        """Checkpoint as few blocks as keep a step within ``memory``: :func:`slapo_core.fit`."""
-        import slapo_core
-
-        return slapo_core.fit(self, memory, *args, **kwargs)
-
-    # -- what nodes and engines need --------------------------------------------------------------------------
-
-    @property
-    def registry(self) -> Registry:
-        """The plugins of this schedule: those installed when it first asked."""
-        if self._registry is None:
-            self._registry = current_registry()
-        return self._registry
-
-    @property
-    def hooks(self) -> HookManager:
-        """The hooks of the plugins that this schedule names; for dialects."""
-        if self._hooks is None:
-            self._hooks = HookManager(self.registry)
-        return self._hooks
-
-    def mark_verified(self, passed: bool = True) -> None:
-        """Record whether ``verify`` has passed; see ``is_verified``."""
-        self._history.kept["verified"] = passed
-
-    def apply_at(
-        self,
-        node: Node,
-        primitive: Primitive,
-        *,
-        location: str | None = None,
-        after_edit: Callable[[int], None] | None = None,
-    ) -> Node:
-        """Apply ``primitive`` at ``node``: see :class:`slapo_core.schedule.transaction.Transaction`.
-
-        Args:
-            node: where.
-            primitive: what.
-            location: the ``file:line`` to record; None looks for the user's own.
-            after_edit: called with the number of edits made so far after each one.
-        """
-        check_primitive(primitive)
-        self._check_open(f"apply {primitive}")
-        self._history.check_start()
-        self.tree.look_again_if_changed(node)
-        if not self._history:
-            self.tree.tensors.begin()
-        transaction = Transaction(
-            self.tree,
-            ask=self.hooks.call_each,
-            admit=self._admit,
-            settle=self.settled,
-            inner=self._inner,
-            after_edit=after_edit,
-        )
-        try:
-            result, step = transaction.run(
-                node, primitive, index=len(self._history) + 1, location=location or caller_location()
-            )
-        except BaseException:
-            self._refresh()
-            raise
-        finally:
-            self._inner.clear()
-        self._history.append(step)
-        return result
-
-    def _admit(self, primitive: Primitive) -> tuple[str, str]:
-        """Return the primitive's provider, whose plugin must be usable, and activate its hooks."""
-        provider = self.registry.provider(primitive)
-        self.hooks.activate(provider[0], version=provider[1])
-        return provider
-
-    def settled(self, node: Node, primitive: Primitive) -> Primitive:
-        """Locate the primitive's matches in the present graphs, find its patterns, and settle it.
-
-        Raises:
-            PreconditionError: a pattern matches nothing, or a match does not lie at ``node`` or below it.
-            StaleError: a match is gone.
-        """
-        if any(getattr(primitive, name) is not None for name in primitive.matches):
-            primitive = settled(primitive, self.tree.node(node.path), self, self._history)
-        return found_out(primitive, node)
-
-    def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
-        """Apply ``primitive`` at every node, or, if one refuses, at none."""
-        before = len(self._history)
-        try:
-            return tuple([self.apply_at(node, own) for node, own in each_its_own(primitive, nodes)])
-        except BaseException:
-            if len(self._history) > before:
-                self.undo(to=before)
-            raise
-
-    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Matches:
-        """Find a pattern at ``nodes``; see :meth:`slapo_core.spec.node.Node.find`."""
-        return find_in(self, nodes, pattern)
-
-    def kept(self, what: str) -> dict[str, Any]:
-        """Return a cache about the model, cleared when a step comes or goes; ``what`` is refused while rewound."""
-        self._history.check_in_force(what)
-        return self._history.kept
-
-    def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]:
-        """Return ``target.<name>``, e.g. ``sch["fc"].shard``; ``where`` is the path or pattern of the target."""
-        return bound_primitive(self.registry, name, target, where)  # type: ignore[return-value]
-
-    def primitive_names(self) -> tuple[str, ...]:
-        """The bare names and namespaces that nodes know, e.g. ``("shard", ..., "tp")``."""
-        return (*self.registry.bare_names("primitives"), *self.registry.namespaces())
-
-    def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
-        """Load what a plugin provides under a name; see :meth:`slapo_core.spec.node.Node.plugin`."""
-        return self.registry.load(self.registry.resolve(kind, name, path=path or None))
-
-    def records_so_far(self) -> tuple[Record, ...]:
-        """The records, and inside of a primitive those of the primitives that it applied itself."""
-        return (*self.records, *self._inner) if self._inner else self.records
-
-    def entries(self) -> Iterator[tuple[Record, Entry]]:
-        """What each step changed, in order; nothing any more once the originals were dropped."""
-        return self._history.entries()
-
-    def removal_of(self, path: str) -> Record | None:
-        """The step that removed the module at ``path``; None if none did."""
-        return self._history.removal_of(path)
-
-    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an example call of the module at ``path``; see :meth:`slapo_core.spec.node.Node.example_call`."""
-        if self._example_calls is None:
-            with self._rewound(0):
-                self._example_calls = ExampleCalls(self.model, self.example_inputs)
-        return self._example_calls.of(path)
-
-    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Yield candidates for an example call of the module at ``path``; see ``Node.example_calls``."""
-        from slapo_core.graph.examples import scheduled_calls
-
-        if path in self._scheduled_calls:
-            yield self._scheduled_calls[path]
-        unknown = None
-        try:
-            yield self.example_call_of(path)
-        except TraceError as error:
-            unknown = error
-        ended = None
-        if self.records_so_far():
-            self._scheduled_calls, ended = scheduled_calls(self.model, self.example_inputs)
-        if path in self._scheduled_calls:
-            yield self._scheduled_calls[path]
-        elif ended is not None:
-            raise TraceError(
-                f"the scheduled model does not run as far as '{path}': it raises {type(ended).__name__}: {ended}",
-                path=path,
-                hint="complete the steps at the modules that run before, or trace(example_inputs=...) with what this "
-                "module is called with",
-            ) from ended
-        elif unknown is not None:
-            raise unknown
-
-    def _refresh(self) -> None:
-        """After steps went away: hooks of distributions that no step names any more are switched off."""
-        self._scheduled_calls = {}
-        if not self._history:
-            self.tree.tensors.forget()
-        if self._hooks is not None:
-            needed = self._history.distributions.union(self.plugins)
-            for distribution in self._hooks.active:
-                if distribution not in needed:
-                    self._hooks.deactivate(distribution)
-
-    def forget_target(self) -> None:
-        """After a failed build: the hooks of its dialect are switched off, unless a step names the distribution."""
-        self._refresh()
-
-    def _check_open(self, what: str) -> None:
-        if self._sealed_by is not None:
-            raise SealedError(
-                f"cannot {what}: the schedule was sealed by {self._sealed_by}",
-                hint="apply every primitive before build(), or create a new schedule of a fresh model",
-            )
-        if self.tree.open_edit is not None:
-            raise ApplyError(
-                f"cannot {what} while a primitive is being applied: the edits would be recorded in another order than "
-                "they were made",
-                hint="in apply(self, node, edit): edit.apply(other_node, OtherPrimitive(...))",
-            )
-        self._history.check_in_force(what)
-
-
-def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
-    """Return a weak check for the first training forward: what tp ranks must share."""
-    reference = weakref.ref(schedule)
-
-    def check() -> dict[str, torch.Tensor]:
-        live = reference()
-        if live is None or live._history.in_force is not None:
-            return {}
-        live.tree.tensors.check_unchanged()
-        refuse_if_incomplete(live)
-        return live.tree.tensors.replicated("tp")
-
-    return check

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError
-from slapo_core.spec.primitive import public_signature
+from slapo_core.primitive import public_signature
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.primitive import Primitive
 
 
 class BoundPrimitive:
@@ -59,7 +60,7 @@ class BoundPrimitive:
         return f"<primitive {self._name} at '{self._where}'>"
 
     def _class(self) -> type[Primitive]:
-        cls: type[Primitive] = self._registry.load(self._name, "primitives")  # type: ignore[assignment]
+        cls: type[Primitive] = self._registry.load(self._name, "primitives")
         return cls
 
 
@@ -84,6 +85,30 @@ class Namespace:
 
     def __repr__(self) -> str:
         return f"<primitives of namespace '{self._namespace}'>"
+
+
+def bound_query(schedule: Any, name: str, target: Any, where: str) -> Any:
+    """Look up ``target.<name>`` where a distribution publishes it as a query.
+
+    The name of its first parameter says what a query is of: ``schedule``, one ``node``, or several ``nodes``. A query
+    without further parameters is read like an attribute, the others are called.
+
+    Args:
+        schedule: which the nodes belong to.
+        name: the attribute asked for.
+        target: the node or group.
+        where: its path or pattern, for messages.
+
+    Raises:
+        PluginError: the distribution cannot be used.
+    """
+    query = schedule._core.registry.load(name, "queries")
+    nodes = tuple(getattr(target, "nodes", (target,)))
+    first, *rest = inspect.signature(query).parameters
+    if first == "node" and len(nodes) != 1:
+        raise ArgumentError(f"'{name}' is of one node; '{where}' is a group", hint=f"[each.{name} for each in group]")
+    bound = functools.partial(query, {"schedule": schedule, "nodes": nodes}.get(first, nodes[0] if nodes else None))
+    return functools.update_wrapper(bound, query) if rest else bound()
 
 
 def bound_primitive(registry: Registry, name: str, target: Any, where: str) -> BoundPrimitive | Namespace:

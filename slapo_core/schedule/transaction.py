@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import (
@@ -13,15 +14,16 @@ from slapo_core.errors import (
     PreconditionError,
     SlapoError,
 )
+from slapo_core.primitive import Primitive, Record, Selection, Violation
 from slapo_core.schedule.scheduled_models import mark, unmark
-from slapo_core.spec.primitive import Primitive, Record, Violation, check_primitive
-from slapo_core.tree.edit import TreeEdit
+from slapo_core.tree.edit import Edit
 from slapo_core.tree.journal import Entry
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.node import Node
+    from slapo_core.plugins.registry import Registry
+    from slapo_core.tree.node import Node
     from slapo_core.tree.tree import Tree
 
 
@@ -31,8 +33,8 @@ Ask = Callable[..., Iterable[tuple[str, Any]]]
 Admit = Callable[[Primitive], tuple[str, str]]
 """Refuses the primitive of an unusable plugin; else activates its hooks and returns name and version."""
 
-Settle = Callable[["Node", Primitive], Primitive]
-"""Returns the primitive with its matches located in the present graphs."""
+Bind = Callable[["Node", Primitive], Primitive]
+"""Returns the primitive with its selections located, and bound."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,8 @@ class Transaction:
     Args:
         tree: the tree that is changed.
         ask: calls plugin hooks; see :data:`Ask`.
-        admit: see :data:`Admit`; also asked about primitives that this one applies.
-        inner: filled with a record for each primitive that this one applies, for those after it to see.
-        settle: see :data:`Settle`; also for primitives that this one applies.
+        admit: see :data:`Admit`.
+        bind: see :data:`Bind`.
         after_edit: called with the number of edits made so far after each; raising from it is a fault inside apply.
     """
 
@@ -96,17 +97,15 @@ class Transaction:
         *,
         ask: Ask,
         admit: Admit,
-        settle: Settle,
-        inner: list[Record] | None = None,
+        bind: Bind,
         after_edit: Callable[[int], None] | None = None,
     ) -> None:
-        self._inner = inner if inner is not None else []
         self._tree = tree
         self._ask = ask
         self._admit = admit
-        self._settle = settle
+        self._bind = bind
         self._provider = ("", "")
-        self._edit = TreeEdit(tree, apply_inner=self._apply_inner, after_edit=after_edit)
+        self._edit = Edit(tree, after_edit=after_edit)
 
     def run(self, node: Node, primitive: Primitive, *, index: int, location: str) -> tuple[Node, Step]:
         """Apply ``primitive`` at ``node``.
@@ -122,7 +121,7 @@ class Transaction:
         self._provider = self._admit(primitive)
         self._tree.open_edit = self._edit
         try:
-            primitive = self._settle(node, primitive)
+            primitive = self._bind(node, primitive)
             self._check(node, primitive)
             try:
                 result = self._change(node, primitive)
@@ -132,8 +131,7 @@ class Transaction:
                 raise
         finally:
             self._tree.open_edit = None
-        distributions = frozenset({record.distribution, *(inner.distribution for inner in self._inner)})
-        step = Step(record, tuple(self._edit.close()), distributions)
+        step = Step(record, tuple(self._edit.close()), frozenset({record.distribution}))
         step.mark()
         return result, step
 
@@ -176,26 +174,93 @@ class Transaction:
             )
         return node if result is None else result
 
-    def _apply_inner(self, node: Node, primitive: Primitive, edit: TreeEdit) -> Node:
-        check_primitive(primitive)
-        before, known, outer = len(edit.entries), len(self._inner), self._provider
-        self._provider = self._admit(primitive)
-        try:
-            primitive = self._settle(node, primitive)
-            self._check(node, primitive)
-            result = self._change(node, primitive)
-        except BaseException:  # the outer primitive may go on without it
-            edit.rollback_to(before)
-            del self._inner[known:]
-            self._provider = outer
-            raise
-        self._inner.append(Record(0, primitive, node.path, *self._provider))
-        self._provider = outer
-        return result
-
     @property
     def _plugin(self) -> str:
         return " ".join(self._provider)
+
+
+def bound(primitive: Primitive, node: Node, registry: Registry) -> Primitive:
+    """Locate the selections of a primitive at a node, and bind it.
+
+    Raises:
+        PreconditionError: nothing is selected there, or it lies elsewhere.
+        ApplyError: ``bind`` raised, or returned something other than a primitive of its class.
+    """
+    for name in primitive.selections:
+        value = getattr(primitive, name)
+        if value is not None:
+            found = _select(primitive, name, value, node, registry)
+            primitive = copy.copy(primitive)
+            object.__setattr__(primitive, name, found)
+    try:
+        made = primitive.bind(node)
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"the bind of {primitive} at {_where(node)} raised {type(error).__name__}: {error}", path=node.path
+        ) from error
+    if type(made) is not type(primitive):
+        raise ApplyError(
+            f"the bind of {primitive} must return a {type(primitive).__name__} (got {made!r})", path=node.path
+        )
+    return made
+
+
+def divided(primitive: Primitive, nodes: tuple[Node, ...], registry: Registry) -> list[tuple[Node, Primitive]]:
+    """Divide a primitive over a group: selections that are given to the nodes they belong to, all else to every node.
+
+    Raises:
+        PreconditionError: a part lies at none of the nodes.
+    """
+    own: dict[Node, Primitive] | None = None
+    for name in primitive.selections:
+        given = _given(getattr(primitive, name), registry)
+        if given is None:
+            continue
+        parts = given.divided(nodes)
+        if isinstance(parts, Violation):
+            raise _refusal(primitive, nodes[0], parts)
+        own = own or {}
+        for node, part in parts:
+            made = own[node] = copy.copy(own.get(node, primitive))
+            object.__setattr__(made, name, part)
+    return [(node, primitive) for node in nodes] if own is None else list(own.items())
+
+
+def _given(value: Any, registry: Registry) -> Selection | None:
+    if value is None or isinstance(value, Selection):
+        return value
+    selectors = (registry.load(name, "selectors")() for name in registry.names("selectors"))
+    return next(filter(None, (each.given(value) for each in selectors)), None)
+
+
+def _select(primitive: Primitive, name: str, value: Any, node: Node, registry: Registry) -> Selection:
+    if isinstance(value, tuple | list) and not value:
+        raise _refusal(
+            primitive, node, Violation(f"{name} is an empty list of matches", "give what find() found, or a pattern")
+        )
+    given = _given(value, registry)
+    found: Selection | Violation | None
+    if given is not None:
+        found = given.located(node)
+    else:
+        selectors = (registry.load(each, "selectors")() for each in registry.names("selectors"))
+        answers = (each.select(node, value) for each in selectors)
+        found = next((each for each in answers if each is not None), None)
+        if found is None:
+            found = Violation(f"nothing installed finds {value!r} in a module", "pip install slapo-core[all]")
+        if isinstance(found, Violation):
+            found = replace(found, message=f"{name}: {found.message}")
+    if isinstance(found, Violation):
+        raise _refusal(primitive, node, found)
+    return found
+
+
+def _refusal(primitive: Primitive, node: Node, violation: Violation) -> PreconditionError:
+    return PreconditionError(
+        f"cannot apply {primitive.name} at {_where(node)}: {violation}", violations=[violation], path=node.path
+    )
 
 
 def _collect(found: Iterable[Violation] | None, primitive: Primitive, method: str, plugin: str) -> list[Violation]:

@@ -1,4 +1,4 @@
-"""Changes of a module or tensor that undo exactly: an attribute that was set, gradient hooks that were moved."""
+"""Changes that undo exactly: an attribute that was set, a hook taken out, gradient hooks that were moved."""
 
 from __future__ import annotations
 
@@ -123,3 +123,24 @@ class GradientHooks:
         for table, own in self._before.items():
             setattr(self.new, table, own)
         self._before.clear()
+
+
+class TakenHook:
+    """A hook removed from one of torch's ordered dictionaries, and its neighbors."""
+
+    def __init__(self, hooks: dict[int, Any], identity: int) -> None:
+        order = list(hooks)
+        place = order.index(identity)
+        self.before, self.after = order[:place], order[place + 1 :]
+        self.identity, self.value = identity, hooks.pop(identity)
+
+    def put_back(self, hooks: dict[int, Any]) -> None:
+        """Insert it behind the last of those that were before it; others stay as they are."""
+        order = list(hooks)
+        ahead = [position for position, identity in enumerate(order) if identity in self.before]
+        behind = [position for position, identity in enumerate(order) if identity in self.after]
+        place = ahead[-1] + 1 if ahead else behind[0] if behind else len(order)
+        items = list(hooks.items())
+        items.insert(place, (self.identity, self.value))
+        hooks.clear()
+        hooks.update(items)

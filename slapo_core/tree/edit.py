@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ApplyError, TraceError
+from slapo_core.errors import ApplyError
+from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
-from slapo_core.spec.edit import goes_around
 from slapo_core.tree.assignment import gradient_hooks
+from slapo_core.tree.forward import FORWARD, ChangeBelow, ReplacedForward
 from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
     AddHook,
@@ -21,32 +22,33 @@ from slapo_core.tree.journal import (
     Entry,
     ReplaceModule,
     SetAttribute,
-    SetGraph,
+    SetForward,
     SetLayout,
     SetRequiresGrad,
+    SetState,
     SetTensor,
     WrapForward,
 )
 
 if TYPE_CHECKING:
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
-    from slapo_core.spec.layout import Layout
-    from slapo_core.spec.node import Node as NodeProtocol
-    from slapo_core.spec.primitive import Primitive
+    from slapo_core.layout import Layout
+    from slapo_core.observers import Forward, HookKind
+    from slapo_core.tree.node import Node
     from slapo_core.tree.tree import Tree
 
 
-_OF_CALLS = (AddHook, WrapForward, SetGraph, ReplaceModule)
+_OF_CALLS = (AddHook, WrapForward, SetForward, ReplaceModule)
 """Edits that are noticed where a module is called, and nowhere else."""
 
 
-class TreeEdit:
-    """The implementation of :class:`slapo_core.spec.edit.Edit`.
+class Edit:
+    """Changes made by one application of a primitive; undone together, in reverse order.
+
+    A node is a place: after ``replace_module`` it is the new module. What lay below the old one and has no place in the
+    new one is gone; editing it raises ApplyError.
 
     Args:
         tree: the tree that is changed.
-        apply_inner: applies a primitive as part of this edit (given by the transaction).
         after_edit: called with the number of edits made so far after each one; the test kit raises from it.
     """
 
@@ -54,22 +56,27 @@ class TreeEdit:
         self,
         tree: Tree,
         *,
-        apply_inner: Callable[[NodeProtocol, Primitive, TreeEdit], NodeProtocol] | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> None:
         self._tree = tree
-        self._apply_inner = apply_inner
         self._after_edit = after_edit
         self._open = True
         self.entries: list[Entry] = []
         self._paths: list[str] = []  # of the nodes that the entries change
         self.notes: list[str] = []
 
-    # -- the protocol; documented in spec/edit.py -------------------------------------------------------------
+    def set_parameter(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
+        """Replace an own parameter, everywhere it is tied.
 
-    def set_parameter(
-        self, node: NodeProtocol, name: str, value: torch.Tensor | None, *, layout: Layout | None = None
-    ) -> None:
+        Args:
+            node: the module that holds it.
+            name: the parameter's own name, e.g. ``"weight"``.
+            value: the new tensor, of any shape; a plain tensor becomes a parameter that requires a gradient if the old
+                one did. Attributes set on the old parameter are carried over, and where the shape is the same, the
+                hooks that the user registered on it; where it is not, the edit is refused. None empties the slot.
+            layout: of the new tensor in the reference tensor; None keeps the present layout, or, where ``value`` is
+                a tensor of the model already (a tie), its own: then the old one is given up.
+        """
         old = _slot(node, "parameter", name)
         if value is not None and not isinstance(value, nn.Parameter):
             requires_grad = old.requires_grad if old is not None else value.is_floating_point()
@@ -77,9 +84,8 @@ class TreeEdit:
         self._keep_hooks(node, name, old, value)
         self._do(node, SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
-    def set_buffer(
-        self, node: NodeProtocol, name: str, value: torch.Tensor | None, *, layout: Layout | None = None
-    ) -> None:
+    def set_buffer(self, node: Node, name: str, value: torch.Tensor | None, *, layout: Layout | None = None) -> None:
+        """Replace an own buffer; it stays persistent or not."""
         old = _slot(node, "buffer", name)
         if isinstance(value, nn.Parameter):
             raise ApplyError(
@@ -90,23 +96,40 @@ class TreeEdit:
         self._keep_hooks(node, name, old, value)
         self._do(node, SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
-    def set_requires_grad(self, node: NodeProtocol, name: str, flag: bool) -> None:
+    def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
+        """Freeze an own parameter or train it, everywhere it is tied, and in the reference model of ``verify``."""
         parameter = _slot(node, "parameter", name)
         if not isinstance(parameter, nn.Parameter):
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and cannot be trained", path=node.path)
         self._do(node, SetRequiresGrad(self._tree, parameter, self._sites(node, name, parameter), flag))
 
-    def set_layout(self, node: NodeProtocol, name: str, layout: Layout) -> None:
+    def set_layout(self, node: Node, name: str, layout: Layout) -> None:
+        """Record the layout of an own parameter or buffer, without changing the tensor.
+
+        A split over a mesh dimension of one rank is such a case: what later steps may do must not depend on the size.
+        """
         self._do(node, SetLayout(self._tree, name, _tensor(node, name), layout))
 
     def replace_module(
         self,
-        node: NodeProtocol,
+        node: Node,
         module: nn.Module,
         *,
         moved: Mapping[str, str] | None = None,
         dropped: Collection[str] = (),
     ) -> None:
+        """Replace the node's module, under every path where it is reachable.
+
+        Args:
+            node: any node but the root.
+            module: the new module. Hooks that the user registered on tensors of the old one are treated as by
+                :meth:`set_parameter`.
+            moved: where parameters and buffers of the old module live in the new one, both as names relative to the
+                node; names that are the same on both sides need no entry.
+            dropped: parameters and buffers of the old module without a successor in the new one, even where a
+                name is the same. Each tensor without a successor must be named here, or a plugin must translate it
+                (``slapo_to_reference``): ``build`` and ``verify`` refuse a tensor that got lost.
+        """
         if not node.path:
             raise ApplyError(
                 "the root of the model cannot be replaced",
@@ -117,7 +140,18 @@ class TreeEdit:
             self._keep_hooks(node, name, hooks.old, hooks.new)
         self._do(node, entry)
 
-    def add_module(self, node: NodeProtocol, name: str, module: nn.Module) -> NodeProtocol:
+    def add_module(self, node: Node, name: str, module: nn.Module) -> Node:
+        """Give a module another child, for the forward that is set in place of its own to call.
+
+        Args:
+            node: the module.
+            name: of the child, e.g. ``"qkv"``; new there.
+            module: the child. Tensors of the model that it holds are tied; others need a layout, or
+                the plugin (``slapo_to_reference``).
+
+        Returns:
+            the child's node.
+        """
         if not name.isidentifier() or hasattr(node.module, name):
             raise ApplyError(
                 f"'{node.path}' cannot get a module '{name}': "
@@ -130,29 +164,71 @@ class TreeEdit:
 
     def add_hook(
         self,
-        node: NodeProtocol,
+        node: Node,
         kind: HookKind,
         function: Callable[..., Any],
         *,
         prepend: bool = False,
         active: bool = True,
     ) -> None:
+        """Register a hook on the module.
+
+        Args:
+            node: the module.
+            kind: when it is called.
+            function: forward hooks are called with keyword arguments, ``function(module, args, kwargs)`` and
+                ``function(module, args, kwargs, output)``; backward hooks as torch calls them.
+            prepend: before the hooks that are there, and not behind them.
+            active: False where it has nothing to do, such as a collective on a mesh of one rank: it is recorded, and
+                ``node.hooks`` gives it, but torch is not told of it, so that it costs nothing. What later steps may do
+                then does not depend on the size of the mesh.
+        """
         self._do(node, AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
     def wrap_forward(
         self,
-        node: NodeProtocol,
+        node: Node,
         wrapper: Callable[[Forward], Forward],
         *,
         active: bool = True,
         inside: bool = False,
     ) -> None:
+        """Replace the module's forward ``f`` by ``wrapper(f)``; both take the module first.
+
+        Args:
+            node: the module.
+            wrapper: called again when ``f`` changes, or for a copy of the model. The result must not keep a reference
+                to a particular module, so that a deep copy of the model runs on itself.
+            active: False where it has nothing to do, as for a hook: it is recorded, and ``node.wrappers`` gives it, but
+                it is not called and the forward stays.
+            inside: within the wrappers that are there, and not around them.
+        """
         self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active, inside))
 
-    def set_graph(self, node: NodeProtocol, graph: Graph) -> None:
-        self._do(node, SetGraph(self._tree.calls, node.module, graph))
+    def set_forward(self, node: Node, forward: Forward) -> None:
+        """Run a function in place of the module's forward; what steps wrapped around the forward stays around it.
 
-    def set_attribute(self, node: NodeProtocol, name: str, value: Any) -> None:
+        Args:
+            node: the module.
+            forward: takes the module first, and holds no module, so that a deep copy of the model runs on itself. A
+                :class:`~slapo_core.tree.forward.ReplacedForward` is told what later steps change below the module.
+        """
+        self._do(node, SetForward(self._tree.calls, node.module, forward))
+
+    def set_state(self, node: Node, key: str, value: Any) -> None:
+        """Keep a value for the module, which ``node.state[key]`` gives until the step is undone.
+
+        Args:
+            node: the module.
+            key: e.g. ``"acme.plan"``.
+            value: not a module of the model, nor anything that holds one; None removes the value.
+        """
+        if key == FORWARD:
+            raise ApplyError(f"'{FORWARD}' is the key of set_forward", path=node.path, hint="take another key")
+        self._do(node, SetState(self._tree.calls, node.module, key, value))
+
+    def set_attribute(self, node: Node, name: str, value: Any) -> None:
+        """Set a plain attribute of the module, such as ``num_heads``."""
         module = node.module
         if isinstance(value, (nn.Module, nn.Parameter)) or any(
             name in registered for registered in (parameters_of(module), buffers_of(module), children_of(module))
@@ -165,7 +241,8 @@ class TreeEdit:
             )
         self._do(node, SetAttribute(self._tree, module, name, value))
 
-    def annotate(self, node: NodeProtocol, name: str, key: str, value: Any) -> None:
+    def annotate(self, node: Node, name: str, key: str, value: Any) -> None:
+        """Set attribute ``key`` on the own parameter ``name``; it follows the parameter through later edits."""
         parameter = _slot(node, "parameter", name)
         if parameter is None:
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and carries no attributes", path=node.path)
@@ -177,12 +254,8 @@ class TreeEdit:
             )
         self._do(node, Annotate(parameter, name, key, value))
 
-    def apply(self, node: NodeProtocol, primitive: Primitive) -> NodeProtocol:
-        if self._apply_inner is None:
-            raise ApplyError(f"{primitive.name} cannot be applied from here: this edit belongs to no transaction")
-        return self._apply_inner(node, primitive, self)
-
     def note(self, text: str) -> None:
+        """Say why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
         self.notes.append(text)
 
     # -- for the transaction ----------------------------------------------------------------------------------
@@ -233,7 +306,7 @@ class TreeEdit:
         ]
         return (*described, *self.notes)
 
-    def _do(self, node: NodeProtocol, entry: Entry) -> None:
+    def _do(self, node: Node, entry: Entry) -> None:
         if not self._open:
             raise ApplyError(
                 "this edit is over: its primitive has been applied or rolled back",
@@ -246,67 +319,30 @@ class TreeEdit:
             self._after_edit(len(self.entries))
 
     def follow(self, first: int) -> None:
-        """Record the graphs above the modules changed since edit ``first`` again.
+        """Tell the forwards that steps set above the modules changed since edit ``first``.
 
         Raises:
-            ApplyError: one of them was rewritten, and that cannot be repeated, or it calls the module no more; not
-                where tensors were changed too: another step will follow, e.g. the collective of a split layer.
+            ApplyError: one of them cannot take up the change.
         """
+        done = list(zip(self._paths[first:], self.entries[first:], strict=True))
         wrapped = {
             path
-            for path, entry in zip(self._paths[first:], self.entries[first:], strict=True)
+            for path, entry in done
             if isinstance(entry, WrapForward) and entry.active and goes_around(entry.wrapper)
         }
-        traced = {
-            path: entry.graph
-            for path, entry in zip(self._paths[first:], self.entries[first:], strict=True)
-            if isinstance(entry, SetGraph)
-        }
-        is_waiting = any(isinstance(entry, SetTensor) for entry in self.entries[first:])
-        done = zip(self._paths[first:], self.entries[first:], strict=True)
+        forwards = {path: entry.new for path, entry in done if isinstance(entry, SetForward)}
+        is_waiting = any(isinstance(entry, SetTensor) for _, entry in done)
         for path, is_call in dict.fromkeys((path, isinstance(entry, _OF_CALLS)) for path, entry in done):
             names = path.split(".") if path else []
             for depth in range(len(names) - 1, -1, -1):
-                above, below = ".".join(names[:depth]), ".".join(names[depth:])
-                module = self._tree.index.modules.get(above)
-                graph = self._tree.calls.graph(module) if module is not None else None
-                if module is None or graph is None:
-                    continue
-                where = f"'{above}'" if above else "the root"
-                opened = self._opened(graph, path, below) if path in wrapped else traced.get(path)
-                try:
-                    uncalled = graph.follow(module)
-                except TraceError as error:
-                    parted = graph.parted(module, opened, self._tree.index.modules[path]) if opened else None
-                    if parted is not None:
-                        self.set_graph(self._tree.node(above), parted[0])
-                        self.set_graph(self._tree.node(path), parted[1])
-                        continue
-                    if is_waiting:
-                        continue
-                    raise ApplyError(
-                        f"'{path}' is part of a rewritten region of the graph of {where}: {error.message}",
-                        path=path,
-                        hint="change the module first, and rewrite then",
-                    ) from error
-                if is_call and any(f"{below}.".startswith(f"{each}.") for each in uncalled):
-                    raise ApplyError(
-                        f"'{path}' is no longer called: the graph of {where} was rewritten; hooks and wrappers there "
-                        "would have no effect",
-                        path=path,
-                        hint="change the module first, and rewrite then",
-                    )
-                if opened is not None and path in wrapped:
-                    self.set_graph(self._tree.node(path), opened)
+                above, modules = ".".join(names[:depth]), self._tree.index.modules
+                forward = self._tree.calls.state(modules[above]).get(FORWARD) if above in modules else None
+                if isinstance(forward, ReplacedForward):
+                    node = self._tree.node(path) if path in modules else None
+                    change = ChangeBelow(path, node, is_call, path in wrapped, forwards.get(path), is_waiting)
+                    forward.take_up(change, self._tree.node(above), self)
 
-    def _opened(self, graph: Graph, path: str, below: str) -> Graph | None:
-        """Record a graph for a module that was inlined in ``graph`` and becomes a call."""
-        module = self._tree.index.modules.get(path)
-        if module is None or self._tree.calls.graph(module) is not None:
-            return None
-        return graph.opened(below, module, lambda: self._tree.owner.example_call_of(path))
-
-    def _keep_hooks(self, node: NodeProtocol, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+    def _keep_hooks(self, node: Node, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Refuse to lose hooks registered on ``old``: only a tensor of its shape takes them over."""
         lost = gradient_hooks(old, but=new)
         if old is None or old is new or not lost:
@@ -327,7 +363,7 @@ class TreeEdit:
             hint="remove them before the step, and register them after it on what stands there then",
         )
 
-    def _sites(self, node: NodeProtocol, name: str, old: torch.Tensor | None) -> tuple[tuple[str, str], ...]:
+    def _sites(self, node: Node, name: str, old: torch.Tensor | None) -> tuple[tuple[str, str], ...]:
         if old is None:
             return ((node.path, name),)
         sites = self._tree.sites.of(old)
@@ -337,7 +373,7 @@ class TreeEdit:
         return sites
 
 
-def _slot(node: NodeProtocol, kind: str, name: str) -> torch.Tensor | None:
+def _slot(node: Node, kind: str, name: str) -> torch.Tensor | None:
     slots: Mapping[str, torch.Tensor | None] = (
         parameters_of(node.module) if kind == "parameter" else buffers_of(node.module)
     )
@@ -348,7 +384,7 @@ def _slot(node: NodeProtocol, kind: str, name: str) -> torch.Tensor | None:
     return slots[name]
 
 
-def _tensor(node: NodeProtocol, name: str) -> torch.Tensor:
+def _tensor(node: Node, name: str) -> torch.Tensor:
     tensor = _slot(node, "parameter" if name in parameters_of(node.module) else "buffer", name)
     if tensor is None:
         raise ApplyError(f"'{name}' of '{node.path}' is None", path=node.path)

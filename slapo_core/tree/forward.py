@@ -1,4 +1,4 @@
-"""Steps around the calls of modules: `Calls` (all of them), `ModuleForward` (those that run on this mesh)."""
+"""Steps around the calls of modules: `Calls` (all), `ModuleForward` (those of this mesh), `ReplacedForward`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -19,8 +20,16 @@ from slapo_core.errors import SerializationError
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
+    from slapo_core.observers import Forward, HookKind
+    from slapo_core.tree.edit import Edit
+    from slapo_core.tree.node import Node
+
+__all__ = ["FORWARD", "CallChange", "Calls", "ChangeBelow", "ModuleForward", "ReplacedForward", "Wrapping"]
+
+FORWARD = "forward"
+"""The key of a module's state for what a step set in place of its forward."""
+
+_NO_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +49,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._changes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._graphs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._state: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def wrappers(self, module: nn.Module) -> tuple[Callable[[Forward], Forward], ...]:
         """The wrappers around the module's forward, innermost first."""
@@ -62,23 +71,70 @@ class Calls:
         else:
             self._changes.pop(module, None)
 
-    def graph(self, module: nn.Module) -> Graph | None:
-        """Return the graph that runs as the module's forward; None for the forward itself."""
-        found: Graph | None = self._graphs.get(module)
+    def state(self, module: nn.Module) -> Mapping[str, Any]:
+        """Return what steps keep for the module, by key; under ``FORWARD`` what they set in place of its forward."""
+        found: Mapping[str, Any] = self._state.get(module, _NO_STATE)
         return found
 
-    def set_graph(self, module: nn.Module, graph: Graph | None) -> Graph | None:
-        """Set the graph, or none; return the former one."""
-        before = self.graph(module)
-        if graph is None:
-            self._graphs.pop(module, None)
+    def set_state(self, module: nn.Module, key: str, value: Any) -> Any:
+        """Set a value, None for none; return the former one."""
+        state = dict(self.state(module))
+        before = state.pop(key, None)
+        if value is not None:
+            state[key] = value
+        if state:
+            self._state[module] = MappingProxyType(state)
         else:
-            self._graphs[module] = graph
+            self._state.pop(module, None)
         return before
 
     def _of(self, module: nn.Module) -> list[CallChange]:
         changes: list[CallChange] = self._changes.get(module, [])
         return changes
+
+
+@dataclass(frozen=True)
+class ChangeBelow:
+    """What a step changed at one module.
+
+    Args:
+        path: of the module.
+        node: the module's; None if it is no longer in the model.
+        is_call: whether the change is noticed only where the module is called: a hook, a wrapper, a forward, or
+            another module.
+        is_wrapped: whether the forward was wrapped by a function that goes around any forward, active on this mesh.
+        forward: what was set in place of the module's forward; None if nothing was.
+        is_waiting: whether the step changed tensors too, so that another step may have to follow before the module
+            can run, e.g. the collective of a split layer.
+    """
+
+    path: str
+    node: Node | None
+    is_call: bool
+    is_wrapped: bool
+    forward: Any
+    is_waiting: bool
+
+
+class ReplacedForward(ABC):
+    """A forward for ``edit.set_forward`` that depends on the modules below it: it is told when steps change them."""
+
+    @abstractmethod
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run as the forward of ``module``."""
+
+    @abstractmethod
+    def take_up(self, change: ChangeBelow, node: Node, edit: Edit) -> None:
+        """Take up the change of a module below, at the end of the step that made it.
+
+        Args:
+            change: what the step changed.
+            node: the module whose forward this is.
+            edit: of the step, for further changes as part of it.
+
+        Raises:
+            ApplyError: the change cannot be taken up, or would have no effect; the step is undone.
+        """
 
 
 class _Nothing:

@@ -1,21 +1,24 @@
-"""A schedule as text: the tree with repeated layers folded, and what each step changed."""
+"""Schedules and values as text: the tree with repeated layers folded, what each step changed, values as facts."""
 
 from __future__ import annotations
 
+import enum
+import functools
+import inspect
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from slapo_core.layout import Layout
+from slapo_core.primitive import Record
 from slapo_core.private import children_of, parameters_of
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.primitive import Record
 from slapo_core.tree.index import full_name, shape_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from slapo_core.spec.primitive import Record
+    from slapo_core.primitive import Record
     from slapo_core.tree.tree import Tree
 
 
@@ -160,3 +163,45 @@ def _where(paths: list[str]) -> str:
     if count != len(paths):  # the braces would promise places that were not meant
         return ", ".join(f"'{path}'" for path in paths)
     return f"'{'.'.join(shown)}'"
+
+
+def describe(value: Any) -> str:
+    """Describe a value by a text that is the same in every process.
+
+    Plain values, and containers and frozen dataclasses of them, are given in full; functions and classes by their
+    name, devices by their type, and of anything else only the type: its repr may hold an address. What has a text of
+    its own for this (``slapo_described``) is given by it.
+    """
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return repr(value.type)
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(describe, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(describe, value))) + "}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{describe(key)}: {describe(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, functools.partial):
+        arguments = [*map(describe, value.args), *(f"{key}={describe(item)}" for key, item in value.keywords.items())]
+        return f"<functools.partial of {', '.join([describe(value.func), *arguments])}>"
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return f"<{'class' if inspect.isclass(value) else 'function'} {_dotted_name(value)}>"
+    kind = type(value)
+    if hasattr(kind, "slapo_described"):
+        return str(value.slapo_described)
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if parameters is not None and parameters.frozen:
+        own = (f"{field.name}={describe(getattr(value, field.name))}" for field in fields(value) if field.compare)
+        return f"{kind.__qualname__}({', '.join(own)})"
+    return f"<{_dotted_name(kind)}>"
+
+
+def _dotted_name(value: Any) -> str:
+    """The dotted name of a class or a function."""
+    function = getattr(value, "__func__", value)
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None) or type(value).__qualname__
+    return f"{module}.{name}" if module else name

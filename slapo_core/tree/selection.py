@@ -12,8 +12,8 @@ from slapo_core._vocabulary import OnNodes
 from slapo_core.errors import PathError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Primitive
-    from slapo_core.tree.node import TreeNode
+    from slapo_core.primitive import Primitive
+    from slapo_core.tree.node import Node
 
 
 def is_glob(path: str) -> bool:
@@ -162,30 +162,26 @@ class NodeGroup(OnNodes):
         pattern: what selected them, e.g. ``"encoder.layer.*"``.
     """
 
-    def __init__(self, nodes: tuple[TreeNode, ...], pattern: str) -> None:
+    def __init__(self, nodes: tuple[Node, ...], pattern: str) -> None:
         self.nodes = nodes
         self.pattern = pattern
 
     def apply(self, primitive: Primitive) -> Self:
         """Apply ``primitive`` at every node; if one refuses, those before it are undone."""
         owner = self.nodes[0]._tree.owner
-        return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)  # type: ignore[arg-type]
+        return type(self)(tuple(owner.apply_each(self.nodes, primitive)), self.pattern)
 
-    def find(self, pattern: Any) -> Any:
-        """Find the matches of a pattern at or below these nodes: see :meth:`slapo_core.spec.node.Node.find`."""
-        return self.nodes[0]._tree.owner.find_at(self.nodes, pattern)
-
-    def __iter__(self) -> Iterator[TreeNode]:
+    def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     @overload
-    def __getitem__(self, key: int) -> TreeNode: ...
+    def __getitem__(self, key: int) -> Node: ...
     @overload
     def __getitem__(self, key: slice | str) -> NodeGroup: ...
-    def __getitem__(self, key: int | slice | str) -> TreeNode | NodeGroup:
+    def __getitem__(self, key: int | slice | str) -> Node | NodeGroup:
         """Return a node by position, a sub-group by slice, or the nodes at a path below every node."""
         if isinstance(key, int):
             return self.nodes[key]
@@ -196,7 +192,7 @@ class NodeGroup(OnNodes):
             return NodeGroup(selected, f"{self.pattern}[{key.start}:{key.stop}]")
         if is_glob(key):
             refuse_number_ranges(key)
-        found: dict[str, TreeNode] = {}  # a node that is below several of them counts once
+        found: dict[str, Node] = {}  # a node that is below several of them counts once
         for node in self.nodes:
             try:
                 below = node[key]
@@ -222,10 +218,10 @@ class NodeGroup(OnNodes):
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_"):
                 raise AttributeError(name)
-            return self.nodes[0]._tree.owner.primitive_named(name, self, self.pattern)
+            return self.nodes[0]._tree.owner.member_named(name, self, self.pattern)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.nodes[0]._tree.owner.primitive_names()]
+        return [*super().__dir__(), *self.nodes[0]._tree.owner.member_names()]
 
     def __repr__(self) -> str:
         return f"<Group '{self.pattern}': {len(self)} nodes>"
@@ -233,14 +229,14 @@ class NodeGroup(OnNodes):
 
 if TYPE_CHECKING:
 
-    class Selection(TreeNode, NodeGroup):
+    class Selection(Node, NodeGroup):
         """The type of ``sch[...]``: a node for a path, a group for a glob.
 
         A type checker cannot tell which, so this type has the members of both.
         """
 
         @overload  # type: ignore[override]
-        def __getitem__(self, key: int) -> TreeNode: ...
+        def __getitem__(self, key: int) -> Node: ...
         @overload
         def __getitem__(self, key: slice) -> NodeGroup: ...
         @overload

@@ -8,20 +8,19 @@ more is either recorded as dropped, or as kept on other ranks; nothing is conclu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import WeightsError
+from slapo_core.layout import Layout
 from slapo_core.private import buffers_of, non_persistent_buffers_of, parameters_of
-from slapo_core.spec.layout import Layout
 from slapo_core.tree.index import ModuleIndex, full_name
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from slapo_core.spec.state import Placement
     from slapo_core.tree.tree import Tree
 
 
@@ -42,8 +41,8 @@ class TensorTable:
         self._made: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}  # the shapes when a step last looked
         self.dropped: frozenset[str] = frozenset()
         """First names of reference tensors that a step dropped."""
-        self.placement: Placement | None = None
-        """Ranks of tensors along ``pp``, once ``build`` has decided; other ranks have placeholders without memory."""
+        self.placement: Any = None
+        """Which ranks hold which tensors, as a build keeps it; None: all hold what the tree has."""
         self.trained: Mapping[str, bool] = {}
         """Whether a parameter is trained, by first name, only where a step decided it."""
         self.trained_at_first: Mapping[str, bool] = {}

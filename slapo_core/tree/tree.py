@@ -2,61 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from slapo_core.errors import ApplyError, PathError, StaleError
+from slapo_core.layout import Layout
 from slapo_core.private import children_of
-from slapo_core.spec.layout import Layout
 from slapo_core.tree.forward import Calls
 from slapo_core.tree.index import ModuleIndex, TensorSites
-from slapo_core.tree.node import TreeNode
+from slapo_core.tree.node import Node
 from slapo_core.tree.selection import NodeGroup, close_matches, is_glob, matching, meant_as_regular_expression
 from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
-    from slapo_core.spec.edit import Forward, HookKind
-    from slapo_core.spec.graph import Graph
-    from slapo_core.spec.layout import Layout
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.node import Node
-    from slapo_core.spec.primitive import Primitive, Record
-    from slapo_core.tree.edit import TreeEdit
+    from slapo_core.layout import Layout, Mesh
+    from slapo_core.observers import Forward, HookKind
+    from slapo_core.primitive import Primitive, Record
+    from slapo_core.tree.edit import Edit
+    from slapo_core.tree.node import Node
 
 
 class Owner(Protocol):
-    """The schedule as its nodes use it."""
+    """The core of a schedule as its nodes use it."""
+
+    schedule: Any
 
     @property
     def records(self) -> tuple[Record, ...]: ...
-
-    def records_so_far(self) -> tuple[Record, ...]: ...
 
     def apply_at(self, node: Node, primitive: Primitive) -> Node: ...
 
     def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]: ...
 
-    def find_at(self, nodes: tuple[TreeNode, ...], pattern: Any) -> Any: ...
+    def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]: ...
 
-    def primitive_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]: ...
-
-    def primitive_names(self) -> tuple[str, ...]: ...
+    def member_names(self) -> tuple[str, ...]: ...
 
     def removal_of(self, path: str) -> Record | None: ...
 
     def plugin_named(self, kind: str, name: str, path: str) -> Any: ...
 
     def rewound(self, to: Any) -> AbstractContextManager[nn.Module]: ...
-
-    def example_call_of(self, path: str) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-    def example_calls_of(self, path: str) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]: ...
 
 
 class Tree:
@@ -65,7 +58,7 @@ class Tree:
     Args:
         root: the model; it is never copied.
         mesh: the mesh of the schedule, or None.
-        owner: the schedule.
+        owner: the core of the schedule.
     """
 
     def __init__(self, root: nn.Module, mesh: Mesh | None, owner: Owner) -> None:
@@ -74,10 +67,10 @@ class Tree:
         self._index: ModuleIndex | None = ModuleIndex(root)
         self._sites: TensorSites | None = None
         self._former_sites: TensorSites | None = None
-        self._nodes: dict[str, TreeNode] = {}
+        self._nodes: dict[str, Node] = {}
         self.tensors = TensorTable(self)
         self.calls = Calls()
-        self.open_edit: TreeEdit | None = None  # of the primitive that is being applied
+        self.open_edit: Edit | None = None  # of the primitive that is being applied
         self.attributes: list[tuple[nn.Module, str]] = []  # those that steps have set, on the modules that they saw
 
     @property
@@ -112,7 +105,7 @@ class Tree:
                 return tensor
         return None
 
-    def node(self, path: str) -> TreeNode:
+    def node(self, path: str) -> Node:
         """The node at ``path``, canonical or alias.
 
         Raises:
@@ -123,7 +116,7 @@ class Tree:
             path = self._canonical(path)
         node = self._nodes.get(path)
         if node is None:
-            node = self._nodes[path] = TreeNode(self, path)
+            node = self._nodes[path] = Node(self, path)
         return node
 
     def select(self, pattern: str) -> NodeGroup:
@@ -144,7 +137,7 @@ class Tree:
             raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=self._suggest(literal))
         return NodeGroup(tuple(self.node(path) for path in paths), pattern)
 
-    def find(self, path: str) -> TreeNode | NodeGroup:
+    def find(self, path: str) -> Node | NodeGroup:
         if is_glob(path) and path not in self.index.modules:
             return self.select(path)
         return self.node(path)
@@ -178,6 +171,21 @@ class Tree:
             path=path,
             hint=f"sch.undo(to={record.index - 1}) brings it back" if record else None,
         )
+
+    def of_copy(self, copy: nn.Module, owner: Owner) -> Tree:
+        """Make a read-only tree: the copy's modules and tensors, the layouts, hooks and forwards of this one.
+
+        Args:
+            copy: a deep copy of the root as it is now; what later steps change is not followed.
+            owner: of the nodes.
+        """
+        tree = Tree(copy, self.mesh, owner)
+        tree.calls = _CallsOfCopy(tree, self)
+        tree.tensors = _TensorsOfCopy(tree, self)
+        paths = ((self.index.path_of(module), name) for module, name in self.attributes)
+        modules = tree.index.modules
+        tree.attributes = [(modules[path], name) for path, name in paths if path is not None and path in modules]
+        return tree
 
     def look_again_if_changed(self, node: Node) -> None:
         """Notice modules added or removed outside of the schedule: never change one that is gone."""
@@ -222,23 +230,6 @@ class Tree:
         return "did you mean " + " or ".join(f"sch['{match}']" for match in found) + "?"
 
 
-def tree_of_copy(copy: nn.Module, original: Tree, owner: Owner) -> Tree:
-    """Make a read-only tree: the copy's modules and tensors, the original's layouts, hooks and graphs.
-
-    Args:
-        copy: a deep copy of the original's root.
-        original: as it is now; what later steps change is not followed.
-        owner: of the nodes.
-    """
-    tree = Tree(copy, original.mesh, owner)
-    tree.calls = _CallsOfCopy(tree, original)
-    tree.tensors = _TensorsOfCopy(tree, original)
-    paths = ((original.index.path_of(module), name) for module, name in original.attributes)
-    modules = tree.index.modules
-    tree.attributes = [(modules[path], name) for path, name in paths if path is not None and path in modules]
-    return tree
-
-
 class _CallsOfCopy(Calls):
     def __init__(self, tree: Tree, original: Tree) -> None:
         super().__init__()
@@ -250,8 +241,8 @@ class _CallsOfCopy(Calls):
     def hooks(self, module: nn.Module) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
         return self._original.calls.hooks(self._other(module))
 
-    def graph(self, module: nn.Module) -> Graph | None:
-        return self._original.calls.graph(self._other(module))
+    def state(self, module: nn.Module) -> Mapping[str, Any]:
+        return self._original.calls.state(self._other(module))
 
     def _other(self, module: nn.Module) -> nn.Module:
         path = self._tree.index.path_of(module)

@@ -39,7 +39,7 @@ def slapo(*arguments: str) -> str:
         pytest.param("import slapo_core", id="import slapo_core"),
         pytest.param("import slapo_core; dir(slapo_core)", id="dir(slapo_core)"),
         pytest.param("import slapo_tp", id="import slapo_tp"),
-        pytest.param("import slapo_core.ranks.launcher", id="import slapo_core.ranks.launcher"),
+        pytest.param("import slapo_runtime.launcher", id="import slapo_runtime.launcher"),
         pytest.param(slapo("plugins", "list"), id="slapo plugins list"),
         pytest.param(slapo("plugins", "list", "--json"), id="slapo plugins list --json"),
         pytest.param(slapo("--help"), id="slapo --help"),

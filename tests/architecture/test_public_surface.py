@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 
+from torch import nn
+
 import slapo_core
 from slapo_core import errors
 
 FUNCTIONS_AND_CLASSES = {
+    "BuildContext",
     "Change",
     "Command",
     "Compiler",
@@ -51,6 +54,24 @@ FUNCTIONS_AND_CLASSES = {
 }
 
 MODULES = {"patterns"}
+
+SCHEDULE = {
+    "apply",
+    "document",
+    "example_inputs",
+    "explain",
+    "is_sealed",
+    "is_verified",
+    "mesh",
+    "model",
+    "records",
+    "reference",
+    "rewound",
+    "root",
+    "seal",
+    "to_json",
+    "undo",
+}
 
 ERRORS = {
     "ApplyError",
@@ -100,3 +121,10 @@ def test_every_error_is_public_and_says_when_and_what_to_do() -> None:
     for name in sorted(ERRORS):
         text = vars(getattr(errors, name)).get("__doc__") or ""
         assert "What to do: " in text, f"{name}: the docstring must say what to do"
+
+
+def test_a_schedule_has_few_members() -> None:
+    sch = slapo_core.create_schedule(nn.Linear(2, 2))
+    own = {name for name in (*dir(slapo_core.Schedule), *vars(sch)) if not name.startswith("_")}
+    assert own == SCHEDULE
+    assert len(own) <= 15

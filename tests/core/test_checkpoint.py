@@ -13,7 +13,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
-from tests.core.small_models import MLP, bert, cnn, gpt2
+from slapo_testing.models import MLP, bert, cnn, gpt2
 from tests.messages import Messages
 
 

@@ -11,37 +11,8 @@ from torch import nn
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from slapo_core.primitives.trace import Trace
-from slapo_core.testing import CHECKS, Case, parametrize_checks
-
-
-class Block(nn.Module):
-    """Three layers, running statistics, dropout, and one tied weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.act = nn.ReLU()
-        self.drop = nn.Dropout(0.1)
-        self.down = nn.Linear(16, 8)
-        self.again = nn.Linear(8, 16, bias=False)
-        self.layers = nn.ModuleList([self.up, self.down])
-        self.again.weight = self.up.weight
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        hidden = self.drop(self.act(self.norm(self.up(x))))
-        return self.down(hidden + self.again(x)) * scale
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x, scale=0.5))
+from slapo_testing import CHECKS, Case, parametrize_checks
+from slapo_testing.models import TwoBranched
 
 
 class OtherLinear(nn.Linear):
@@ -71,7 +42,7 @@ def batch() -> tuple[torch.Tensor]:
     return (torch.randn(5, 8),)
 
 
-COMMON: dict[str, Any] = {"model": Model, "inputs": batch}
+COMMON: dict[str, Any] = {"model": TwoBranched, "inputs": batch}
 NAMES = {"weight": "matrix", "bias": "offset"}
 ONE_PROCESS = [check.name for check in CHECKS if check.name != "forward_and_gradients_on_2_ranks"]
 
@@ -89,22 +60,10 @@ ONE_PROCESS = [check.name for check in CHECKS if check.name != "forward_and_grad
         Case(
             lambda: Replace(OtherLinear(16, 8)),
             path="first.down",
-            rejects=[lambda: Replace(OtherLinear(16, 4)), Replace(OtherLinear), ("", lambda: Replace(Model()))],
+            rejects=[lambda: Replace(OtherLinear(16, 4)), Replace(OtherLinear), ("", lambda: Replace(TwoBranched()))],
             serializable=False,
             **COMMON,
         ),
-        Case(
-            Trace(example_inputs=torch.ones(5, 8)),
-            path="first",
-            rejects=[
-                Trace(leaves=("up",)),
-                Trace(flatten=True, leaves=(int,)),
-                ("first.layers", Trace(example_inputs=torch.ones(5, 8))),
-            ],
-            serializable=False,
-            **COMMON,
-        ),
-        Case(Trace(flatten=True, leaves="up"), path="second", name="trace-flat", **COMMON),
     ]
 )
 def test_each_primitive_of_the_core(check: Any) -> None:
@@ -143,21 +102,6 @@ def test_each_primitive_of_the_core(check: Any) -> None:
             before=[("first", Checkpoint())],
             serializable=False,
             name="replace-tied",
-            **COMMON,
-        ),
-        Case(
-            lambda: Trace(flatten=True, example_inputs=(torch.ones(5, 8),)),
-            path="first",
-            before=[("first.down", Replace(renamed, params=NAMES)), ("first", Checkpoint())],
-            serializable=False,
-            name="trace-flat-checkpointed",
-            **COMMON,
-        ),
-        Case(
-            Checkpoint(),
-            path="first.up",
-            before=[("first", Trace(flatten=True))],
-            name="checkpoint-below-traced",
             **COMMON,
         ),
     ],

@@ -9,8 +9,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.tree.render import fold_numbers
-from tests.core.edits import Call, Halve
-from tests.core.small_models import MLP, Tied, bert
+from slapo_testing.models import MLP, Tied, bert
+from tests.support.edits import Call, Halve
 
 
 def _plain(text: str) -> str:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
 from slapo_core.tree.forward import ModuleForward, Wrapping
-from tests.core.edits import Call
+from slapo_testing import ModelSnapshot, assert_bit_identical
+from tests.support.edits import Call
 
 
 class Scale(nn.Module):
@@ -412,4 +412,48 @@ def test_a_base_of_its_own_stays_when_the_last_wrapper_goes() -> None:
         forward.add(Wrapping(lambda inner: 1 / 0))
     assert _ran(model) == 100
     forward.set_base(None)
+    assert_bit_identical(before, model)
+
+
+def offset(module: Scale, x: torch.Tensor) -> torch.Tensor:
+    return module.weight * x + 100
+
+
+def test_a_forward_set_by_a_step_runs_within_the_wrappers_in_every_copy() -> None:
+    model = Scale()
+    sch = slapo.create_schedule(model)
+    sch.apply(Call(lambda node, edit: edit.wrap_forward(node, functools.partial(plus, 1.0))))
+    before = ModelSnapshot(model)
+    sch.apply(Call(lambda node, edit: edit.set_forward(node, offset)))
+    assert sch.root.forward_is_replaced
+    assert sch.records[-1].effects == ("forward runs offset",)
+    twin = copy.deepcopy(model)
+    twin.weight.data.fill_(5.0)
+    assert (model(torch.tensor(2.0)).item(), twin(torch.tensor(2.0)).item()) == (107.0, 111.0)
+    sch.undo()
+    assert not sch.root.forward_is_replaced
+    assert_bit_identical(before, model)
+    assert model(torch.tensor(2.0)).item() == 7.0
+
+
+def test_the_state_that_steps_keep_for_a_module_is_undone_and_redone() -> None:
+    model = nn.Sequential(Scale(), Scale())
+    sch = slapo.create_schedule(model)
+    node = sch["0"]
+    before = ModelSnapshot(model)
+    node.apply(Call(lambda node, edit: edit.set_state(node, "acme.plan", (1,))))
+    node.apply(Call(lambda node, edit: edit.set_state(node, "acme.plan", (1, 2))))
+    node.apply(Call(lambda node, edit: edit.set_state(node, "acme.plan", None)))
+    assert "acme.plan" not in node.state
+    sch.undo()
+    assert (dict(node.state), dict(sch["1"].state)) == ({"acme.plan": (1, 2)}, {})
+    with sch.rewound(1):
+        assert node.state["acme.plan"] == (1,)
+    assert node.state["acme.plan"] == (1, 2)
+    with pytest.raises(TypeError):
+        node.state["acme.plan"] = ()  # type: ignore[index]
+    with pytest.raises(slapo.ApplyError, match="set_forward"):
+        node.apply(Call(lambda node, edit: edit.set_state(node, "forward", offset)))
+    sch.undo(to=0)
+    assert dict(node.state) == {}
     assert_bit_identical(before, model)

@@ -8,7 +8,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import PathError
 from slapo_core.tree.selection import matching
-from tests.core.small_models import MLP, Tied, bert
+from slapo_testing.models import MLP, Tied, bert
 from tests.messages import Messages
 
 PATHS = ["", "a", "a.b", "a.b.c", "a.b1", "a.0", "a.1", "a.10", "x", "x.b", "x.b.c"]

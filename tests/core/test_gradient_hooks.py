@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing.snapshot import ModelSnapshot
-from tests.core.building_support import adam, batches, on_meta, real, sgd
-from tests.core.edits import Call, Halve
+from slapo_testing.snapshot import ModelSnapshot
 from tests.messages import Messages
+from tests.support.building import adam, batches, on_meta, real, sgd
+from tests.support.edits import Call, Halve
 
 
 class Calls:

@@ -18,11 +18,11 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from slapo_core.testing.fixtures import isolated_registry  # noqa: F401 - a fixture
-from tests.core.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
-from tests.core.small_models import MLP, Block
+from slapo_testing import ModelSnapshot, assert_bit_identical
+from slapo_testing.fixtures import isolated_registry  # noqa: F401 - a fixture
+from slapo_testing.models import MLP, Block
 from tests.messages import Messages
+from tests.support.edits import Call, Fault, TestPrimitive, backward_hook, fault_after, post_hook, pre_hook
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 """Of the mesh: on one rank the steps below have nothing to do."""
@@ -129,7 +129,7 @@ def test_a_step_that_fails_leaves_no_hook_or_wrapper_behind(size: int) -> None:
         sch = _schedule(size)
         before = ModelSnapshot(sch.model)
         with pytest.raises(ApplyError) as caught:
-            sch.apply_at(sch["head"], Collective(), after_edit=fault_after(done))
+            sch._core.apply_at(sch["head"], Collective(), after_edit=fault_after(done))
         assert isinstance(caught.value.__cause__, Fault)
         assert (sch["head"].hooks, sch["head"].wrappers) == ((), ())
         assert_bit_identical(before, sch.model)
@@ -195,7 +195,7 @@ def test_a_replaced_module_is_let_go_when_the_schedule_is_sealed() -> None:
     sch = _schedule(1, model)
     sch["head"].apply(Hook())
     sch["head"].replace(lambda old: nn.Linear(8, 4))
-    old = weakref.ref(sch._history._steps[1].entries[0].old)  # type: ignore[attr-defined]
+    old = weakref.ref(sch._core.history._steps[1].entries[0].old)  # type: ignore[attr-defined]
     assert old() is not None
     sch.seal()
     gc.collect()
@@ -252,7 +252,7 @@ def test_a_forward_that_a_step_changed_from_elsewhere_is_not_lost_either(size: i
     sch = _schedule(size)
 
     def below(node: slapo.Node, edit: slapo.Edit) -> None:
-        edit.apply(node["head"], Collective())
+        Collective().apply(node["head"], edit)
 
     sch.apply(Call(below))
     message(_refusal(lambda: sch["head"].replace(nn.Linear(8, 4))), "the forward of 'head'", "at another module")
@@ -303,7 +303,7 @@ def test_checkpointed_already_is_judged_by_the_module_that_stands_there(message:
 def test_a_checkpoint_made_by_another_step_counts() -> None:
     sch = slapo.create_schedule(MLP())
 
-    sch.apply(Call(lambda node, edit: edit.apply(node["head"], Checkpoint())))
+    sch.apply(Call(lambda node, edit: Checkpoint().apply(node["head"], edit)))
     assert "checkpointed already" in _refusal(lambda: sch["head"].checkpoint())
     sch.undo()
     sch["head"].checkpoint()

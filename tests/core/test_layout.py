@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from slapo_core.errors import MeshError
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.mesh import Mesh, declare_mesh
-from slapo_core.weights.sources import SafetensorsSource
+from slapo_core.layout import Layout, Mesh, declare_mesh
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.files import SafetensorsSource
 from tests.messages import Messages
 
 TP0, TP1 = (("tp", Shard(0)),), (("tp", Shard(1)),)

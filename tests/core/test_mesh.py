@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slapo_core as slapo
 from slapo_core.errors import MeshError
-from slapo_core.ranks.launcher import run_ranks
-from slapo_core.spec.mesh import Mesh, declare_mesh
-from tests.core.small_models import MLP
+from slapo_core.layout import Mesh, declare_mesh
+from slapo_runtime.launcher import run_ranks
+from slapo_testing.models import MLP
 from tests.messages import Messages
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.edit import Edit
-from slapo_core.spec.node import Node
+from slapo_core.tree.edit import Edit
 from slapo_core.tree.forward import ModuleForward
-from tests.core.small_models import MLP
+from slapo_core.tree.node import Node
+from slapo_testing.models import MLP
 from tests.messages import Messages
 
 

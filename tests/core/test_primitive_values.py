@@ -16,9 +16,9 @@ from slapo_core.errors import ArgumentError
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from tests.core.edits import TestPrimitive
-from tests.core.small_models import MLP
+from slapo_testing.models import MLP
 from tests.messages import Messages
+from tests.support.edits import TestPrimitive
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import SerializationError
 from slapo_core.schedule.records import primitive_to_json
-from tests.core.edits import Call, TestPrimitive
-from tests.core.small_models import MLP, keep
+from slapo_testing.models import MLP, keep
 from tests.messages import Messages
+from tests.support.edits import Call, TestPrimitive
 
 
 class Mode(enum.StrEnum):
@@ -43,7 +43,7 @@ def test_document_holds_every_step() -> None:
     assert document == {
         "format": 1,
         "slapo-core": version,
-        "model": "tests.core.small_models.MLP",
+        "model": "slapo_testing.models.MLP",
         "blocks": {"layers": 4},
         "mesh": {"tp": 2},
         "records": [

@@ -12,11 +12,11 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import ApplyError, PreconditionError
 from slapo_core.primitives.checkpoint import checkpoints
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from tests.core.building_support import Split
-from tests.core.edits import Halve
-from tests.core.small_models import MLP, Block, Odd, Tied
+from slapo_testing import ModelSnapshot, assert_bit_identical
+from slapo_testing.models import MLP, Block, Odd, Tied
 from tests.messages import Messages
+from tests.support.building import Split
+from tests.support.edits import Halve
 
 
 class Scaled(nn.Module):
@@ -106,7 +106,7 @@ def test_renamed_parameters_keep_their_origin() -> None:
     assert sch["head"].layout("matrix").shape == (4, 8)
     assert sch["head"].layout("gain").origin == ""
     sch.undo(to=0)
-    assert sch.tree.layouts == {}
+    assert sch._core.tree.layouts == {}
     assert sch["head"].layout("weight").origin == "head.weight"
 
 
@@ -139,10 +139,10 @@ def test_lora_after_a_shard_keeps_the_layout() -> None:
     assert layout.shards() == (("tp", 0),)
     sch["head"].replace(lambda old: LoRA(old))
     assert sch["head.base"].layout("weight") == layout
-    assert "head.weight" not in sch.tree.layouts
+    assert "head.weight" not in sch._core.tree.layouts
     sch.undo()
     assert sch["head"].layout("weight") == layout
-    assert "head.base.weight" not in sch.tree.layouts
+    assert "head.base.weight" not in sch._core.tree.layouts
 
 
 def test_dropped_and_unknown_parameters(message: Messages) -> None:
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(path: str, new: Any, word: str, message: M
     model = MLP()
     sch = slapo.create_schedule(model)
     before = ModelSnapshot(model)
-    message(_refusal(lambda: sch.tree.node(path).replace(new)), word)
+    message(_refusal(lambda: sch._core.tree.node(path).replace(new)), word)
     assert_bit_identical(before, model)
 
 
@@ -447,4 +447,4 @@ def test_layout_of_a_module_shared_with_another_place_survives_replacing_its_fir
     sch.undo()
     assert sch["decoder.0"].layout("weight") == layout
     sch.undo()
-    assert sch.tree.layouts == {}
+    assert sch._core.tree.layouts == {}

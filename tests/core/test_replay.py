@@ -16,15 +16,15 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.errors import MeshError, ReplayError
 from slapo_core.schedule.records import fingerprint
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from tests.core.small_models import MLP, MODELS, Doubled, run
+from slapo_testing import ModelSnapshot, assert_bit_identical
+from slapo_testing.models import MLP, MODELS, Doubled, run
 from tests.messages import Messages
 
 
 def _scheduled(name: str) -> tuple[nn.Module, slapo.Schedule]:
     model = MODELS[name]().double()
     sch = slapo.create_schedule(model, mesh={"tp": 1})
-    for path in list(sch.tree.index.modules)[1:]:
+    for path in list(sch._core.tree.index.modules)[1:]:
         node = sch[path]
         if type(node.module).forward is not nn.Module.forward:
             node.checkpoint()
@@ -138,7 +138,7 @@ def test_a_successful_verify_is_kept_for_these_steps_and_lost_with_any_change() 
 def test_a_schedule_that_verify_refuses_is_not_marked() -> None:
     right, wrong = slapo.create_schedule(model := MLP()), slapo.create_schedule(copy.deepcopy(model))
     wrong["head"].replace(Doubled(8, 4))
-    wrong.mark_verified()  # as by a batch that told no difference
+    wrong._core.mark_verified()  # as by a batch that told no difference
     with pytest.raises(slapo.VerifyError):
         slapo.verify([right, wrong], torch.randn(2, 8))
     assert (right.is_verified, wrong.is_verified) == (True, False)

@@ -14,9 +14,9 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.schedule import scheduled_models
-from tests.core.building_support import Split, SumOutput, real
-from tests.core.edits import Call, Halve, HookAll, wrapped
 from tests.messages import Messages
+from tests.support.building import Split, SumOutput, real
+from tests.support.edits import Call, Halve, HookAll, wrapped
 
 
 def test_a_second_schedule_on_a_scheduled_model_is_refused_and_the_way_out_works(message: Messages) -> None:

@@ -13,10 +13,10 @@ from slapo_core.errors import ArgumentError, UnknownNameError
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.testing.fixtures import isolated_registry  # noqa: F401 - a fixture
-from tests.core.edits import HookAll
-from tests.core.small_models import MLP
+from slapo_testing.fixtures import isolated_registry  # noqa: F401 - a fixture
+from slapo_testing.models import MLP
 from tests.messages import Messages
+from tests.support.edits import HookAll
 
 
 def _error(call: Callable[[], Any], error: type[Exception]) -> str:
@@ -91,4 +91,4 @@ def test_primitive_registered_in_process_is_there_at_once() -> None:
 
 def test_registry_of_one_test_does_not_leak_into_another() -> None:
     assert not hasattr(slapo.create_schedule(MLP())["head"], "hook_all")
-    assert isinstance(slapo.create_schedule(MLP()).registry, Registry)
+    assert isinstance(slapo.create_schedule(MLP())._core.registry, Registry)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot
+from slapo_testing import ModelSnapshot
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def test_freezing_is_undone_exactly() -> None:
     assert sch.records[0].effects == ("weight is frozen",)
     sch.undo()
     assert before.differences(model) == []
-    assert sch.tree.tensors.trained == {}
+    assert sch._core.tree.tensors.trained == {}
 
 
 def test_verify_freezes_the_untouched_model_alike_and_says_so() -> None:

@@ -12,9 +12,9 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, PathError, StaleError
-from tests.core.edits import Call, Halve, HookAll
-from tests.core.small_models import CNN, MLP, MODELS, Tied, bert, run
+from slapo_testing.models import CNN, MLP, MODELS, Tied, bert, run
 from tests.messages import Messages
+from tests.support.edits import Call, Halve, HookAll
 
 
 def _error(call: Callable[[], Any], error: type[Exception] = PathError) -> str:
@@ -38,7 +38,7 @@ def test_every_path_addresses_what_get_submodule_gives_before_and_after(name: st
     count = _assert_same_places(sch, model)
     names = list(model.state_dict())
     loss = run(model.eval(), name).detach()
-    for path in list(sch.tree.index.modules):
+    for path in list(sch._core.tree.index.modules):
         node = sch[path]
         if type(node.module).forward is not nn.Module.forward:
             node.checkpoint()
@@ -93,7 +93,6 @@ def test_facts_of_a_node() -> None:
     sch = slapo.create_schedule(model)
     node = sch["blocks.0.bn1"]
     assert node.path == "blocks.0.bn1"
-    assert node.name == "bn1"
     assert node.module is model.blocks[0].bn1
     assert node.parent is sch["blocks.0"]
     assert node.parent.parent.parent is sch.root is sch[""]

@@ -16,10 +16,10 @@ from slapo_core.errors import SealedError, SlapoError, UndoError
 from slapo_core.primitives.annotate import Annotate
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
-from tests.core.edits import Call, Everything, Halve, HookAll
-from tests.core.small_models import MLP, MODELS, Counting, Odd, Tied, run
+from slapo_testing import ModelSnapshot, assert_bit_identical
+from slapo_testing.models import MLP, MODELS, Counting, Odd, Tied, run
 from tests.messages import Messages
+from tests.support.edits import Call, Everything, Halve, HookAll
 
 SEQUENCES = {"bert": 300, "gpt2": 300, "cnn": 400}
 
@@ -85,10 +85,10 @@ def test_random_sequences_end_bit_identical_after_undoing_all(name: str) -> None
             choice = draw.random()
             if choice < 0.7 or not sch.records:
                 # Half of the steps come on top of the last one: sync needs a shard below it.
-                again = sch.records and draw.random() < 0.5 and sch.records[-1].path in sch.tree.index.modules
-                path = sch.records[-1].path if again else draw.choice(list(sch.tree.index.modules))
+                again = sch.records and draw.random() < 0.5 and sch.records[-1].path in sch._core.tree.index.modules
+                path = sch.records[-1].path if again else draw.choice(list(sch._core.tree.index.modules))
                 try:
-                    sch.apply_at(sch.tree.node(path), draw.choice(makers)())
+                    sch._core.apply_at(sch._core.tree.node(path), draw.choice(makers)())
                     names.add(sch.records[-1].name)
                     applied += 1
                 except SlapoError:
@@ -102,7 +102,7 @@ def test_random_sequences_end_bit_identical_after_undoing_all(name: str) -> None
                 undone += 1
         if sch.records:
             sch.undo(to=0)
-        assert sch.tree.layouts == {}
+        assert sch._core.tree.layouts == {}
         assert_bit_identical(before, model)
     assert applied > 1.5 * SEQUENCES[name]
     assert refused > SEQUENCES[name] / 4
@@ -136,7 +136,7 @@ def test_an_undo_that_fails_halfway_leaves_what_it_says(monkeypatch: pytest.Monk
     sch = slapo.create_schedule(model)
     for number in range(3):
         sch[f"layers.{number}"].checkpoint()
-    entry = next(entry for record, entry in sch.entries() if record.index == 2)
+    entry = next(entry for record, entry in sch._core.entries() if record.index == 2)
     monkeypatch.setattr(type(entry), "undo", _unless(entry, type(entry).undo))
     with pytest.raises(UndoError, match="step #2"):
         sch.undo(to=0)
@@ -205,14 +205,14 @@ def _scheduled_odd() -> tuple[nn.Module, ModelSnapshot, slapo.Schedule]:
 def test_untouched_model_is_bit_identical_inside_and_scheduled_again_after() -> None:
     model, before, sch = _scheduled_odd()
     scheduled = ModelSnapshot(model)
-    layouts = dict(sch.tree.layouts)
+    layouts = dict(sch._core.tree.layouts)
     for _ in range(2):
         with sch.reference() as inside:
             assert inside is model
             assert_bit_identical(before, model)
-            assert sch.tree.layouts == {}
+            assert sch._core.tree.layouts == {}
         assert_bit_identical(scheduled, model)
-        assert sch.tree.layouts == layouts
+        assert sch._core.tree.layouts == layouts
     sch.undo(to=0)
     assert_bit_identical(before, model)
 
@@ -229,7 +229,7 @@ def test_rewound_model_is_as_it_was_after_each_step() -> None:
         ("own", Checkpoint()),
         ("normed.parametrizations.weight", Halve()),
     ):
-        sch.apply_at(sch.tree.node(path), primitive)
+        sch._core.apply_at(sch._core.tree.node(path), primitive)
         looks.append(ModelSnapshot(model))
     for step, look in enumerate(looks):
         with sch.rewound(step):
@@ -410,8 +410,8 @@ def test_training_after_undoing_all_equals_the_untouched_model() -> None:
         reference.eval()
         model.eval()
         sch = slapo.create_schedule(model)
-        for path in list(sch.tree.index.modules)[1:8]:
-            sch.apply_at(sch.tree.node(path), HookAll())
+        for path in list(sch._core.tree.index.modules)[1:8]:
+            sch._core.apply_at(sch._core.tree.node(path), HookAll())
         sch.undo(to=0)
         for each in (reference, model):
             run(each, name).backward()

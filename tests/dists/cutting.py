@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.testing.distributions import FakeDistribution
+from slapo_testing.distributions import FakeDistribution
 
 __all__ = ["LIVENESS", "Reader", "batch", "cutter", "liveness", "reader"]
 
@@ -94,7 +94,7 @@ import torch
 from torch import nn
 from slapo_core import hookimpl
 from slapo_core.errors import TraceError
-from slapo_core.spec.pipeline import Output, Partition, Stage, StageModule, Tie, Value
+from slapo_runtime.partition import Output, Partition, Stage, StageModule, Tie, Value
 
 FAULT = {fault!r}
 CALLS = []
@@ -254,5 +254,5 @@ def cutter(fault: str = "") -> FakeDistribution:
 def liveness(name: str = "live-slapo", source: str = LIVENESS) -> FakeDistribution:
     """A distribution with `slapo_liveness` alone."""
     module = f"{name.replace('-', '_')}_hooks"
-    head = "from slapo_core import hookimpl\nfrom slapo_core.spec.pipeline import Liveness\n"
+    head = "from slapo_core import hookimpl\nfrom slapo_runtime.partition import Liveness\n"
     return FakeDistribution(name, "1.0", {"slapo.v1.hooks": {module: module}}, {module: head + source})

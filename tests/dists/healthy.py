@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from slapo_core.testing.distributions import FakeDistribution, primitive_source
+from slapo_testing.distributions import FakeDistribution, primitive_source
 
 
 def acme(
@@ -33,7 +33,7 @@ def with_hooks(name: str, source: str, *, namespace: str | None = None) -> FakeD
     """A distribution with a hooks module, and one primitive if ``namespace`` is given."""
     module = name.replace("-", "_")
     points = {"slapo.v1.hooks": {module: f"{module}_hooks"}}
-    modules = {f"{module}_hooks": f"from slapo_core.spec.hookspecs import hookimpl\n{source}"}
+    modules = {f"{module}_hooks": f"from slapo_core.hookspecs import hookimpl\n{source}"}
     if namespace is not None:
         points["slapo.v1.primitives"] = {f"{namespace}.thing": f"{module}:Thing"}
         modules[module] = primitive_source(f"{namespace}.thing")

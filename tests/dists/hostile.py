@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from slapo_core.plugins.metadata import State
-from slapo_core.testing.distributions import FakeDistribution, primitive_source
+from slapo_testing.distributions import FakeDistribution, primitive_source
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ def _bad_names() -> list[Hostile]:
         unusable(
             "name-core", {"core.replace": "x:Y"}, "namespace 'core' of primitive 'core.replace' belongs to slapo-core"
         ),
-        unusable("name-dialect", {"torch": "x:Y"}, "dialect 'torch' belongs to slapo-core", "slapo.v1.dialects"),
-        unusable("name-sampler-deep", {"a.b.c": "x:Y"}, "sampler name 'a.b.c' must be", "slapo.v1.samplers"),
+        unusable("name-dialect", {"torch": "x:Y"}, "dialect 'torch' belongs to slapo-runtime", "slapo.v1.dialects"),
+        unusable("name-query-deep", {"a.b.c": "x:Y"}, "query name 'a.b.c' must be", "slapo.v1.queries"),
         unusable(
             "name-kind",
             {"x.y": "x:Y"},
@@ -170,7 +170,7 @@ def _bad_modules() -> list[Hostile]:
         _module("several", group, "unusable", "BaseExceptionGroup: several"),
         _module("custom", custom, "unusable", "Odd: odd"),
         _module("empty", "", "unusable", "AttributeError: module 'mod_empty' has no attribute 'Thing'"),
-        _module("number", hidden, "unusable", "must be a subclass of slapo_core.spec.primitive.Primitive"),
+        _module("number", hidden, "unusable", "must be a subclass of slapo_core.primitive.Primitive"),
         _module("bytes", "\x00", "unusable", "SyntaxError: "),
         _malformed_value(),
     ]
@@ -183,7 +183,7 @@ def _bad_classes() -> list[Hostile]:
     subclass = _healthy("subclass", ()).replace("class Thing", "class Base") + "class Thing(Base): pass\n"
     equivalence = _healthy("equivalence", ()).replace("Equivalence.EXACT", "'exact'")
     return [
-        _module("foreign", foreign, "unusable", "must be a subclass of slapo_core.spec.primitive.Primitive"),
+        _module("foreign", foreign, "unusable", "must be a subclass of slapo_core.primitive.Primitive"),
         _module("abstract", abstract, "unusable", "class Thing does not define apply()"),
         _module("misnamed", good, "unusable", "Thing.name must be 'mod_misnamed.thing'"),
         _module("thawed", _healthy("thawed", ()).replace("frozen=True", ""), "unusable", "@dataclass(frozen=True)"),

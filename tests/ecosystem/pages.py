@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.programs import run_program
+from tests.support.programs import run_program
 
 __all__ = ["Block", "Page", "blocks", "matches", "steps"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.testing import preload_modules
 from slapo_deepspeed.config.refusals import KEYS, ZERO_REFUSED
+from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
 
 preload_modules("deepspeed", "slapo_deepspeed.dialect", "slapo_pipeline")

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 import slapo_core as slapo
-from slapo_core import errors, testing
-from slapo_core.spec import hookspecs
-from tests.ecosystem.overlay import Overlay
+import slapo_testing as testing
+from slapo_core import errors, hookspecs
+from slapo_runtime import hookspecs as runtime_hookspecs
 from tests.ecosystem.pages import blocks, matches, steps
+from tests.support.overlay import Overlay
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = {"writing-a-plugin.md": 15, "writing-a-dialect.md": 7}
@@ -81,6 +82,27 @@ def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     assert ran >= TUTORIALS[name]
 
 
+@pytest.mark.parametrize(
+    ("page", "start", "most"),
+    [("writing-a-plugin.md", "the author of a primitive meets", 15), ("writing-a-dialect.md", "## The names", 25)],
+)
+def test_an_author_meets_few_names(page: str, start: str, most: int) -> None:
+    """The tables list them; all of core's are public, and those of modules are there."""
+    table = (ROOT / "docs" / page).read_text().partition(start)[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    listed = [(row[1].strip(" `") if "slapo_" in row[1] else "slapo_core", row) for row in rows]
+    names = [
+        (module, name)
+        for module, row in listed
+        for name in re.findall(r"`(\w+)`", row[2] if "slapo_" in row[1] else row[1])
+        if name != "dialect"
+    ]
+    assert 10 <= len(names) <= most
+    for module, name in names:
+        found = any(hasattr(importlib.import_module(each), name) for each in (module, "slapo_core.dialect"))
+        assert found, f"{module} has no {name}"
+
+
 def test_the_dialect_of_the_tutorial_is_as_short_as_promised() -> None:
     page = (ROOT / "docs" / "writing-a-dialect.md").read_text()
     (source,) = (block.text for block in blocks(page) if block.value.endswith("src/acme_guard.py"))
@@ -115,7 +137,7 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_every_hook_and_every_error_has_its_section() -> None:
     hooks, errors_page = ((ROOT / "docs" / name).read_text() for name in ("hooks.md", "errors.md"))
-    names = [name for name in vars(hookspecs) if name.startswith("slapo_")]
+    names = [name for module in (hookspecs, runtime_hookspecs) for name in vars(module) if name.startswith("slapo_")]
     assert re.findall(r"^## (\w+)$", hooks, flags=re.MULTILINE) == names
     assert re.findall(r"^## (\w+)$", errors_page, flags=re.MULTILINE) == errors.__all__
     assert errors_page.count("**What to do**: ") == len(errors.__all__)
@@ -148,7 +170,7 @@ def test_a_new_public_name_and_a_new_member_join_the_reference(monkeypatch: pyte
     def check_replicas(self: object) -> None:
         """Compare the replicas."""
 
-    tidy_up.__module__ = bare.__module__ = "slapo_core.building.tidying"
+    tidy_up.__module__ = bare.__module__ = "slapo_runtime.build.tidying"
     monkeypatch.setattr(slapo, "__all__", [*slapo.__all__, "tidy_up", "bare"])
     monkeypatch.setattr(slapo, "tidy_up", tidy_up, raising=False)
     monkeypatch.setattr(slapo, "bare", bare, raising=False)

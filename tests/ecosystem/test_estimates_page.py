@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
 
-preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "slapo_core.estimation.rank_process")
+preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "slapo_estimate.rank_process")
 
 PAGE = Page("estimates.md")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ecosystem.overlay import Overlay
+from tests.support.overlay import Overlay
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
-from tests.ecosystem.clean import CleanEnvironment, build_wheels
+from tests.support.clean import CleanEnvironment, build_wheels
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = [
     ROOT,
     *sorted(path.parent for where in ("plugins", "examples") for path in ROOT.glob(f"{where}/*/pyproject.toml")),
 ]
+
+FIRST_PARTY = {"slapo-core"} | {project.parent.name for project in ROOT.glob("plugins/*/pyproject.toml")}
 
 TINY_BERT = '''
 import torch
@@ -141,10 +147,23 @@ print("trained, saved and loaded")
 """
 
 
+Install = Callable[..., CleanEnvironment]
+
+
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
-    directory = tmp_path_factory.mktemp("clean")
-    return CleanEnvironment(build_wheels(PROJECTS, directory), directory)
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    return build_wheels(PROJECTS, tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def clean(wheels: tuple[Path, ...], tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
+    return CleanEnvironment(wheels, tmp_path_factory.mktemp("clean"))
+
+
+@pytest.fixture
+def install(wheels: tuple[Path, ...], tmp_path: Path) -> Install:
+    """Make an environment of some requirements."""
+    return lambda *requirements: CleanEnvironment(wheels, tmp_path, *requirements)
 
 
 def program(readme: Path) -> str:
@@ -154,7 +173,7 @@ def program(readme: Path) -> str:
 
 @pytest.mark.slow
 def test_nothing_undeclared_is_there(clean: CleanEnvironment) -> None:
-    code = "import importlib.util as u; print([n for n in ('matplotlib', 'pytest', 'transformers') if u.find_spec(n)])"
+    code = "import importlib.util as u; print([n for n in ('matplotlib', 'transformers') if u.find_spec(n)])"
     assert clean.python("-c", code) == "[]\n"
 
 
@@ -162,8 +181,11 @@ def test_nothing_undeclared_is_there(clean: CleanEnvironment) -> None:
 def test_every_plugin_is_listed_as_ok(clean: CleanEnvironment) -> None:
     listed = clean.python("-m", "slapo_core.cli.main", "plugins", "list")
     rows = [line.split()[:3] for line in listed.splitlines() if line.startswith("slapo-")]
-    names = ("core", "deepspeed", "fusion", "hello", "loop", "megatron", "pipeline", "tp", "tune")
-    assert {row[0]: row[2] for row in rows} == {f"slapo-{name}": "ok" for name in names}
+    texts = [(project / "pyproject.toml").read_text(encoding="utf-8") for project in PROJECTS]
+    projects = [tomllib.loads(text)["project"] for text in texts]
+    named = {project["name"] for project in projects if any("slapo.v1" in g for g in project.get("entry-points", {}))}
+    assert {row[0]: row[2] for row in rows} == dict.fromkeys(named, "ok")
+    assert len(named) >= 12
 
 
 END_AT_ONCE = """
@@ -238,7 +260,9 @@ except slapo.BuildError as error:
 @pytest.mark.slow
 def test_slapo_megatron_has_all_that_megatron_needs(clean: CleanEnvironment) -> None:
     """Megatron-core imports more than it declares, and a save waits for ever without psutil."""
-    (clean.directory / "cpu_megatron.py").write_text((ROOT / "tests/cpu_megatron.py").read_text(encoding="utf-8"))
+    (clean.directory / "cpu_megatron.py").write_text(
+        (ROOT / "tests/support/cpu_megatron.py").read_text(encoding="utf-8")
+    )
     assert clean.script("by_megatron.py", MEGATRON + END_AT_ONCE).splitlines()[-1] == "True"
 
 
@@ -249,3 +273,183 @@ def test_the_programs_of_the_examples_run_and_a_trained_model_is_saved(clean: Cl
     loop = program(ROOT / "examples/slapo-loop/README.md").replace("optimizer=...", options)
     printed = clean.script("programs.py", f"{HELLO}{hello}{LOOP}{loop}print(type(loss).__name__)\n{TRAIN}")
     assert printed == "torch.float32\nTensor\ntrained, saved and loaded\n"
+
+
+# -- what a user installs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_wheels_contain_py_typed_and_no_tests(wheels: tuple[Path, ...]) -> None:
+    for wheel in wheels:
+        package = wheel.name.split("-")[0]
+        if package.replace("_", "-") not in FIRST_PARTY:
+            continue
+        names = [name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name]
+        assert f"{package}/py.typed" in names
+        assert {name.split("/")[0] for name in names} == {package}
+        assert [name for name in names if "tests/" in name and "/template/" not in name] == []
+        assert [name for name in names if name.rpartition("/")[2] in ("conftest.py", "messages.txt")] == []
+
+
+@pytest.mark.breadth
+@pytest.mark.slow
+def test_all_is_everything_but_the_dialects_of_other_runtimes(install: Install) -> None:
+    assert install("slapo-core[all]").own == FIRST_PARTY - {"slapo-deepspeed", "slapo-megatron"}
+
+
+SHARDED = """
+import os, sys
+import torch
+from torch import nn
+import slapo_core as slapo
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return self.fc2(self.fc1(x).relu())
+
+def scheduled():
+    torch.manual_seed(0)
+    model = Mlp()
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    sch["fc1"].shard("weight", axis=0)
+    sch["fc1"].shard("bias", axis=0)
+    sch["fc1"].sync("backward")
+    sch["fc2"].shard("weight", axis=1)
+    sch["fc2"].sync("forward")
+    return sch
+
+def main():
+    if sys.argv[1:] == ["verify"]:
+        print(slapo.verify(scheduled(), torch.randn(4, 8)))
+        return
+    torch.distributed.init_process_group("gloo")
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    engine = slapo.build(scheduled(), optimizer=sgd, loss=lambda output, batch: output.square().mean())
+    losses = [float(engine.train_step((torch.ones(4, 8),)).loss) for _ in range(3)]
+    print(losses[2] < losses[1] < losses[0], {name: tuple(t.shape) for name, t in engine.state_dict().items()})
+    sys.stdout.flush()
+    os._exit(0)  # see END_AT_ONCE
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.ranks
+def test_core_and_tp_shard_verify_build_and_train(install: Install) -> None:
+    tp = install("slapo-core", "slapo-tp")
+    assert tp.own == {"slapo-core", "slapo-runtime", "slapo-tp", "slapo-verify"}
+    (tp.directory / "sharded.py").write_text(SHARDED)
+    assert "verified: Mlp with 5 steps agrees with the reference model (2 ranks" in tp.python("sharded.py", "verify")
+    trained = tp.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "sharded.py")
+    shapes = {"fc1.weight": (16, 8), "fc1.bias": (16,), "fc2.weight": (8, 16), "fc2.bias": (8,)}
+    assert trained.count(f"True {shapes}") >= 1
+
+
+CORE = """
+import importlib.util, json, sys
+from torch import nn
+import torch
+import slapo_core as slapo
+
+def said(function):
+    try:
+        function()
+    except slapo.SlapoError as error:
+        return str(error)
+
+def gelu(old):
+    return nn.GELU()
+
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+before, x = list(model.parameters()), torch.randn(2, 4)
+sch = slapo.create_schedule(model)
+sch["0"].checkpoint()
+sch["1"].replace(gelu)
+saved = json.loads(sch.to_json())
+assert [record["primitive"] for record in saved["records"]] == ["core.checkpoint", "core.replace"], saved
+model(x).sum().backward()
+sch.undo(to=0)
+assert type(model[1]) is nn.ReLU and all(a is b for a, b in zip(model.parameters(), before))
+sch["0"].checkpoint()
+again = slapo.replay(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), sch.to_json())
+assert len(again.records) == 1
+print(sorted(name for name in sys.modules if name.startswith("slapo_") and "." not in name))
+print([name for name in ("matplotlib", "pytest", "transformers") if importlib.util.find_spec(name)])
+for name in ("verify", "build", "estimate", "patterns"):
+    print(said(lambda: getattr(slapo, name)))
+"""
+
+
+@pytest.mark.slow
+def test_core_alone_schedules_and_says_what_else_there_is(install: Install) -> None:
+    core = install("slapo-core")
+    assert core.own == {"slapo-core"}
+    listed = core.python("-m", "slapo_core.cli.main", "plugins", "list")
+    assert re.findall(r"^slapo-\S+ .*", listed, flags=re.MULTILINE)[0].split()[::2][:2] == ["slapo-core", "ok"]
+    assert len(re.findall(r"^slapo-", listed, flags=re.MULTILINE)) == 1
+    printed = core.script("alone.py", CORE).splitlines()
+    assert printed[:2] == ["['slapo_core']", "[]"]
+    for name in ("verify", "runtime", "estimate", "graph"):
+        assert any(f"pip install slapo-{name}" in line for line in printed), name
+    refused = core.fails("-m", "slapo_core.cli.main", "plugins", "check", "slapo-core")
+    assert "pip install slapo-testing" in refused
+    assert "Traceback" not in refused
+
+
+SUBSET = """
+import importlib.util
+import torch
+from torch import nn
+import slapo_core as slapo
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+def tp(sch):
+    sch["fc1"].shard("weight", axis=0)
+
+def graph(sch):
+    sch[""].trace()
+    assert "self.fc2" in str(sch[""].graph)
+
+def fusion(sch):
+    sch["fc1"].compile()
+
+def pipeline(sch):
+    sch["fc1"].pipeline_split()
+
+assert importlib.util.find_spec("pytest") is None
+for use in (tp, graph, fusion, pipeline):
+    try:
+        mesh = {"tp": {"tp": 2}, "pipeline": {"pp": 2}}.get(use.__name__)
+        use(slapo.create_schedule(Mlp(), mesh=mesh, example_inputs=torch.randn(2, 8)))
+        print(use.__name__, "works")
+    except (slapo.SlapoError, AttributeError) as error:
+        words = str(error).replace(",", " ").split()
+        print(use.__name__, "lacks", *(word for word in dict.fromkeys(words) if word == f"slapo-{use.__name__}"))
+"""
+EXTRAS = ("tp", "graph", "fusion", "pipeline")
+BRINGS = {"fusion": {"graph"}, "pipeline": {"graph"}}
+SUBSETS = [subset for size in range(5) for subset in itertools.combinations(EXTRAS, size)]
+SAMPLED = ((), ("tp",), ("fusion",), ("tp", "pipeline"))
+
+
+@pytest.mark.breadth
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "subset",
+    [pytest.param(s, id="+".join(("core", *s)), marks=() if s in SAMPLED else pytest.mark.breadth) for s in SUBSETS],
+)
+def test_every_subset_works_or_names_what_is_missing(install: Install, subset: tuple[str, ...]) -> None:
+    environment = install("slapo-core", *(f"slapo-{name}" for name in subset))
+    there = set(subset).union(*(BRINGS.get(name, set()) for name in subset))
+    printed = environment.script("subset.py", SUBSET).splitlines()
+    assert printed == [f"{name} works" if name in there else f"{name} lacks slapo-{name}" for name in EXTRAS]

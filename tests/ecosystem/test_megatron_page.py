@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.testing import preload_modules
 from slapo_megatron.config.fields import FIELDS
+from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
-from tests.programs import run_program
+from tests.support.programs import run_program
 
-preload_modules("tests.cpu_megatron", "slapo_megatron.dialect", "slapo_pipeline")
+preload_modules("tests.support.cpu_megatron", "slapo_megatron.dialect", "slapo_pipeline")
 
 ROOT = Path(__file__).parents[2]
 PAGE = Page("megatron.md")

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slapo_core.cli.main import make_app
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page, steps
 
 preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline")

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.ecosystem.pages import Block, blocks, matches, steps
 
 PAGE = (Path(__file__).parents[2] / "docs" / "real-models.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 
 from slapo_core import Fact
 from slapo_core.cli.doctor import TESTED_TORCH, diagnose
-from slapo_core.testing.distributions import FakeEnvironment
+from slapo_testing.distributions import FakeEnvironment
 from tools import torch_versions
 
 REPORT = """<testsuites><testsuite>

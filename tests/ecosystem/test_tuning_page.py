@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slapo_core.cli.main import main
-from slapo_core.spec.extensions import Trial
+from slapo_tune.samplers import Trial
 from tests.ecosystem.pages import Page, steps
 
 PAGE = Page("tuning.md")

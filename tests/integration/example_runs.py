@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 __all__ = ["EXAMPLES", "assert_trains_as_one_process", "example", "text_for"]
 

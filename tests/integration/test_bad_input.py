@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot
+from slapo_testing import ModelSnapshot
 from slapo_tp import Shard, Sync
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import slapo_core as slapo
-from slapo_core.patterns import call_module
-from slapo_core.testing import preload_modules, run_ranks
-from tests.core.small_models import bert
+from slapo_graph.patterns import call_module
+from slapo_testing import preload_modules, run_ranks
+from slapo_testing.models import bert
 from tests.integration.example_runs import EXAMPLES, example, text_for
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--length", "32", "--vocab-size", "600", "--compiler", "eager"]

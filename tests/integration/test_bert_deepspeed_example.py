@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.integration.example_runs import assert_trains_as_one_process
 
 pytestmark = pytest.mark.ranks

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.integration.example_runs import example, text_for
-from tests.programs import run_program
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.ranks
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")

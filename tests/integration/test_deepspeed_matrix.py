@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.integration.deepspeed.cases import DeepSpeedCell, cells
 from tests.integration.dialects.sampling import assert_clipping_shows, differing, sample
 from tests.integration.dialects.subjects import MAX_GRAD_NORM, SUBJECTS

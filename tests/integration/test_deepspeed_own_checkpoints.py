@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import slapo_core as slapo
-from slapo_core.spec.layout import Layout
-from slapo_core.testing import preload_modules, run_ranks
-from slapo_core.weights.state import TensorState
+from slapo_core.layout import Layout
+from slapo_runtime.state import ModelState
+from slapo_testing import preload_modules, run_ranks
 from tests.integration.deepspeed.states import different
 from tests.integration.dialects.small import build, train
 
@@ -144,7 +144,7 @@ def test_a_padded_vocabulary_is_refused_by_universal_checkpoints() -> None:
     sch["0"].shard("weight", axis=0, pad=True).sync("forward")
     weight = sch.model[0].weight
     engine = SimpleNamespace(param_names={weight: "0.weight"}, module=sch.model)
-    describe(engine, SimpleNamespace(schedule=sch, state=TensorState.of(sch)))
+    describe(engine, SimpleNamespace(schedule=sch, state=ModelState.of(sch)))
     with pytest.raises(ValueError, match=r"0.+weight.: its vocabulary is padded"):
         _validate_autotp_conversion_support(sch.model.universal_checkpoint_info)
     with pytest.raises(RuntimeError, match="its vocabulary is padded"):

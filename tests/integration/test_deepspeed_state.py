@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.integration.deepspeed.states import IN_BFLOAT16, LOW, all_cases
 from tests.messages import Messages
 

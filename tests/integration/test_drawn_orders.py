@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.integration.orders.drawing import Undo, draw
 from tests.integration.orders.families import FAMILIES, batch_of, family, model_of
 from tests.integration.orders.pairs import MUST_WORK, NAMES, pairs

@@ -14,12 +14,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.modules.module import register_module_forward_hook
 
 import slapo_core as slapo
-from slapo_core.estimation.assumptions import Assumptions
-from slapo_core.estimation.rank_process import Request, estimate_rank, fake_batch, without_memory
-from slapo_core.estimation.results import Collective
-from slapo_core.estimation.values import Values
-from slapo_core.private import FakeStore, FakeTensorMode
-from slapo_core.ranks.launcher import run_process
+from slapo_estimate.private import FakeStore, FakeTensorMode
+from slapo_estimate.rank_process import Request, estimate_rank, fake_batch, without_memory
+from slapo_estimate.results import Assumptions, Collective
+from slapo_estimate.values import Values
+from slapo_runtime.launcher import run_process
 from tests.integration.bank.models import LENGTH, MODELS, batch_of
 from tests.integration.bank.right import base
 from tests.integration.zoo.tensor_parallel import split

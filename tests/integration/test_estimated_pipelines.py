@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 
-preload_modules("tests.integration.test_estimated_pipelines", "slapo_pipeline", "slapo_core.native.pipeline.engine")
+preload_modules("tests.integration.test_estimated_pipelines", "slapo_pipeline", "slapo_runtime.native.pipeline_engine")
 
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 SIZE, WORDS = 48, 96

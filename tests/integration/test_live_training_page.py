@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slapo_core.testing import preload_modules
-from tests.programs import run_program
+from slapo_testing import preload_modules
+from tests.support.programs import run_program
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 

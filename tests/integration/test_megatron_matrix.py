@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 from tests.integration.dialects.same_file import file_cells
 from tests.integration.dialects.sampling import assert_clipping_shows, differing, sample
 from tests.integration.dialects.subjects import MAX_GRAD_NORM, SUBJECTS
@@ -12,7 +12,7 @@ from tests.integration.megatron.cases import MegatronCell, cells, sequence_cells
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "slapo_deepspeed.pipeline.engine")
-preload_modules("tests.cpu_megatron", "slapo_megatron.single_stage")
+preload_modules("tests.support.cpu_megatron", "slapo_megatron.single_stage")
 
 
 def way(cell: MegatronCell) -> tuple[str, int, bool]:

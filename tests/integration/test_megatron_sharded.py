@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from slapo_core.spec.layout import Layout
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_core.layout import Layout
+from slapo_testing import preload_modules, run_ranks
 from tests.integration.dialects.resuming import Pair
 from tests.integration.megatron.resharding import refused, to_the_last_bit, written_and_read
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.integration.megatron.states import LOW, all_cases
 from tests.messages import Messages
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from slapo_core.ranks.launcher import preload_modules, run_ranks
+from slapo_runtime.launcher import preload_modules, run_ranks
 from tests.integration.zoo.checks import CHECKS, run_checks
 from tests.integration.zoo.subjects import subject
 from tests.integration.zoo.tensor_parallel import verify_on_ranks

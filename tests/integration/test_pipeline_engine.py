@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.native.pipeline import engine as engine_module, stage as stage_module
-from slapo_core.testing import run_ranks
-from tests.core.hand_stages import LENGTH, Net
+from slapo_runtime.native import pipeline_engine as engine_module, running_stage as stage_module
+from slapo_testing import run_ranks
 from tests.integration.pipelines.against import Case, differences
 from tests.integration.test_pipeline_training import batch_of, cuts
 from tests.messages import Messages
+from tests.support.hand_stages import LENGTH, Net
 
 WHOLE = {"batch_axes": {"bias": None}}
 
@@ -285,9 +285,9 @@ def broken(how: str) -> list[str]:
         if how == "the mean over replicas":
             patch.setattr(engine_module, "average_gradients", lambda *args, **kwargs: None)
         elif how == "the sum over ties":
-            from slapo_core.building.request import Request
+            from slapo_runtime.context import BuildContext
 
-            patch.setattr(Request, "sum_tied_gradients", lambda self: None)
+            patch.setattr(BuildContext, "sum_tied_gradients", lambda self: None)
         else:
             original = stage_module.RunningStage._roots
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
-from tests import failing_pipelines as failing
+from slapo_testing import run_ranks
+from tests.support import failing_pipelines as failing
 
 CASES = {
     "forward": (1, "stage 1 in the forward", "ValueError"),

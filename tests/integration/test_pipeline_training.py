@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
-from tests.core.hand_stages import Net, batch
+from slapo_testing import run_ranks
 from tests.integration.cells import run_cells
 from tests.integration.pipelines.against import Case, differences, sgd
 from tests.integration.pipelines.matrix import PipelineCell
+from tests.support.hand_stages import Net, batch
 
 
 def batch_of(step: int, replica: int, *, samples: int, bias: bool = True) -> dict[str, Any]:

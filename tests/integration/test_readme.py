@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.testing import preload_modules
-from tests.programs import run_program
+from slapo_testing import preload_modules
+from tests.support.programs import run_program
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

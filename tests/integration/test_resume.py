@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.integration.dialects.resuming import AFTER, BEFORE, Pair, saved_and_resumed
 from tests.integration.dialects.small import build, train, world_size
 from tests.processor import Outcome, run_case

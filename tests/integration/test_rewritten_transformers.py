@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core import patterns
+from slapo_graph import patterns
 
 SMALL = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 

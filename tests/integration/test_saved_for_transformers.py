@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from tests.core.building_support import adam, bert, gpt2, split
+from slapo_runtime.launcher import run_ranks
+from tests.support.building import adam, bert, gpt2, split
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

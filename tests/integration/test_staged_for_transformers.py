@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import run_ranks
-from tests.core.building_support import on_meta, real
-from tests.core.staged_support import build, in_turn
+from slapo_runtime.launcher import run_ranks
+from tests.support.building import on_meta, real
+from tests.support.staged import build, in_turn
 
 IDS = {name: torch.arange(24).view(3, 8) % 11 for name in ("input_ids", "labels")}
 

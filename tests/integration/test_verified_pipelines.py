@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.ranks.launcher import preload_modules, run_ranks
+from slapo_runtime.launcher import preload_modules, run_ranks
 from tests.integration.zoo.pipelines import cut_verifies
 from tests.integration.zoo.running import Row
 from tests.integration.zoo.subjects import subject

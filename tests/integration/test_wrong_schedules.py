@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 
 from slapo_core.errors import VerifyError
-from slapo_core.ranks.launcher import run_ranks
+from slapo_runtime.launcher import run_ranks
 from tests.integration.bank.judging import blames_rightly
 from tests.integration.bank.oracle import changes, observe
 from tests.integration.bank.right import base, right_schedules

@@ -7,7 +7,7 @@ from slapo_hello import FullPrecision
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import Case, parametrize_checks
+from slapo_testing import Case, parametrize_checks
 
 
 def make_model():

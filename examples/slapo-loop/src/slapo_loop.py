@@ -19,14 +19,14 @@ class Accumulate(slapo.Dialect):
             raise slapo.BuildError(f"target 'accumulate' takes micro_batches, an int >= 1 (got {dict(config)})")
         return slapo.Plan(self.name, (f"one optimizer step for {count} micro-batches",), {"micro_batches": count})
 
-    def build(self, plan, request):
-        return Engine(plan, request)
+    def build(self, plan, context):
+        return Engine(plan, context)
 
 
 class Engine:
-    def __init__(self, plan, request):
-        self.plan, self.request, self.module, self.is_closed = plan, request, request.schedule.model, False
-        self.optimizer, state = request.make_optimizer(), request.state
+    def __init__(self, plan, context):
+        self.plan, self.context, self.module, self.is_closed = plan, context, context.schedule.model, False
+        self.optimizer, state = context.make_optimizer(), context.state
         self.state_dict, self.load_state_dict = state.state_dict, state.load_state_dict
         calls = (state.save, state.load, state.check_replicas)
         self.save, self.load, self.check_replicas = (partial(do, optimizer=self.optimizer) for do in calls)
@@ -38,17 +38,17 @@ class Engine:
         self.optimizer.zero_grad()
         for rows in torch.arange(size).chunk(self.plan.config["micro_batches"]):
             piece = pytree.tree_map_only(torch.Tensor, lambda tensor, rows=rows: tensor[rows], batch)
-            loss = self.request.compute_loss(piece)[0] * (len(rows) / size)  # it is a mean over the samples of a piece
+            loss = self.context.compute_loss(piece)[0] * (len(rows) / size)  # it is a mean over the samples of a piece
             loss.backward()
             total += loss.detach()
-        norm = self.request.clip_gradients()
+        norm = self.context.clip_gradients()
         self.optimizer.step()
         return slapo.StepResult(total, grad_norm=norm)
 
     def eval_step(self, batch):
         if self.is_closed:
             raise slapo.BuildError("the engine is closed", hint="schedule and build a fresh model")
-        return slapo.StepResult(*self.request.evaluate(batch))
+        return slapo.StepResult(*self.context.evaluate(batch))
 
     def close(self):
         self.is_closed = True

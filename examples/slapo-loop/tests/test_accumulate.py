@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import DialectCase, parametrize_dialect_checks
+from slapo_testing import DialectCase, parametrize_dialect_checks
 
 
 @parametrize_dialect_checks([DialectCase("accumulate", config={"micro_batches": 3}, rejects=[{"micro_batches": 0}])])

@@ -46,8 +46,8 @@ def plan(
     Raises:
         BuildError: the configuration contradicts the schedule or one of the arguments, or DeepSpeed refuses it.
     """
-    from slapo_core.spec.dialect import plan_of
     from slapo_deepspeed.dialect import DeepSpeedDialect
+    from slapo_runtime.planning import plan_of
 
     return plan_of(
         DeepSpeedDialect(),

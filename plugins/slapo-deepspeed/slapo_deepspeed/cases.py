@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.testing import DialectCase
+from slapo_testing import DialectCase
 
 _REJECTS: list[dict[str, Any]] = [
     {"config": {"gradient_cliping": 1.0}},
@@ -26,7 +26,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
 
 
-def cases() -> list[DialectCase]:
+def slapo_cases() -> list[DialectCase]:
     """DeepSpeed keeps float32 in float32, and reduces in it: the kit's tolerance for that."""
     return [_case(1), _case(3)]
 

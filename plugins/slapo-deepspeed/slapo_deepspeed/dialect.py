@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
-from slapo_core.spec.dialect import arguments_as_options
+from slapo_core.dialect import arguments_as_options
 from slapo_deepspeed.config.resolution import NOTES, filled, steps_of
 from slapo_deepspeed.process_groups import check_device
 
 if TYPE_CHECKING:
-    from slapo_core import Engine
-    from slapo_core.spec.dialect import BuildArguments
-    from slapo_core.spec.request import BuildRequest, ScheduledModel
-    from slapo_core.testing import DialectCase
+    from slapo_core import Engine, Schedule
+    from slapo_core.dialect import BuildArguments
+    from slapo_runtime.context import BuildContext
 
 
 class DeepSpeedDialect(Dialect):
@@ -42,7 +41,7 @@ class DeepSpeedDialect(Dialect):
         check_device(arguments.device)
         return {**config, "arguments": arguments_as_options(arguments)}
 
-    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+    def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         """Plan the configuration and steps; DeepSpeed itself validates the configuration.
 
         Raises:
@@ -52,17 +51,11 @@ class DeepSpeedDialect(Dialect):
         options = filled(schedule, config)
         return Plan("deepspeed", tuple(steps_of(schedule, options)), options, NOTES)
 
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
-        if request.stage_ranks:
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
+        if context.stage_ranks:
             from slapo_deepspeed.pipeline.engine import PipelineEngine
 
-            return PipelineEngine(plan, request)
+            return PipelineEngine(plan, context)
         from slapo_deepspeed.zero.engine import ZeroEngine
 
-        return ZeroEngine(plan, request)
-
-
-def slapo_cases() -> list[DialectCase]:
-    from slapo_deepspeed.cases import cases
-
-    return cases()
+        return ZeroEngine(plan, context)

@@ -9,21 +9,21 @@ import torch
 from torch import nn
 
 from slapo_core import Plan
-from slapo_core.spec.engine import StatefulEngine
 from slapo_deepspeed.external_changes import BetweenDeepSpeedSteps
 from slapo_deepspeed.state.parameter_groups import Groups
+from slapo_runtime.engine import StatefulEngine
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
     from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
+    from slapo_runtime.context import BuildContext
 
 
 class DeepSpeedEngine(StatefulEngine):
-    """State dicts and checkpoints by the request's state, read out of where DeepSpeed keeps it.
+    """State dicts and checkpoints by the context's state, read out of where DeepSpeed keeps it.
 
     Args:
         plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
-        request: from ``build``.
+        context: from ``build``.
         engine: DeepSpeed's, made by ``deepspeed.initialize``, in its last form.
         groups: of the optimizer before DeepSpeed saw it; None for one that DeepSpeed made.
 
@@ -32,17 +32,17 @@ class DeepSpeedEngine(StatefulEngine):
             checkpoints, its scheduler.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest, engine: Any, groups: Groups | None = None) -> None:
+    def __init__(self, plan: Plan, context: BuildContext, engine: Any, groups: Groups | None = None) -> None:
         from slapo_deepspeed.state.flat_layout import places_of
         from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
         from slapo_deepspeed.state.tensors import DeepSpeedTensors
         from slapo_deepspeed.state.universal import describe
 
         self.plan, self.deepspeed = plan, engine
-        self._request, self._state = request, request.state
-        mesh, device = request.schedule.mesh, torch.device(engine.device)
+        self._context, self._state = context, context.state
+        mesh, device = context.schedule.mesh, torch.device(engine.device)
         places = places_of(engine)
-        here = [live for live in request.state.tensors() if live.is_local]
+        here = [live for live in context.state.tensors() if live.is_local]
         self._storage: DeepSpeedOptimizer | None = None
         if places.inner is not None:
             if groups is None:
@@ -51,14 +51,14 @@ class DeepSpeedEngine(StatefulEngine):
             names = {id(live.tensor): live.reference_name for live in here}
             self._storage = DeepSpeedOptimizer(places, groups, names, mesh, device)
         tensors = DeepSpeedTensors(places, mesh, device)
-        request.state.keep_in(tensors)
-        self._between = BetweenDeepSpeedSteps(request, engine, tensors)
-        describe(engine, request)
+        context.state.keep_in(tensors)
+        self._between = BetweenDeepSpeedSteps(context, engine, tensors)
+        describe(engine, context)
         self._is_closed = False
 
     @property
     def module(self) -> nn.Module:
-        return self._request.schedule.model
+        return self._context.schedule.model
 
     @property
     def optimizer(self) -> Any:  # type: ignore[override]
@@ -85,7 +85,7 @@ class DeepSpeedEngine(StatefulEngine):
         if self._is_closed:
             raise self._closed()
 
-    # -- state; documented in slapo_core/spec/engine.py -------------------------------------------------------
+    # -- state; documented in slapo_core/engine.py -------------------------------------------------------
 
     def _kept_optimizer(self) -> DeepSpeedOptimizer | None:
         return None if self._is_closed else self._storage

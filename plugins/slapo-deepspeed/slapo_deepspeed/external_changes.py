@@ -5,29 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.step_invariants import StepInvariants
+from slapo_runtime.engine import StepInvariants
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import LiveTensor
     from slapo_deepspeed.state.tensors import DeepSpeedTensors
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.storage import LiveTensor
 
 
 class BetweenDeepSpeedSteps(StepInvariants):
     """The parameters, and DeepSpeed's counters.
 
     Args:
-        request: of the build.
+        context: of the build.
         engine: DeepSpeed's.
         tensors: compares the forward's parameters with their main weights.
     """
 
-    def __init__(self, request: BuildRequest, engine: Any, tensors: DeepSpeedTensors) -> None:
+    def __init__(self, context: BuildContext, engine: Any, tensors: DeepSpeedTensors) -> None:
         self._engine = engine
         self._count = engine.gradient_accumulation_steps()
-        mesh = request.schedule.mesh
+        mesh = context.schedule.mesh
         groups = [mesh.group("dp")] if mesh is not None and tensors.are_parts else []
-        super().__init__(request, tensors, "DeepSpeed", groups=groups)
+        super().__init__(context, tensors, "DeepSpeed", groups=groups)
 
     def check(self) -> None:
         """Before a step.

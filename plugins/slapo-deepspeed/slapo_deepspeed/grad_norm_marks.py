@@ -13,22 +13,22 @@ from slapo_core import BuildError
 from slapo_deepspeed.private import gradient_hooks_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 SHARDED = ("model_parallel", "tensor_model_parallel")
 """DeepSpeed takes either; other code around it one of them."""
 
 
 @contextlib.contextmanager
-def marks_taken_back(request: BuildRequest) -> Iterator[None]:
+def marks_taken_back(context: BuildContext) -> Iterator[None]:
     """Restore attributes and hooks of parameters if the block fails.
 
     Args:
-        request: of the build.
+        context: of the build.
     """
     before = [
         (live.tensor, dict(vars(live.tensor)), dict(gradient_hooks_of(live.tensor)))
-        for live in request.state.tensors()
+        for live in context.state.tensors()
         if live.is_parameter
     ]
     try:
@@ -43,21 +43,21 @@ def marks_taken_back(request: BuildRequest) -> Iterator[None]:
         raise
 
 
-def mark(request: BuildRequest) -> list[torch.Tensor]:
+def mark(context: BuildContext) -> list[torch.Tensor]:
     """Mark the parameters that are split over ``tp``, by their layouts; all others lose such marks.
 
     To be called when every tensor is in its place. In mixed precision without ZeRO, DeepSpeed looks for the marks on
     the gradients instead, so they get them too.
 
     Args:
-        request: of the build.
+        context: of the build.
 
     Returns:
         the marked parameters.
     """
     marked = []
-    mesh = request.schedule.mesh
-    for live in request.state.tensors():
+    mesh = context.schedule.mesh
+    for live in context.state.tensors():
         if not live.is_parameter:
             continue
         split_over = {mesh_dim for mesh_dim, _ in live.layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1}
@@ -78,17 +78,17 @@ def _mark_gradient(parameter: torch.Tensor) -> None:
             setattr(parameter.grad, name, True)
 
 
-def count_once(request: BuildRequest, copies: Collection[torch.Tensor]) -> None:
+def count_once(context: BuildContext, copies: Collection[torch.Tensor]) -> None:
     """Mark what this rank counts, after ``marks.mark``, and after ``PipelineModule`` has marked everything as counted.
 
     Args:
-        request: of the build; every tensor is in its place.
+        context: of the build; every tensor is in its place.
         copies: parameters of this rank that an earlier one along ``pp`` holds too.
     """
-    mesh = request.schedule.mesh
+    mesh = context.schedule.mesh
     assert mesh is not None
     is_copy = {id(one) for one in copies}
-    for live in request.state.tensors():
+    for live in context.state.tensors():
         if not live.is_local or not live.is_parameter:
             continue
         if id(live.tensor) in is_copy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slapo_core import hookimpl
-from slapo_core.spec.hookspecs import Fact, Problem
+from slapo_core.hookspecs import Fact, Problem
 
 
 @hookimpl

@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
-def has_optimizer(plan: Plan, request: BuildRequest) -> bool:
+def has_optimizer(plan: Plan, context: BuildContext) -> bool:
     """Whether anything trains: the user's factory, or DeepSpeed's optimizer by its configuration."""
-    return request.optimizer is not None or bool(plan.config["config"].get("optimizer"))
+    return context.optimizer is not None or bool(plan.config["config"].get("optimizer"))
 
 
 def initialize(
-    plan: Plan, request: BuildRequest, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
+    plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
 ) -> tuple[Any, Groups | None]:
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
         plan: ``plan.config["config"]`` is DeepSpeed's configuration, filled in; DeepSpeed changes a copy of it.
-        request: of the build; its optimizer is made here.
+        context: of the build; its optimizer is made here.
         model: the scheduled model, or DeepSpeed's ``PipelineModule`` of its stages.
         mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
         also: trained parameters that are not of the scheduled model.
@@ -44,10 +44,10 @@ def initialize(
 
     config = copy.deepcopy(dict(plan.config["config"]))
     zero = config.get("zero_optimization", {})
-    if not has_optimizer(plan, request) and zero.get("stage", 0) in (1, 2):
+    if not has_optimizer(plan, context) and zero.get("stage", 0) in (1, 2):
         zero["stage"] = 0  # they partition what an optimizer needs; there is nothing of it
-    with request.together("making the optimizer"), with_shapes(request.schedule.model):
-        optimizer = request.make_optimizer(partitioned=zero.get("stage", 0) > 0)
+    with context.together("making the optimizer"), with_shapes(context.schedule.model):
+        optimizer = context.make_optimizer(partitioned=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
     idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slapo_core import BuildError
-from slapo_core.spec.mesh import start_single_process_group
+from slapo_core.layout import start_single_process_group
 from slapo_deepspeed.installation import require_deepspeed
 
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 def import_deepspeed(device_type: str) -> Any:

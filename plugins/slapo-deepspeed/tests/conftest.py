@@ -1,6 +1,6 @@
 """The ranks of these tests import DeepSpeed once, in the server that they are forked from."""
 
-from slapo_core.testing import preload_modules
+from slapo_testing import preload_modules
 
 preload_modules(
     "deepspeed",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from slapo_deepspeed.dialect import DeepSpeedDialect
 from tests.processor import DTYPES, reporting
 

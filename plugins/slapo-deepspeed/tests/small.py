@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import slapo_core as slapo
-from tests import tied_model
-from tests.tied_model import CLIP, Tied, adamw, batch, make, share, split, trained
+from tests.support import tied_model
+from tests.support.tied_model import CLIP, Tied, adamw, batch, make, share, split, trained
 
 __all__ = ["CLIP", "Tied", "adamw", "batch", "built", "make", "share", "split", "trained"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of

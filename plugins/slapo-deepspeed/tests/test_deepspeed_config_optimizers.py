@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import slapo_core as slapo
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 
 from .planned import planned
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from slapo_deepspeed.config.refusals import KEYS, REMOVED, ZERO_REFUSED
 from tests.messages import Messages
 

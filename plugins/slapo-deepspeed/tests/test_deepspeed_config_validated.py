@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import slapo_core as slapo
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from slapo_deepspeed.config.refusals import KEYS
 from tests.messages import Messages
 

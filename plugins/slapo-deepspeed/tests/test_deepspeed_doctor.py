@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.spec.hookspecs import Fact, Problem
+from slapo_core.hookspecs import Fact, Problem
 from slapo_deepspeed import installation
 from tests.messages import Messages
 

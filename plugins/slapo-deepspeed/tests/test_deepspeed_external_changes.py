@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import between_steps
-from tests.between_steps import batch, outcome, plain, told
 from tests.messages import Messages
+from tests.support import between_steps
+from tests.support.between_steps import batch, outcome, plain, told
 
 pytestmark = pytest.mark.ranks
 

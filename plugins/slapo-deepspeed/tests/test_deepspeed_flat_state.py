@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slapo_core.spec.flat_shards import Place
 from slapo_deepspeed.state.flat_layout import flat_states
+from slapo_runtime.flat_shards import Place
 
 
 def test_a_parameter_without_axes_has_its_place_too() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import DialectCase, parametrize_dialect_checks, preload_modules
-from slapo_core.testing.dialects.case import regression_steps
-from slapo_deepspeed.cases import adamw, cases, sgd
+from slapo_deepspeed.cases import adamw, sgd, slapo_cases
+from slapo_testing import DialectCase, parametrize_dialect_checks, preload_modules
+from slapo_testing.dialects.case import regression_steps
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "slapo_deepspeed.cases", "slapo_tp", "slapo_pipeline")
@@ -23,13 +23,13 @@ ON_RANKS = {
 }
 
 
-@parametrize_dialect_checks([case for case in cases() if case.name == "zero-3"])
+@parametrize_dialect_checks([case for case in slapo_cases() if case.name == "zero-3"])
 def test_with_partitioned_weights(check: Any) -> None:
     check()
 
 
 @pytest.mark.breadth
-@parametrize_dialect_checks([case for case in cases() if case.name == "zero-1"], checks=ON_RANKS)
+@parametrize_dialect_checks([case for case in slapo_cases() if case.name == "zero-1"], checks=ON_RANKS)
 def test_with_a_partitioned_optimizer(check: Any) -> None:
     check()
 

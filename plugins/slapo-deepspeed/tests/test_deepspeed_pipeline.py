@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slapo_core.testing import preload_modules, run_ranks
-from tests.odd_pipelines import Net, Run, batch, differences
+from slapo_testing import preload_modules, run_ranks
+from tests.support.odd_pipelines import Net, Run, batch, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import run_ranks
-from tests import failing_pipelines as failing
+from slapo_testing import run_ranks
+from tests.support import failing_pipelines as failing
 
 pytestmark = pytest.mark.ranks
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.pipeline import Value
-from slapo_core.testing import preload_modules, run_ranks
-from tests.odd_pipelines import Run, adamw, batch, differences
+from slapo_runtime.partition import Value
+from slapo_testing import preload_modules, run_ranks
+from tests.support.odd_pipelines import Run, adamw, batch, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(
@@ -89,7 +89,7 @@ def counting_copies() -> list[str]:
     from slapo_deepspeed.pipeline import engine as module
 
     original = module.count_once
-    module.count_once = lambda request, copies: original(request, ())
+    module.count_once = lambda context, copies: original(context, ())
     try:
         return differences(Run(TWO, cuts=("b",), tied=True))
     finally:
@@ -99,7 +99,7 @@ def counting_copies() -> list[str]:
 def sending_as_it_is() -> None:
     """Every value goes as it is."""
     torch.set_num_threads(1)
-    from slapo_core.spec import stage_runner as work
+    from slapo_runtime import stage_runner as work
 
     class Naive(work.P2PMessage):
         def __init__(self, values: list[Value], *, backward: bool, **_: Any) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
 from tests.processor import Outcome, run_case
-from tests.words_model import IDS, Words, adamw, by_hand, loss_of
+from tests.support.words_model import IDS, Words, adamw, by_hand, loss_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
 preload_modules(

@@ -10,9 +10,9 @@ import torch
 
 import slapo_core as slapo
 import slapo_deepspeed
-from slapo_core.spec.dialect import BuildArguments
-from tests.dialect_models import Masked
+from slapo_core.dialect import BuildArguments
 from tests.messages import Messages
+from tests.support.dialect_models import Masked
 
 from .planned import ADAM, plan, refusal, schedule_of
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.dialect import BuildArguments
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_core.dialect import BuildArguments
 from slapo_deepspeed import installation
 from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_deepspeed.process_groups import import_deepspeed, quietly
+from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
 
 from .planned import plan, refusal

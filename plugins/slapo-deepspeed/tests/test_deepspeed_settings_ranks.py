@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
 
 preload_modules("deepspeed", "slapo_deepspeed.dialect")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slapo_deepspeed.zero.engine
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.processor import Outcome, run_case
 
 from . import small
@@ -34,7 +34,7 @@ def _run(precision: dict[str, Any], stage: int, *, marked: bool) -> tuple[list[f
     """Losses, norms, and how far the weights are from the reference model's."""
     keep = slapo_deepspeed.zero.engine.mark
     if not marked:
-        slapo_deepspeed.zero.engine.mark = lambda request: []  # type: ignore[assignment]
+        slapo_deepspeed.zero.engine.mark = lambda context: []  # type: ignore[assignment]
     try:
         config = {**precision, "zero_optimization": {"stage": stage}}
         _, engine = small.built({"tp": 2}, config, max_grad_norm=small.CLIP)

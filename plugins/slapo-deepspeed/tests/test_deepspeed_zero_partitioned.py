@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
 from slapo_deepspeed.zero.partitioning import Partitioning
+from slapo_testing import preload_modules, run_ranks
 
 from . import small
 
@@ -92,7 +92,7 @@ def one_by_one() -> dict[str, Any]:
     kept = Partitioning._partition
 
     def counting(self: Partitioning, parameter: nn.Parameter) -> None:
-        tensors = [one for one in self._request.schedule.model.parameters() if not one.is_meta]
+        tensors = [one for one in self._context.schedule.model.parameters() if not one.is_meta]
         most[0] = max(most[0], sum(one.numel() for one in tensors))
         kept(self, parameter)
         seen.append((parameter.numel(), parameter.ds_tensor.numel() * 2 >= parameter.ds_numel))  # type: ignore[attr-defined]

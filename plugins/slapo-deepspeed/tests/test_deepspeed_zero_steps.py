@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
-from tests.dialect_models import Normed
+from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
 from tests.processor import Outcome, run_case
+from tests.support.dialect_models import Normed
 
 from . import small
 

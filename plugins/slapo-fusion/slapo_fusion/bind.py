@@ -7,11 +7,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
-from slapo_core.spec.edit import goes_around
-from slapo_core.spec.graph import by_place
+from slapo_core.observers import goes_around
 from slapo_fusion.kernels import (
     Bound,
     Kernel,
@@ -23,9 +22,9 @@ from slapo_fusion.kernels import (
     named_inputs,
     without_values,
 )
-
-if TYPE_CHECKING:
-    from slapo_core.testing import Case
+from slapo_graph.example_calls import example_call
+from slapo_graph.match import by_place
+from slapo_graph.traced import graph_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Bind(Primitive):
 
     name = "fusion.bind"
     named_functions = ("kernel", "backward")
-    matches = ("match",)
+    selections = ("match",)
 
     kernel: str | Callable[..., Any]
     match: Any = None
@@ -121,9 +120,9 @@ class Bind(Primitive):
             edit.note(f"the forward runs as it is, by fallback=True: {reason}")
         if self.match is not None:
             for place, matches in by_place(node, self.match) if reason is None else ():
-                graph: Any = place.graph
+                graph: Any = graph_of(place)
                 transform = functools.partial(Bound, kernel=self._kernel(place))
-                edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self._call_name))
+                edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self._call_name))
             return
         kernel, arguments = self._kernel(node), self._names(node)
         if reason is None:
@@ -186,7 +185,7 @@ class Bind(Primitive):
         if not is_operator(call):
             return  # a function may look at the memory of its tensors, and these have none
         try:
-            args, kwargs = node.example_call()
+            args, kwargs = example_call(node)
         except (ArgumentError, TraceError):
             return
         forward = type(node.module).forward
@@ -211,13 +210,3 @@ def _is_trained(node: Node) -> bool:
     while root.parent is not None:
         root = root.parent
     return any(parameter.requires_grad for parameter in root.module.parameters())
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
-    from slapo_fusion.cases import COMMON
-
-    step = Bind("aten::linear")
-    rejects = [Bind("linear"), Bind("aten::lineal"), Bind("aten::linear", inputs=("input", "wieght"))]
-    return [Case(step, path="0.up", rejects=rejects, **COMMON)]

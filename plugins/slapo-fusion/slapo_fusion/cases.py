@@ -1,7 +1,8 @@
-"""The model on which ``slapo plugins check`` tries the primitives."""
+"""For ``slapo plugins check``: cases of the primitives, and the model on which they are tried."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -10,6 +11,13 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_core import Primitive
+from slapo_fusion.bind import Bind
+from slapo_fusion.compile import Compile
+from slapo_fusion.cudagraphify import Cudagraphify
+from slapo_fusion.decompose import Decompose
+from slapo_fusion.fuse import Fuse
+from slapo_fusion.quantize import Quantize
+from slapo_testing import Case
 
 
 class Feed(nn.Module):
@@ -43,3 +51,38 @@ def gelu_of_a_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 COMMON: dict[str, Any] = {"model": lambda: nn.Sequential(Feed(), Feed()), "inputs": batch}
+
+
+def slapo_cases() -> list[Case]:
+    """Every primitive; `Quantize` only where torchao is installed."""
+    compiled = Compile(backend="aot_eager")
+    return [
+        Case(
+            Bind("aten::linear"),
+            path="0.up",
+            rejects=[Bind("linear"), Bind("aten::lineal"), Bind("aten::linear", inputs=("input", "wieght"))],
+            **COMMON,
+        ),
+        Case(
+            compiled,
+            path="0",
+            before=[("1", compiled)],
+            rejects=[Compile(backend="inducter"), Compile("fastest"), Compile(options={"max_autotun": True})],
+            **COMMON,
+        ),
+        Case(Cudagraphify(), path="0", rejects=[Cudagraphify(warmup=0)], **COMMON),
+        Case(Decompose(), path="0.up", rejects=[("0.dropout", Decompose()), ("", Decompose())], **COMMON),
+        Case(Decompose(), path="1.norm", name="decompose-norm", **COMMON),
+        Case(
+            Fuse(gelu_of_a_linear, "aot_eager", name_="linear_gelu"),
+            path="0",
+            before=[("0", traced)],
+            rejects=[Fuse(None), Fuse(gelu_of_a_linear, "induktor"), Fuse(gelu_of_a_linear, name_="linear gelu")],
+            **COMMON,
+        ),
+        *(
+            [Case(Quantize(), path="0", rejects=[("0.norm", Quantize()), Quantize(group_size=4)], **COMMON)]
+            if importlib.util.find_spec("torchao") is not None
+            else []
+        ),
+    ]

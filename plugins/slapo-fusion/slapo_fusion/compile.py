@@ -6,13 +6,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_fusion.compilers import Backend, Compiled, backend_problem
-
-if TYPE_CHECKING:
-    from slapo_core.testing import Case
 
 
 @dataclass(frozen=True)
@@ -100,13 +97,3 @@ class Compile(Primitive):
 
 def _is_compiling(wrapper: Callable[..., Any]) -> bool:
     return isinstance(wrapper, functools.partial) and wrapper.func is Compiled
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
-    from slapo_fusion.cases import COMMON
-
-    step = Compile(backend="aot_eager")
-    rejects = [Compile(backend="inducter"), Compile("fastest"), Compile(options={"max_autotun": True})]
-    return [Case(step, path="0", before=[("1", step)], rejects=rejects, **COMMON)]

@@ -6,18 +6,18 @@ import contextlib
 import functools
 import inspect
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx
 
-from slapo_core import ApplyError, ArgumentError, Compiler
-from slapo_core.spec.accelerators import fork_rng
-from slapo_core.spec.graph import Region
-from slapo_core.spec.observers import dropout_is_off
+from slapo_core import ApplyError, ArgumentError
+from slapo_core.layout import fork_rng
+from slapo_core.observers import dropout_is_off
 from slapo_fusion.function_modes import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
 from slapo_fusion.private import (
     backend_names,
@@ -29,6 +29,7 @@ from slapo_fusion.private import (
     recompile_limit,
     top_saved_tensors_hooks,
 )
+from slapo_graph.match import Region
 
 # `Compiled`: a function that ``torch.compile`` compiles when it is first called.
 
@@ -38,6 +39,29 @@ _MOST_VARIANTS = 64
 _LIMIT: dict[str, Any] = (
     {"recompile_limit": _MOST_VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
 )
+
+
+class Compiler(ABC):
+    """Makes something faster of a region of a graph: ``fuse(match, compiler="inductor")``.
+
+    Attributes:
+        name: what users write, e.g. ``"inductor"``.
+        deprecated: why another one should be taken, shown as a warning; None if nothing speaks against it.
+    """
+
+    name: ClassVar[str]
+    deprecated: ClassVar[str | None] = None
+
+    @abstractmethod
+    def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
+        """A function that computes what ``region`` computes, gradients included.
+
+        It is called with other sizes than the first ones too, in training and in evaluation.
+
+        Args:
+            region: takes tensors, numbers and modules, gives a tensor or a tuple of such.
+            options: the user's options for the compiler.
+        """
 
 
 @dataclass(frozen=True)

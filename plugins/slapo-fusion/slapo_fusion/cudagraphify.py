@@ -6,19 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Forward
+from slapo_core.observers import Forward
 from slapo_fusion.function_modes import is_fake, is_watched
 from slapo_fusion.private import has_backward_hooks, tree_leaves
-
-if TYPE_CHECKING:
-    from slapo_core.testing import Case
-
 
 # `Captured`: the forward of a module as CUDA graphs, one for each combination of shapes.
 
@@ -188,11 +184,3 @@ class Cudagraphify(Primitive):
 
 def _is_captured(wrapper: Callable[..., object]) -> bool:
     return isinstance(wrapper, functools.partial) and wrapper.func is Captured
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
-    from slapo_fusion.cases import COMMON
-
-    return [Case(Cudagraphify(), path="0", rejects=[Cudagraphify(warmup=0)], **COMMON)]

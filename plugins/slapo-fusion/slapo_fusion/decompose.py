@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Carried
+from slapo_core.observers import Carried
 from slapo_fusion.bind import is_bound
 from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
-
-if TYPE_CHECKING:
-    from slapo_core.testing import Case
-
 
 # Modules of torch.nn with their arithmetic in pieces: the same parameters, more than one operation.
 #
@@ -144,7 +140,7 @@ class Decompose(Primitive):
             known = ", ".join(f"nn.{kind.__name__}" for kind in KINDS)
             yield Violation(f"it knows no pieces of a {type(module).__name__}", f"it knows those of {known}")
             return
-        if node.graph is not None:
+        if node.forward_is_replaced:
             yield Violation("it is traced, and its graph would be lost", "decompose before trace()")
         elif getattr(forward := module.__dict__.get("forward"), "has_own", forward is not None):
             yield Violation(
@@ -162,14 +158,3 @@ class Decompose(Primitive):
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if type(node.module) not in KINDS.values():
             yield Violation("the module is not decomposed")
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
-    from slapo_fusion.cases import COMMON
-
-    return [
-        Case(Decompose(), path="0.up", rejects=[("0.dropout", Decompose()), ("", Decompose())], **COMMON),
-        Case(Decompose(), path="1.norm", name="decompose-norm", **COMMON),
-    ]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_core.spec.accelerators import accelerator, fork_rng
-from slapo_core.spec.observers import dropout_is_off
+from slapo_core.layout import accelerator, fork_rng
+from slapo_core.observers import dropout_is_off
 from slapo_fusion.private import (
     DeviceContext,
     FakeTensorMode,

@@ -7,22 +7,19 @@ import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from slapo_core import ApplyError, Compiler, Edit, Equivalence, Node, PluginError, Primitive, Violation
-from slapo_core.spec.accelerators import fork_rng
-from slapo_core.spec.graph import Region, by_place
-from slapo_fusion.compilers import Compiled, reason
+from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
+from slapo_core.layout import fork_rng
+from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import aside, drops, is_fake, is_watched
 from slapo_fusion.private import StopRecomputation, tree_map_only
-
-if TYPE_CHECKING:
-    from slapo_core.testing import Case
-
+from slapo_graph.match import Region, by_place
+from slapo_graph.traced import graph_of
 
 # `Fused`: a compiled region, which says whose it is when its compiler fails.
 
@@ -141,7 +138,7 @@ class Fuse(Primitive):
     """
 
     name = "fusion.fuse"
-    matches = ("match",)
+    selections = ("match",)
 
     match: Any
     compiler: str = "inductor"
@@ -177,17 +174,7 @@ class Fuse(Primitive):
             warnings.warn(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning, stacklevel=2)
         options = tuple(dict(self.options).items())
         for place, matches in by_place(node, self.match):
-            graph: Any = place.graph
+            graph: Any = graph_of(place)
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
             transform = Fusing(compiler, options, where)
-            edit.set_graph(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``."""
-    from slapo_core.testing import Case
-    from slapo_fusion.cases import COMMON, gelu_of_a_linear, traced
-
-    step = Fuse(gelu_of_a_linear, "aot_eager", name_="linear_gelu")
-    rejects = [Fuse(None), Fuse(gelu_of_a_linear, "induktor"), Fuse(gelu_of_a_linear, name_="linear gelu")]
-    return [Case(step, path="0", before=[("0", traced)], rejects=rejects, **COMMON)]
+            edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Carried, runs_own_forward
+from slapo_core.observers import Carried
 from slapo_fusion.private import parameters_of
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from slapo_core.testing import Case
 
 
 # torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the whole gradient is missing.
@@ -91,7 +89,7 @@ class Quantize(Primitive):
                 f"{where} has {module.in_features} input features, not divisible into groups of {self.group_size}",
                 "choose a group_size that divides them",
             )
-        if not runs_own_forward(node):
+        if not node.runs_own_forward:
             yield Violation(f"the forward of {where} was changed, which would be lost", "quantize before that step")
 
     def _rounding(self, module: nn.Module) -> nn.Module:
@@ -117,13 +115,3 @@ def _linears(node: Node) -> list[Node]:
 
     found = [below for below in node.walk() if type(below.module) is nn.Linear]
     return [below for below in found if parameters_of(below.module)["weight"] is not None]  # not merged into another
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``; none where torchao is not installed."""
-    from slapo_core.testing import Case
-    from slapo_fusion.cases import COMMON
-
-    if importlib.util.find_spec("torchao") is None:
-        return []
-    return [Case(Quantize(), path="0", rejects=[("0.norm", Quantize()), Quantize(group_size=4)], **COMMON)]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_core.spec.graph import Region
 from slapo_fusion import Fuse
 from slapo_fusion.compilers import AotEager, Inductor
+from slapo_graph.match import Region
 from tests.messages import Messages
 
 from .small import bias_gelu, bias_gelu_dropout_add, dropout_add, gradients, layers, traced
@@ -144,7 +144,7 @@ class FailsWhenCalled(AotEager):
 
 def installed(sch: slapo.Schedule, monkeypatch: pytest.MonkeyPatch, compiler: type[slapo.Compiler]) -> None:
     """As if another distribution had it."""
-    known = sch.plugin_named
+    known = sch._core.plugin_named
     monkeypatch.setattr(
         sch, "plugin_named", lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path)
     )

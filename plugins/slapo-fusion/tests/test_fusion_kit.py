@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from slapo_core.testing import parametrize_checks
-from slapo_fusion import bind, compile, cudagraphify, decompose, fuse, quantize
+from slapo_fusion.cases import slapo_cases
+from slapo_testing import parametrize_checks
 
 pytestmark = pytest.mark.ranks
 
-CASES = [case for module in (bind, compile, cudagraphify, decompose, fuse, quantize) for case in module.slapo_cases()]
 
-
-@parametrize_checks(CASES)
+@parametrize_checks(slapo_cases())
 def test_a_primitive(check: Any) -> None:
     check()

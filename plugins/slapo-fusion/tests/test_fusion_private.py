@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from slapo_fusion import private
-from tests.private_names import private_names
+from tests.support.private_names import private_names
 
 
 class Mode(TorchFunctionMode):

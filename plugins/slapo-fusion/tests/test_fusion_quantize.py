@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot
 from slapo_fusion import Quantize
+from slapo_testing import ModelSnapshot
 from tests.messages import Messages
 
 

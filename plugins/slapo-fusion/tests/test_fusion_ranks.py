@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
 from slapo_fusion import Compile, Decompose, Fuse
+from slapo_testing import preload_modules, run_ranks
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 

@@ -53,8 +53,8 @@ def plan(
     Raises:
         BuildError: the options contradict the schedule or one of the arguments, or Megatron refuses them.
     """
-    from slapo_core.spec.dialect import plan_of
     from slapo_megatron.dialect import MegatronDialect
+    from slapo_runtime.planning import plan_of
 
     options: dict[str, Any] = {
         "optimizer_config": optimizer_config,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.testing import DialectCase
+from slapo_testing import DialectCase
 
 _REJECTS: list[dict[str, Any]] = [
     {"optimizer_config": {"learning_rate": 0.1}},
@@ -27,7 +27,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
 
 
-def cases() -> list[DialectCase]:
+def slapo_cases() -> list[DialectCase]:
     """Megatron sums gradients in float32: the kit's tolerance for that. It runs on CUDA alone."""
     why = None if torch.cuda.is_available() else "Megatron-core runs on CUDA, and this machine has none"
     return [_case(False, why), _case(True, why)]

@@ -6,18 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan, Violation
-from slapo_core.spec.dialect import arguments_as_options
+from slapo_core.dialect import arguments_as_options
 from slapo_megatron.groups.order import unfit
 from slapo_megatron.installation import check_device, require_device, require_megatron
 
 if TYPE_CHECKING:
-    from slapo_core import Engine
-    from slapo_core.spec.dialect import BuildArguments
-    from slapo_core.spec.request import BuildRequest, ScheduledModel
-    from slapo_core.testing import DialectCase
+    from slapo_core import Engine, Schedule
+    from slapo_core.dialect import BuildArguments
+    from slapo_runtime.context import BuildContext
 
 
-def violations(schedule: ScheduledModel) -> Iterator[Violation]:
+def violations(schedule: Schedule) -> Iterator[Violation]:
     """Every reason why Megatron cannot run a schedule.
 
     Args:
@@ -45,7 +44,7 @@ def _alone() -> Iterator[Violation]:
         )
 
 
-def _steps(schedule: ScheduledModel) -> Iterator[Violation]:
+def _steps(schedule: Schedule) -> Iterator[Violation]:
     """Refuse steps along mesh dimensions other than ``tp`` and ``pp``."""
     mesh = schedule.mesh
     assert mesh is not None
@@ -93,7 +92,7 @@ class MegatronDialect(Dialect):
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
     accumulates: ClassVar[bool] = True
 
-    def check(self, schedule: ScheduledModel) -> Iterable[Violation]:
+    def check(self, schedule: Schedule) -> Iterable[Violation]:
         return violations(schedule)
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
@@ -105,7 +104,7 @@ class MegatronDialect(Dialect):
         check_device(arguments.device)
         return {**config, "arguments": arguments_as_options(arguments)}
 
-    def plan(self, schedule: ScheduledModel, config: Mapping[str, Any]) -> Plan:
+    def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         """Plan the options and steps; Megatron's own classes validate the options.
 
         Raises:
@@ -131,21 +130,15 @@ class MegatronDialect(Dialect):
         check_stages(plan.config["model_parallel_config"], plan.config["microbatches"], stages, pp)
         return tuple(stage % pp for stage in range(stages))
 
-    def build(self, plan: Plan, request: BuildRequest) -> Engine:
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
         from slapo_megatron.groups.process_groups import given_back
 
-        require_device(request)
+        require_device(context)
         with given_back():
-            if request.stage_ranks:
+            if context.stage_ranks:
                 from slapo_megatron.pipeline.engine import PipelineEngine
 
-                return PipelineEngine(plan, request)
+                return PipelineEngine(plan, context)
             from slapo_megatron.single_stage import WholeEngine
 
-            return WholeEngine(plan, request)
-
-
-def slapo_cases() -> list[DialectCase]:
-    from slapo_megatron.cases import cases
-
-    return cases()
+            return WholeEngine(plan, context)

@@ -12,22 +12,21 @@ import torch
 from torch import nn
 
 from slapo_core import Plan
-from slapo_core.spec.engine import StatefulEngine
-from slapo_core.spec.flat_shards import send_buffers
-from slapo_core.spec.step_invariants import UnusedParameters
 from slapo_megatron.model.buckets import drop_started
 from slapo_megatron.runtime import Megatron
 from slapo_megatron.state.external_changes import BetweenMegatronSteps
 from slapo_megatron.state.optimizer import StoredOptimizer
 from slapo_megatron.state.tensors import MegatronTensors
+from slapo_runtime.engine import StatefulEngine, UnusedParameters
+from slapo_runtime.flat_shards import send_buffers
 
 if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
     from slapo_megatron.groups.process_groups import Lease
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.context import BuildContext
 
 
 class Updates:
@@ -35,16 +34,16 @@ class Updates:
 
     Args:
         plan: of the build.
-        request: from ``build``.
+        context: from ``build``.
         megatron: its objects.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest, megatron: Megatron) -> None:
-        mesh = request.schedule.mesh
-        self._request, self._megatron = request, megatron
+    def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
+        mesh = context.schedule.mesh
+        self._context, self._megatron = context, megatron
         self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
         self._replicas = mesh.group("dp") if mesh is not None and mesh.size("dp") > 1 else None
-        self._unused = UnusedParameters(request, "Megatron", steps_with_zeros=megatron.optimizer is not None)
+        self._unused = UnusedParameters(context, "Megatron", steps_with_zeros=megatron.optimizer is not None)
         self._has_stepped = False
 
     def begin(self, module: nn.Module) -> None:
@@ -83,9 +82,9 @@ class Updates:
         self._unused.step_is_over()
         if not self._has_stepped:
             self._has_stepped = True
-            if self._request.optimizer is None:  # the user's tells core that the first step is over
+            if self._context.optimizer is None:  # the user's tells core that the first step is over
                 self._megatron.optimizer.zero_grad()
-                self._request.clip_gradients()  # there are none any more
+                self._context.clip_gradients()  # there are none any more
         return torch.tensor(norm, device=device) if self._clips and norm is not None else None
 
     def end(self) -> None:
@@ -94,11 +93,11 @@ class Updates:
 
 
 class MegatronEngine(StatefulEngine):
-    """State dicts and checkpoints by the request's state, read out of where Megatron keeps it.
+    """State dicts and checkpoints by the context's state, read out of where Megatron keeps it.
 
     Args:
         plan: of the build.
-        request: from ``build``.
+        context: from ``build``.
         megatron: its objects, ready to train.
 
     Attributes:
@@ -108,25 +107,25 @@ class MegatronEngine(StatefulEngine):
     _lease: Lease
     """Of Megatron's process groups; set by the engines, before they make anything of Megatron's."""
 
-    def __init__(self, plan: Plan, request: BuildRequest, megatron: Megatron) -> None:
+    def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
         from slapo_megatron.state.flat_layout import places_of
 
         self.plan, self.megatron = plan, megatron
-        self._request, self._state = request, request.state
-        mesh = request.schedule.mesh
-        here = [live for live in request.state.tensors() if live.is_local]
+        self._context, self._state = context, context.state
+        mesh = context.schedule.mesh
+        here = [live for live in context.state.tensors() if live.is_local]
         self._device = next((live.tensor.device for live in here), torch.device("cpu"))
         self._names = {id(live.tensor): live.reference_name for live in here}
         self._places = places_of(megatron.optimizer, mesh)
         self._tensors = MegatronTensors(self._places, mesh, self._device)
-        request.state.keep_in(self._tensors)
-        self._between = BetweenMegatronSteps(request, self._places, self._tensors)
+        context.state.keep_in(self._tensors)
+        self._between = BetweenMegatronSteps(context, self._places, self._tensors)
         self._is_closed = False
         self._stored()
 
     @property
     def module(self) -> nn.Module:
-        return self._request.schedule.model
+        return self._context.schedule.model
 
     @property
     def optimizer(self) -> Any:  # type: ignore[override]
@@ -174,7 +173,7 @@ class MegatronEngine(StatefulEngine):
         """At the end of a training step."""
         self._between.note()
 
-    # -- state; documented in slapo_core/spec/engine.py -------------------------------------------------------
+    # -- state; documented in slapo_core/engine.py -------------------------------------------------------
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
         self._settle()
@@ -217,7 +216,7 @@ class MegatronEngine(StatefulEngine):
 
         self._settle()
         shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
-        ShardedDirectory(Path(directory), self._request).write(shards)
+        ShardedDirectory(Path(directory), self._context).write(shards)
 
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
         """Load a checkpoint of :meth:`save_sharded`: each rank its shards. A collective over all processes.
@@ -234,8 +233,8 @@ class MegatronEngine(StatefulEngine):
         from slapo_megatron.state.sharded import ShardedDirectory
 
         self._settle()
-        source, description = ShardedDirectory(Path(directory), self._request), {}
-        with self._request.together(f"reading {source.label}"):
+        source, description = ShardedDirectory(Path(directory), self._context), {}
+        with self._context.together(f"reading {source.label}"):
             description = source.describe()
         optimizer, uses = self._kept_optimizer(), self._uses()
         self._resumed(self._state.load_shards(description, source, optimizer=optimizer, uses=uses), optimizer)
@@ -251,7 +250,7 @@ class MegatronEngine(StatefulEngine):
     def _stored(self) -> StoredOptimizer | None:
         if not self._places.groups:
             return None
-        mesh, is_scheduled = self._request.schedule.mesh, self.megatron.scheduler is not None
+        mesh, is_scheduled = self._context.schedule.mesh, self.megatron.scheduler is not None
         return StoredOptimizer(self._places, self._names, mesh, self._device, is_scheduled=is_scheduled)
 
     def _kept_optimizer(self) -> StoredOptimizer | None:

@@ -12,12 +12,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from slapo_core import BuildError
-from slapo_core.spec.hookspecs import Fact, Problem
+from slapo_core.hookspecs import Fact, Problem
 
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
 def window() -> SpecifierSet:
@@ -130,10 +130,10 @@ def check_device(device: torch.device | None) -> None:
         )
 
 
-def require_device(request: BuildRequest) -> None:
+def require_device(context: BuildContext) -> None:
     """
     Args:
-        request: of the build.
+        context: of the build.
 
     Raises:
         BuildError: no CUDA device is available, or the model is on another one than Megatron takes.
@@ -149,7 +149,7 @@ def require_device(request: BuildRequest) -> None:
             hint='target="torch" runs the same schedule on CPUs',
         ) from error
     taken = torch.device("cuda", found) if isinstance(found, int) else found
-    for live in request.state.tensors():
+    for live in context.state.tensors():
         if live.is_local and live.tensor.device != taken:
             raise BuildError(
                 f"'{live.name}' is on '{live.tensor.device}', but Megatron takes '{taken}', the device that torch uses",

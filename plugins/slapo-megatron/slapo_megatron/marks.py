@@ -15,8 +15,8 @@ from slapo_core import BuildError
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import LiveTensor
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.storage import LiveTensor
 
 
 _OF_MEGATRON = ("main_grad", "grad_added_to_main_grad", "main_param", "main_param_sharded")
@@ -61,24 +61,24 @@ class Marks:
 _ABSENT = object()
 
 
-def mark(request: BuildRequest) -> Marks:
+def mark(context: BuildContext) -> Marks:
     """Mark every parameter by its layout; what no layout splits keeps marks of the user's own, as of Megatron's layers.
 
     Args:
-        request: of the build; every tensor is in its place.
+        context: of the build; every tensor is in its place.
 
     Raises:
         BuildError: a parameter is split over other ranks than those along ``tp``, or is an expert of Megatron's;
             nothing is marked.
     """
-    here = [live for live in request.state.tensors() if live.is_parameter and live.is_local]
+    here = [live for live in context.state.tensors() if live.is_parameter and live.is_local]
     for live in here:
-        _refuse_split(request, live)
-    return Marks([(live.tensor, {**_as_shard(request, live), **_as_copy(request, live)}) for live in here])
+        _refuse_split(context, live)
+    return Marks([(live.tensor, {**_as_shard(context, live), **_as_copy(context, live)}) for live in here])
 
 
-def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
-    mesh = request.schedule.mesh
+def _refuse_split(context: BuildContext, live: LiveTensor) -> None:
+    mesh = context.schedule.mesh
     if not getattr(live.tensor, "allreduce", True):
         raise BuildError(
             f"'{live.name}' is marked allreduce=False, as experts of Megatron's layers are, and the replicas of this "
@@ -94,9 +94,9 @@ def _refuse_split(request: BuildRequest, live: LiveTensor) -> None:
             )
 
 
-def _as_shard(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
+def _as_shard(context: BuildContext, live: LiveTensor) -> dict[str, Any]:
     """Whether ``tp`` splits it, and how; the stride counts the matrices that lie one after the other on that axis."""
-    mesh, layout = request.schedule.mesh, live.layout
+    mesh, layout = context.schedule.mesh, live.layout
     split = [axis for mesh_dim, axis in layout.shards() if mesh_dim == "tp"]
     if not split or mesh is None or mesh.size("tp") == 1:
         given = vars(live.tensor)
@@ -107,12 +107,12 @@ def _as_shard(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
     return {"tensor_model_parallel": True, "partition_dim": split[0], "partition_stride": stride}
 
 
-def _as_copy(request: BuildRequest, live: LiveTensor) -> dict[str, Any]:
+def _as_copy(context: BuildContext, live: LiveTensor) -> dict[str, Any]:
     """Mark a parameter tied over stages: only its first rank counts it in the norm.
 
     ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies equally.
     """
-    mesh, placement = request.schedule.mesh, request.placement
+    mesh, placement = context.schedule.mesh, context.placement
     holders = placement.holders(live) if placement is not None else ()
     if mesh is None or len(holders) < 2:
         return {}

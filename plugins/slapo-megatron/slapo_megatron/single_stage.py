@@ -9,45 +9,45 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import StepResult
-from slapo_core.spec.dialect import device_of
 from slapo_megatron.engine import MegatronEngine, Updates
 from slapo_megatron.groups.process_groups import start
 from slapo_megatron.marks import mark
 from slapo_megatron.model.buckets import drop_started
+from slapo_runtime.planning import device_of
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
 class WholeEngine(MegatronEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's schedule without a pipeline.
+    """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's schedule without a pipeline.
 
     Args:
         plan: of the build.
-        request: from ``build``.
+        context: from ``build``.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest) -> None:
-        mesh = request.schedule.mesh
-        self._lease = start(mesh, device_type=device_of(request.schedule, plan.config["arguments"]["device"]))
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
+        self._lease = start(mesh, device_type=device_of(context.schedule, plan.config["arguments"]["device"]))
         from slapo_megatron.model.assembly import assemble, transformer_config
         from slapo_megatron.model.chunk import Chunk
 
         config = transformer_config(plan.config, mesh)
-        self._marks = mark(request)
+        self._marks = mark(context)
         with self._marks.taken_back_if_it_fails():
-            megatron = assemble(plan, request, [Chunk(request.schedule.model, config)], config)
-            super().__init__(plan, request, megatron)
+            megatron = assemble(plan, context, [Chunk(context.schedule.model, config)], config)
+            super().__init__(plan, context, megatron)
         self._count: int = plan.config["microbatches"]
-        self._updates = Updates(plan, request, megatron)
+        self._updates = Updates(plan, context, megatron)
 
-    # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._before_step()
-        count = None if self._count == self._request.accumulate else self._count  # as the user said it
-        micro_batches = self._request.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
+        count = None if self._count == self._context.accumulate else self._count  # as the user said it
+        micro_batches = self._context.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
         done = self._passes(micro_batches)
         norm = self._updates.step(done[0]["loss"].device)
         self._after_step()
@@ -57,8 +57,8 @@ class WholeEngine(MegatronEngine):
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()
-        with self._request.evaluating(batch):
-            loss, output = self._request.compute_loss(batch, self.megatron.chunks[0])
+        with self._context.evaluating(batch):
+            loss, output = self._context.compute_loss(batch, self.megatron.chunks[0])
         return StepResult(loss, output)
 
     def _passes(self, micro_batches: list[Any]) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ class WholeEngine(MegatronEngine):
 
     def _forward_step(self, micro_batches: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
         """Run one micro-batch, called by Megatron."""
-        loss, output = self._request.compute_loss(next(micro_batches), chunk)
+        loss, output = self._context.compute_loss(next(micro_batches), chunk)
         return loss, functools.partial(_reduced, output=output)
 
     def _release(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from tests import tied_model
+from tests.support import tied_model
 
 __all__ = ["Steps", "gradients_of", "same", "stepped", "untouched"]
 
@@ -60,7 +60,7 @@ def gradients_of(sch: slapo.Schedule, engine: Any) -> dict[str, torch.Tensor]:
     """Every ``main_grad``, put together in the reference model's layout: a collective."""
     return {
         live.reference_name: live.layout.full(live.tensor.main_grad, sch.mesh).clone()
-        for live in engine._request.state.tensors()
+        for live in engine._context.state.tensors()
         if live.is_parameter and live.is_local and live.tensor.requires_grad
     }
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from slapo_megatron.dialect import MegatronDialect
 
 __all__ = ["RATE", "plan", "planned", "refusal", "schedule_of"]

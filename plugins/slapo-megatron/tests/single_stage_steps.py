@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from tests import tied_model
-from tests.dialect_models import Normed
+from tests.support import tied_model
+from tests.support.dialect_models import Normed
 
 __all__ = ["half", "on_rank"]
 
@@ -210,7 +210,7 @@ CASES = [first_step, buffers, failing, unused, refusals, marks_after_failure, cl
 
 
 def on_rank() -> dict[str, dict[str, Any]]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found = {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
 
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from slapo_megatron.config.draft import trains
 from tests.messages import Messages
 

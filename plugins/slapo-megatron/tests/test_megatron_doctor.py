@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from slapo_core.spec.hookspecs import Fact, Problem
+from slapo_core.hookspecs import Fact, Problem
 from slapo_megatron import installation
 from tests.messages import Messages
 

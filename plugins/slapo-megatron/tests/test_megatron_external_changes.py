@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from tests import between_steps
-from tests.between_steps import adamw, batch, make, outcome, plain, share, told
 from tests.messages import Messages
+from tests.support import between_steps
+from tests.support.between_steps import adamw, batch, make, outcome, plain, share, told
 
 pytestmark = pytest.mark.ranks
 
@@ -79,7 +79,7 @@ def strided(form: str) -> str:
 
 
 def outcomes() -> dict[tuple[str, str], Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found: dict[tuple[str, str], Any] = {}

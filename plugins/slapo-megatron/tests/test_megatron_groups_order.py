@@ -11,7 +11,7 @@ from megatron.core.parallel_state import RankGenerator
 
 import slapo_megatron
 from slapo_core import BuildError, build, create_schedule
-from slapo_core.spec.mesh import Mesh
+from slapo_core.layout import Mesh
 from slapo_megatron.groups.order import order_of, row, unfit
 from tests.messages import Messages
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
-from tests import tied_model
+from slapo_testing import run_ranks
 from tests.messages import Messages
+from tests.support import tied_model
 
 pytestmark = pytest.mark.ranks
 
@@ -132,7 +132,7 @@ def joined() -> dict[str, Any]:
 
 
 def on_four() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     os.environ.pop("LOCAL_RANK", None)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import DialectCase, parametrize_dialect_checks
-from slapo_core.testing.dialects.case import regression_steps
-from slapo_megatron.cases import adamw, cases, sgd
+from slapo_megatron.cases import adamw, sgd, slapo_cases
+from slapo_testing import DialectCase, parametrize_dialect_checks
+from slapo_testing.dialects.case import regression_steps
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(autouse=True)
 def on_cpus_here() -> Iterator[None]:
     """What a check runs in this process has the stand-in, too; other tests find torch's own methods again."""
-    from tests import cpu_megatron
+    from tests.support import cpu_megatron
 
     cpu_megatron.install()
     yield
@@ -40,7 +40,7 @@ ON_RANKS = {
 
 def on_cpus(name: str) -> list[DialectCase]:
     """The case of that name, for ranks, which have the stand-in."""
-    return [dataclasses.replace(case, unavailable=None) for case in cases() if case.name == name]
+    return [dataclasses.replace(case, unavailable=None) for case in slapo_cases() if case.name == name]
 
 
 @parametrize_dialect_checks(on_cpus("plain"))

@@ -13,14 +13,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import slapo_core as slapo
 import slapo_megatron.single_stage
-from slapo_core.spec.layout import Layout
-from slapo_core.spec.state import LiveTensor
-from slapo_core.testing import run_ranks
+from slapo_core.layout import Layout
 from slapo_megatron.marks import Marks, mark
+from slapo_runtime.storage import LiveTensor
+from slapo_testing import run_ranks
 from slapo_tp.collectives import RankGroup, all_reduce, copy
-from tests import tied_model
-from tests.core.edits import Call
 from tests.messages import Messages
+from tests.support import tied_model
+from tests.support.edits import Call
 
 from .against import untouched
 
@@ -137,7 +137,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def norms_of(options: dict[str, Any], *, marked: bool) -> list[float]:
     keep = slapo_megatron.single_stage.mark
     if not marked:
-        slapo_megatron.single_stage.mark = lambda request: Marks([])
+        slapo_megatron.single_stage.mark = lambda context: Marks([])
     try:
         _, engine = tied_model.built(TP, target="megatron", max_grad_norm=tied_model.CLIP, **options)
     finally:
@@ -176,7 +176,7 @@ def of_packed(target: str, *, split: bool) -> list[float]:
 
 
 def on_rank() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found: dict[str, Any] = {

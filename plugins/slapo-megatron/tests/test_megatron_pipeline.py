@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
-from tests import tied_model
+from slapo_testing import preload_modules, run_ranks
+from tests.support import tied_model
 
 pytestmark = pytest.mark.ranks
 preload_modules("slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_tp.hooks")
@@ -58,7 +58,7 @@ def cut(sch: slapo.Schedule, paths: tuple[str, ...]) -> None:
 
 
 def on_rank(cases: Any) -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found = {}

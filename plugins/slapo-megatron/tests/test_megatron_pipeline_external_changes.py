@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
-from tests import tied_model
+from slapo_testing import run_ranks
 from tests.messages import Messages
+from tests.support import tied_model
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +22,7 @@ def cut(sch: slapo.Schedule) -> None:
 
 
 def on_rank() -> dict[str, tuple[str, list[float]]]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found = {}

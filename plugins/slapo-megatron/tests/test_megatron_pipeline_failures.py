@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import run_ranks
-from tests import failing_pipelines as failing
+from slapo_testing import run_ranks
+from tests.support import failing_pipelines as failing
 
 pytestmark = pytest.mark.ranks
 
@@ -25,7 +25,7 @@ def build(where: str, guilty: int) -> Any:
 
 
 def on_rank(where: str, guilty: int) -> None:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def test_the_rank_that_failed_is_named_and_where_it_was(where: str) -> None:
 
 
 def unmade() -> str:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     return failing.unmade(build)

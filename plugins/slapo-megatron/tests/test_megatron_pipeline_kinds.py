@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
-from tests import tied_model
-from tests.odd_pipelines import Run, differences
+from slapo_testing import preload_modules, run_ranks
+from tests.support import tied_model
+from tests.support.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules(
-    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_core.native.pipeline.engine"
+    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline_engine"
 )
 
 TWO = {"pp": 2}
@@ -160,8 +160,8 @@ def changed(place: Any, name: str, value: Any, run: Callable[[], Any]) -> Any:
 
 
 def without_guards() -> dict[str, Any]:
-    from slapo_core.building import request
     from slapo_megatron import marks
+    from slapo_runtime import context
 
     def tied(**options: Any) -> list[str]:
         run = Run(TWO, ("b",), tied=True, target="megatron", options=options, forms=((1, 5),))
@@ -169,13 +169,13 @@ def without_guards() -> dict[str, Any]:
 
     return {  # where it is an error, the engine is gone without having been closed; the next one takes its groups
         "not marked as shared": changed(marks, "_as_copy", lambda *_: {}, tied),
-        "ties not summed": changed(request.TiedGradients, "sum", lambda *_: None, tied),
+        "ties not summed": changed(context.TiedGradients, "sum", lambda *_: None, tied),
     }
 
 
 def sending_views() -> None:
-    from slapo_core.spec import stage_runner
-    from tests.cpu_megatron import install
+    from slapo_runtime import stage_runner
+    from tests.support.cpu_megatron import install
 
     def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
@@ -222,7 +222,7 @@ def cut(sch: slapo.Schedule) -> None:
 
 
 def on_rank(*, guards: bool) -> Any:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     torch.set_num_threads(1)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
-from tests.words_model import IDS, Words, adamw, by_hand, loss_of
+from tests.support.words_model import IDS, Words, adamw, by_hand, loss_of
 
 pytestmark = pytest.mark.ranks
 preload_modules("slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook")
@@ -87,7 +87,7 @@ def only_evaluated() -> list[str]:
 
 
 def on_rank() -> Any:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     torch.set_num_threads(1)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import preload_modules, run_ranks
-from tests.odd_pipelines import Run, differences
+from slapo_testing import preload_modules, run_ranks
+from tests.support.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
 preload_modules("slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook")
@@ -34,7 +34,7 @@ RUNS = {
 
 
 def on_two_ranks() -> dict[str, list[str]]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     torch.set_num_threads(1)

@@ -13,11 +13,11 @@ from torch import nn
 
 import slapo_core as slapo
 import slapo_megatron
-from slapo_core.spec.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments
 from slapo_megatron import installation
 from slapo_megatron.dialect import MegatronDialect, violations
-from tests.dialect_models import Masked
 from tests.messages import Messages
+from tests.support.dialect_models import Masked
 
 from .planned import plan, refusal, schedule_of
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -104,7 +104,7 @@ def masks_of(mesh: dict[str, int], *, checkpointed: bool = True, replaced: bool 
 
 
 def on_rank() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     from megatron.core.tensor_parallel import random as of_megatron

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
-from tests import tied_model
+from slapo_testing import run_ranks
 from tests.messages import Messages
+from tests.support import tied_model
 
 from .against import Steps, same, stepped, untouched
 
@@ -114,7 +114,7 @@ def trained(steps: list[Callable[[slapo.Schedule], None]], options: dict[str, An
 
 
 def on_rank() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     return {name: trained(*case) for name, case in CASES.items()}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.testing import run_ranks
-from tests import tied_model
+from slapo_testing import run_ranks
+from tests.support import tied_model
 
 from .against import Steps, same, stepped, untouched
 
@@ -71,7 +71,7 @@ FACTORIES = {"adamw": tied_model.adamw, "decayed": decayed, "sgd": sgd}
 
 
 def on_rank(cases: dict[str, tuple[dict[str, int] | None, dict[str, Any], str]]) -> dict[str, Steps]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found = {}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
-from tests import tied_model
+from slapo_testing import run_ranks
+from tests.support import tied_model
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +65,7 @@ def options_of(precision: str, ddp: dict[str, Any], optimizer: dict[str, Any], f
 
 
 def on_rank() -> dict[str, Any]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 from .against import Steps, same, stepped, untouched
 
@@ -82,7 +82,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def on_rank() -> dict[str, Steps]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     found = {}

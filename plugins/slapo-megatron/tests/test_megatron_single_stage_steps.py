@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.testing import run_ranks
-from tests import tied_model
+from slapo_testing import run_ranks
 from tests.messages import Messages
+from tests.support import tied_model
 
 from .single_stage_steps import half, on_rank
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slapo_core import BuildError
-from slapo_core.spec.flat_shards import Place
 from slapo_megatron.state.optimizer import StoredOptimizer, settings_of
+from slapo_runtime.flat_shards import Place
 from tests.messages import Messages
 
 

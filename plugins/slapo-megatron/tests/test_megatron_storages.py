@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests.messages import Messages
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +34,7 @@ MODELS = {
 
 
 def on_rank(_: None = None) -> dict[Any, str]:
-    from tests.cpu_megatron import install
+    from tests.support.cpu_megatron import install
 
     install()
     said = {}

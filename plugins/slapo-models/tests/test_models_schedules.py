@@ -130,7 +130,7 @@ def test_the_program_of_the_readme_schedules_its_model() -> None:
     names: dict[str, Any] = {"__name__": "readme"}
     exec(compile(program, "README.md", "exec"), names)
     called = Counter(record.primitive.name for record in names["sch"].records)
-    assert (called["core.trace"], called["core.checkpoint"], called["pipeline.pipeline_split"]) == (4, 2, 1)
+    assert (called["graph.trace"], called["core.checkpoint"], called["pipeline.pipeline_split"]) == (4, 2, 1)
 
 
 def test_a_layer_in_which_a_pattern_matches_nothing_is_refused(message: Messages) -> None:

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from slapo_core import ArgumentError, Node, PreconditionError, TraceError, Violation
-from slapo_core.spec.accelerators import fork_rng
-from slapo_core.tracing import copied_model
+from slapo_core.layout import fork_rng
+from slapo_graph.example_calls import example_call
+from slapo_graph.flat import copied_model
 from slapo_pipeline.private import FLASH_ATTENTION_OF_CPU, GROUPED_MM, TorchDispatchMode, pytree
 from slapo_pipeline.rules import root_of
 
@@ -112,7 +113,7 @@ def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -
 def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts: Sequence[str]) -> Sequence[Share]:
     """Return the cost shares before the blocks, of each block, and after."""
     try:
-        call = root.example_call()
+        call = example_call(root)
     except ArgumentError:
         if balance != "parameters":
             raise ArgumentError(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slapo_core import Node, Primitive, Violation, hookimpl
-from slapo_core.spec.pipeline import Liveness, Partition
 from slapo_pipeline.partition.hook import slapo_partition
 from slapo_pipeline.rules import root_of, step_violations
 from slapo_pipeline.split import PipelineSplit
+from slapo_runtime.partition import Liveness, Partition
 
 __all__ = ["slapo_liveness", "slapo_partition", "slapo_preconditions"]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from slapo_core import Node, Primitive, Violation
-from slapo_core.spec.node import only_looks
+from slapo_core.observers import only_looks
+from slapo_graph.traced import graph_of
 from slapo_pipeline.private import children_of, hooks_of, is_compiled
 
 _AROUND_CALLS = {
@@ -18,7 +19,7 @@ _AROUND_CALLS = {
     "tp.sync": "communicates where it is called",
     "tp.sync_gradient": "communicates in its backward",
 }
-_REPLACES = ("core.replace", "core.merge")
+_REPLACES = ("core.replace", "graph.merge")
 
 
 def root_of(node: Node) -> Node:
@@ -68,9 +69,9 @@ def above_violations(node: Node) -> Iterator[Violation]:
 
 
 def _around(node: Node) -> str | None:
-    from slapo_core.tracing import is_merely_traced, is_rewritten
+    from slapo_graph.flat import is_merely_traced, is_rewritten
 
-    steps = [str(record) for record in node.records if record.name not in ("core.annotate", "core.trace")]
+    steps = [str(record) for record in node.records if record.name not in ("core.annotate", "graph.trace")]
     by = f" ({', '.join(steps)})" if steps else ""
     module: Any = node.module
     if node.wrappers:
@@ -79,7 +80,7 @@ def _around(node: Node) -> str | None:
         return f"has hooks of steps{by}"
     if any(not only_looks(hook) for hooks in hooks_of(module) for hook in hooks.values()):
         return "has hooks"
-    if node.graph is not None and is_rewritten(node.graph):
+    if (graph := graph_of(node)) is not None and is_rewritten(graph):
         return f"its graph was rewritten{by}"
     if "forward" in module.__dict__ and not is_merely_traced(module):
         return "its forward was set on the instance"
@@ -98,7 +99,7 @@ def step_violations(node: Node, primitive: Primitive, cuts: dict[str, str]) -> I
         primitive: the step.
         cuts: paths of the modules after which the schedule cuts, each with the step that asks for it.
     """
-    rewritten = [match.path for name in primitive.matches for match in _matches(getattr(primitive, name, None))]
+    rewritten = [match.path for name in primitive.selections for match in _matches(getattr(primitive, name, None))]
     places = dict.fromkeys(rewritten) if rewritten else {node.path: None}
     for place in places:
         prefix = f"{place}." if place else ""

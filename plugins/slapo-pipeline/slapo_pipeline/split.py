@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_pipeline.rules import above_violations, place_violations, root_of
-
-if TYPE_CHECKING:
-    from slapo_core.testing import Case
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class PipelineSplit(Primitive):
             return (path,)
         return tuple(f"{path}.{below}" if path else below for below in self.after or ())
 
-    def settle(self, node: Node) -> PipelineSplit:
+    def bind(self, node: Node) -> PipelineSplit:
         from slapo_pipeline.balance import balanced, container_violations
 
         if self.stages is None or self.after is not None:
@@ -118,24 +115,3 @@ def _other_cuts(node: Node) -> tuple[str, ...]:
         if isinstance(record.primitive, PipelineSplit)
         for cut in record.primitive.cuts(record.path)
     )
-
-
-def slapo_cases() -> list[Case]:
-    """For ``slapo plugins check``."""
-    import torch
-    from torch import nn
-
-    from slapo_core.testing import Case
-
-    def model() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-
-    def batch() -> tuple[torch.Tensor]:
-        return (torch.randn(5, 6),)
-
-    rejects = [("", PipelineSplit()), ("1", PipelineSplit(balance="flops"))]
-    too_many = [("", PipelineSplit(stages=5)), ("1", PipelineSplit(stages=2)), ("", PipelineSplit(stages=0))]
-    return [
-        Case(PipelineSplit(), path="1", model=model, inputs=batch, rejects=rejects),
-        Case(PipelineSplit(stages=3), path="", model=model, inputs=batch, rejects=too_many),
-    ]

@@ -15,10 +15,10 @@ from torch import nn
 
 import slapo_core
 from slapo_core import Schedule, TraceError
-from slapo_core.spec.pipeline import Liveness, Partition, Stage, Value
-from slapo_core.tracing import FakeMode, children
+from slapo_graph.flat import FakeMode, children
 from slapo_pipeline.balance import run_in_sections
 from slapo_pipeline.private import pytree
+from slapo_runtime.partition import Liveness, Partition, Stage, Value
 
 
 def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Stages:

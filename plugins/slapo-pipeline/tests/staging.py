@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_core import Schedule, create_schedule
-from slapo_core.pipeline.stages import Staged, staged
+from slapo_runtime.stages import StagedModel, staged
 
 
 def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return found
 
 
-def cut(model: nn.Module, cuts: Sequence[str], *args: Any, **kwargs: Any) -> Staged:
+def cut(model: nn.Module, cuts: Sequence[str], *args: Any, **kwargs: Any) -> StagedModel:
     """The stages of ``model`` for a call like this one."""
     return asked(cut_schedule(model, cuts), *args, **kwargs)
 
@@ -35,7 +35,7 @@ def cut_schedule(model: nn.Module, cuts: Sequence[str]) -> Schedule:
     return schedule
 
 
-def asked(schedule: Schedule, *args: Any, **kwargs: Any) -> Staged:
+def asked(schedule: Schedule, *args: Any, **kwargs: Any) -> StagedModel:
     """The stages of a schedule for a call like this one."""
     found = staged(schedule, bound(schedule.model, args, kwargs))
     assert found is not None
@@ -72,7 +72,7 @@ def compare(
     *args: Any,
     loss: Callable[[Any], torch.Tensor] | None = None,
     **kwargs: Any,
-) -> Staged:
+) -> StagedModel:
     """Hold output, gradients and buffers of the stages against those of a copy of the reference model.
 
     Args:
@@ -112,7 +112,7 @@ def assert_same_gradients(model: nn.Module, untouched: nn.Module) -> None:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def run_apart(made: Staged, inputs: Mapping[str, Any], loss: Callable[[Any], torch.Tensor]) -> None:
+def run_apart(made: StagedModel, inputs: Mapping[str, Any], loss: Callable[[Any], torch.Tensor]) -> None:
     """Forward and backward as processes do it: what a stage receives are leaves, whose gradients are sent back."""
     partition = made.partition
     received: dict[str, torch.Tensor] = {}

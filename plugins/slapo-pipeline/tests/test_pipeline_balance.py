@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_graph.example_calls import example_call
 from slapo_pipeline.balance import run_in_sections
 from tests.messages import Messages
 
@@ -126,7 +127,7 @@ def test_flops_of_bert_are_those_of_the_formula(attention, dropout):
         with torch.device(device):
             model = BertModel(config, add_pooling_layer=False)
         sch = slapo.create_schedule(model, example_inputs={"input_ids": ids.to(device)})
-        sections = run_in_sections(model, sch.root.example_call(), [f"encoder.layer.{index}" for index in range(3)])
+        sections = run_in_sections(model, example_call(sch.root), [f"encoder.layer.{index}" for index in range(3)])
         assert [each.flops for each in sections[1:-1]] == [formula] * 3
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core import GuardError, tracing
-from slapo_core.pipeline.calls import Answers, StagedCalls
-from slapo_core.schedule.read_only import ScheduledCopy
+from slapo_core import GuardError
+from slapo_graph import flat as tracing
+from slapo_runtime.schedule_copies import ScheduledCopy
+from slapo_verify.stages import Answers, StagedCalls
 
 from .staging import cut_schedule
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import GuardError
-from slapo_core.building.target import Stages
-from slapo_core.pipeline.stages import Staged
+from slapo_runtime.context import Stages
+from slapo_runtime.stages import StagedModel
 from tests.messages import Messages
 
 from .staging import cut
@@ -99,7 +99,7 @@ def test_a_batch_under_another_setting_of_autocast_has_stages_of_its_own() -> No
 
 
 def test_a_value_of_another_shape_and_a_missing_argument(message: Messages) -> None:
-    made: Staged = cut(Model(), ["a"], **CALL)
+    made: StagedModel = cut(Model(), ["a"], **CALL)
     last = made.partition.stages[1].module
     with pytest.raises(GuardError) as caught:
         last(CALL, {"a": torch.rand(2, 4)})

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.testing import Case, parametrize_checks
 from slapo_pipeline.split import PipelineSplit
+from slapo_testing import Case, parametrize_checks
 
 
 class Blocks(nn.Module):

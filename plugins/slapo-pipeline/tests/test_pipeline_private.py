@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slapo_pipeline import private
-from tests.private_names import private_names
+from tests.support.private_names import private_names
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slapo_core import PreconditionError, Schedule, TraceError, create_schedule
-from slapo_core.pipeline.stages import staged
+from slapo_runtime.stages import staged
 from tests.messages import Messages
 
 from .staging import bound, compare, cut as stages

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.preconditions import Distributed, Divisible
 from slapo_tp.layers import layer_type_of
+from slapo_tp.preconditions import Distributed, Divisible
 from slapo_tp.splits import as_tuple, mesh_size, sized_tensor, split_axis
 
 

@@ -33,7 +33,7 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Mesh, MeshError
-from slapo_core.spec.observers import Origin, run_from
+from slapo_core.observers import Origin, run_from
 from slapo_tp.private import FUNCTIONAL, detect_fake_mode
 
 _ops = FUNCTIONAL  # each by its overload: resolving one costs microseconds a call

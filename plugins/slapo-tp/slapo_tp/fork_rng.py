@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.accelerators import accelerator
-from slapo_core.spec.edit import Forward
-from slapo_core.spec.preconditions import Distributed
+from slapo_core.layout import accelerator
+from slapo_core.observers import Forward
+from slapo_tp.preconditions import Distributed
 from slapo_tp.private import FakeTensor
 from slapo_tp.splits import mesh_size
 

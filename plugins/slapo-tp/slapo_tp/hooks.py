@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slapo_core import Node, Primitive, Record, Suggestion, Violation, hookimpl
-from slapo_core.spec.request import ScheduledModel
+from slapo_core import Node, Primitive, Record, Schedule, Suggestion, Violation, hookimpl
 from slapo_tp.obligations import (
     cut_heads,
     doubled_reductions,
@@ -63,7 +62,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]
 
 
 @hookimpl
-def slapo_check(schedule: ScheduledModel) -> Iterator[Violation]:
+def slapo_check(schedule: Schedule) -> Iterator[Violation]:
     """Refuse partial sums and gradients reduced never or twice, lost biases, and cut heads."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from missing_reductions(schedule, mesh_dim)
@@ -73,7 +72,7 @@ def slapo_check(schedule: ScheduledModel) -> Iterator[Violation]:
 
 
 @hookimpl
-def slapo_suggest(schedule: ScheduledModel, gradients: Sequence[str]) -> Iterator[Suggestion]:
+def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterator[Suggestion]:
     """Reductions of outputs, of input gradients and of parameters' gradients that may be missing."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from suggestions(schedule, gradients, mesh_dim)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import ArgumentError, Violation
-from slapo_core.spec.edit import Forward
+from slapo_core.observers import Forward
 from slapo_tp.forwards import fresh
 from slapo_tp.private import children_of, convolution, parameters_of
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_core import Change, Node, Record, Suggestion, Violation
-from slapo_core.spec.node import only_looks
-from slapo_core.spec.request import ScheduledModel
+from slapo_core import Change, Node, Record, Schedule, Suggestion, Violation
+from slapo_core.observers import only_looks
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of
@@ -31,7 +30,7 @@ _OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
 _SUMS = ("all_reduce", "reduce_scatter")
 
 
-def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     """Each partial sum over ``mesh_dim`` that no step reduces, and each left-out bias that no step adds."""
     assert schedule.mesh is not None
     nodes = list(schedule.root.walk())
@@ -52,7 +51,7 @@ def missing_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
             yield _bias_lost(node, _reducer(schedule.root, node, group), mesh_dim)
 
 
-def doubled_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     """Yield each ``bwd_post`` reduction around layers that all reduce the gradients of their inputs themselves.
 
     Only if every layer below is split: an unsharded layer may give a partial gradient, which the outer one reduces.
@@ -81,7 +80,7 @@ def doubled_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Viol
             )
 
 
-def missing_gradient_reductions(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+def missing_gradient_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     """Yield each layer with a split output whose partial input gradient reaches a trained weight unreduced.
 
     Only within an nn.Sequential, where it is certain which layer gets which output; otherwise ``verify`` finds it.
@@ -166,7 +165,7 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 
-def cut_heads(schedule: ScheduledModel, mesh_dim: str) -> Iterator[Violation]:
+def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     """Yield each layer of an attention whose output is split inside of a head and not gathered."""
     assert schedule.mesh is not None
     size = schedule.mesh.size(mesh_dim)
@@ -222,9 +221,7 @@ def _bias_lost(node: Node, reducer: Node | None, mesh_dim: str) -> Violation:
     )
 
 
-def _others_may_reduce(
-    schedule: ScheduledModel, nodes: Sequence[Node], partial: Sequence[Node], group: RankGroup
-) -> bool:
+def _others_may_reduce(schedule: Schedule, nodes: Sequence[Node], partial: Sequence[Node], group: RankGroup) -> bool:
     """Whether an unknown hook or forward at or around the partial outputs may reduce one of them."""
     if has_global_forward_hooks():
         return True
@@ -233,7 +230,7 @@ def _others_may_reduce(
     return any(_is_unknown_code(node) or _may_reduce_elsewhere(node, partial, group) for node in nodes)
 
 
-def _is_known(schedule: ScheduledModel, record: Record) -> bool:
+def _is_known(schedule: Schedule, record: Record) -> bool:
     """Whether a step is none that may have brought a sum over the ranks of its own."""
     if record.name.startswith("tp.") or record.primitive.equivalence.is_exact:
         return True
@@ -316,7 +313,7 @@ def _address(path: str) -> str:
     return f"sch['{path}']" if path else "sch.root"
 
 
-def suggestions(schedule: ScheduledModel, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
+def suggestions(schedule: Schedule, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
     """Yield steps that may be missing along ``mesh_dim``, the more likely ones first.
 
     Args:

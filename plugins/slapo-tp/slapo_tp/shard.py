@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
-from slapo_core.spec.edit import runs_own_forward
-from slapo_core.spec.preconditions import Distributed, Divisible
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows
 from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
+from slapo_tp.preconditions import Distributed, Divisible
 from slapo_tp.private import buffers_of, is_traceable_wrapper_subclass, parameters_of
 from slapo_tp.splits import (
     as_tuple,
@@ -246,7 +245,7 @@ def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, me
         yield Violation(
             "the bias is split already, which belongs to the weight's output axis", f"use axis={kind.axis_of('output')}"
         )
-    if (role == "vocabulary" or (kind.sums_over(axis) and bias is not None)) and not runs_own_forward(place):
+    if (role == "vocabulary" or (kind.sums_over(axis) and bias is not None)) and not place.runs_own_forward:
         steps = f" by {place.records[-1]}" if place.records else ""
         yield Violation(
             f"the forward of '{place.path}' was changed{steps}, and splitting this axis has to change it too",

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import HookKind
-from slapo_core.spec.preconditions import Distributed
+from slapo_core.observers import HookKind
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
+from slapo_tp.preconditions import Distributed
 from slapo_tp.private import children_of
 from slapo_tp.splits import (
     bias_is_left_out,

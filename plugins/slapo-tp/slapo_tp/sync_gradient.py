@@ -11,10 +11,10 @@ from typing import Any
 from torch import is_grad_enabled
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.spec.edit import Forward
-from slapo_core.spec.preconditions import Distributed
+from slapo_core.observers import Forward
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
+from slapo_tp.preconditions import Distributed
 from slapo_tp.private import parameters_of
 from slapo_tp.splits import as_tuple, bias_is_left_out, has_split_below, mesh_size, split_axis
 

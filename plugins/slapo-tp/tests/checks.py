@@ -62,7 +62,9 @@ def same_as_untouched(
         for each in optimizers:
             each.step()
         _compare(sch, reference, lambda parameter: parameter.detach(), "value after a step")
-    assert sch.hooks.call("slapo_check", schedule=sch) in ([], [[]]), "a schedule that is right is called incomplete"
+    assert sch._core.hooks.call("slapo_check", schedule=sch) in ([], [[]]), (
+        "a schedule that is right is called incomplete"
+    )
     return sch
 
 
@@ -102,7 +104,7 @@ def _compare(
         wanted, got = take(reference.get_parameter(name)), take(parameter)
         assert (wanted is None) == (got is None), f"{what} of {name}: {got} instead of {wanted}"
         if wanted is not None:
-            wanted = sch.tree.node(path).layout(own).local(wanted, sch.mesh)
+            wanted = sch._core.tree.node(path).layout(own).local(wanted, sch.mesh)
             torch.testing.assert_close(got, wanted, **CLOSE, msg=lambda m, name=name: f"{what} of {name}: {m}")
 
 

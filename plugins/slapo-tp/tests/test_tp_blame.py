@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from slapo_tp import Shard, ShardAttribute, Sync, SyncGradient
 
 pytestmark = pytest.mark.ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 
 from .checks import differs_from_untouched, rand, same_as_untouched
 

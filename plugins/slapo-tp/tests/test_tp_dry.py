@@ -126,7 +126,7 @@ def test_a_fault_after_any_edit_leaves_the_model_as_it_was() -> None:
                     raise KeyboardInterrupt
 
             try:
-                sch.apply_at(sch.tree.node(path), primitive, after_edit=fail)
+                sch._core.apply_at(sch._core.tree.node(path), primitive, after_edit=fail)
             except KeyboardInterrupt:
                 faults += 1
                 assert facts(model) == before

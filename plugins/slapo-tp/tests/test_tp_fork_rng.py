@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from slapo_tp import ForkRng
 from slapo_tp.fork_rng import drawing_on_its_own
 from tests.messages import Messages

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.testing import Case, parametrize_checks
+from slapo_testing import Case, parametrize_checks
 from slapo_tp.attributes import ShardAttribute
 from slapo_tp.fork_rng import ForkRng
 from slapo_tp.shard import Shard

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.schedule.consistency import obligations
+from slapo_runtime.consistency import obligations
 from slapo_tp import Axis, LayerType, register_layer
 from slapo_tp.layers import layer_type_of
 from tests.messages import Messages
-from tests.programs import run_program
+from tests.support.programs import run_program
 
 PAGE = Path(__file__).parents[3] / "docs" / "layer-types.md"
 FEATURES = (Axis("output", "out_features"), Axis("input", "in_features"))

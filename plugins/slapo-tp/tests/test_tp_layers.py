@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 
 from .checks import CLOSE, differs_from_untouched, rand, same_as_untouched
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from tests.messages import Messages
 
 MESH = {"tp": 2}

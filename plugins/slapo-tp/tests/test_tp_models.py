@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 
 from .checks import differs_from_untouched, rand, same_as_untouched
 

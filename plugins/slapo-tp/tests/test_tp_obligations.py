@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_core.schedule.consistency import obligations
-from slapo_core.testing import run_ranks
+from slapo_runtime.consistency import obligations
+from slapo_testing import run_ranks
 from tests.messages import Messages
 
 Schedule = slapo.Schedule

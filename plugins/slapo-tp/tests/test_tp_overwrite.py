@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from slapo_tp import collectives
 
 from .checks import rand, same_as_untouched

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_core import ArgumentError
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from slapo_tp.collectives import (
     RankGroup,
     all_gather,

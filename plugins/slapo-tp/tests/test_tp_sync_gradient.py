@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.testing import ModelSnapshot, preload_modules, run_ranks
+from slapo_testing import ModelSnapshot, preload_modules, run_ranks
 from slapo_tp import Shard, SyncGradient
 from tests.messages import Messages
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_core.graph.patterns.matcher import FormMatcher
-from slapo_core.graph.tracer import RecordTracer
-from slapo_core.testing import run_ranks
+from slapo_graph.patterns.matcher import FormMatcher
+from slapo_graph.tracer import RecordTracer
+from slapo_testing import run_ranks
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 

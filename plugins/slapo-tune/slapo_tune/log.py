@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from slapo_core.spec.extensions import STATUSES, Point, Trial
 from slapo_tune.errors import LogError
+from slapo_tune.samplers import STATUSES, Point, Trial
 
 FORMAT = 1
 """The version of the format; a header says ``{"slapo_tune_log": FORMAT, ...}``."""

@@ -34,7 +34,7 @@ class Outcome:
     """The outcome of a job.
 
     Args:
-        status: one of :data:`slapo_core.spec.extensions.STATUSES`.
+        status: one of :data:`slapo_tune.samplers.STATUSES`.
         reason: the first cause; empty where the status is ``"ok"``.
         value: the smallest of the ranks', of a trial that is ``"ok"``.
         measured: of rank 0, but for the memory: that of the fullest rank.

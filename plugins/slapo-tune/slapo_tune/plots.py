@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import ArgumentError
-from slapo_core.spec.extensions import Point, Trial
 from slapo_tune.report import (
     STARTED,
     Step,
@@ -24,6 +23,7 @@ from slapo_tune.report import (
     same_point,
     symbols,
 )
+from slapo_tune.samplers import Point, Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

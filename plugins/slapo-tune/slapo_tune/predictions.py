@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import slapo_core
-from slapo_core.spec.extensions import Point
 from slapo_tune.errors import LogError
 from slapo_tune.log import as_line, from_line
+from slapo_tune.samplers import Point
 from slapo_tune.space import encode
 from slapo_tune.study import Study
 from slapo_tune.trials import opened

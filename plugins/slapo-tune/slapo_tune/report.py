@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slapo_core.spec.device import format_bytes
-from slapo_core.spec.extensions import STATUSES, Point, Trial
+from slapo_runtime.sizes import format_bytes
+from slapo_tune.samplers import STATUSES, Point, Trial
 
 STARTED = ("ok", "oom", "timeout", "crash", "wrong")
 """Statuses of trials that ran; the others were pruned before anything was started."""
@@ -326,7 +326,7 @@ class Report:
 
     @property
     def statuses(self) -> dict[str, int]:
-        """Count how trials ended, in the order of :data:`~slapo_core.spec.extensions.STATUSES`."""
+        """Count how trials ended, in the order of :data:`~slapo_tune.samplers.STATUSES`."""
         return {status: sum(trial.status == status for trial in self.trials) for status in STATUSES}
 
     @property

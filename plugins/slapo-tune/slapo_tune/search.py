@@ -13,12 +13,12 @@ from typing import Any
 from torch import nn
 
 import slapo_core
-from slapo_core.spec.device import format_bytes
-from slapo_core.spec.extensions import Point, Sampler, Trial
+from slapo_runtime.sizes import format_bytes
 from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse
 from slapo_tune.predictions import Prediction, Predictions, sources
 from slapo_tune.report import best_trial
+from slapo_tune.samplers import Point, Sampler, Trial
 from slapo_tune.samplers.program import margin
 from slapo_tune.space import Space, describe
 from slapo_tune.study import Study

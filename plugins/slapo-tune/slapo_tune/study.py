@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.spec.device import parse_bytes
+from slapo_runtime.sizes import parse_bytes
 from slapo_tune.errors import StudyError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import DeviceSpec, Sampler, Schedule
-    from slapo_core.spec.extensions import Point
+    from slapo_tune.samplers import Point
     from slapo_tune.space import Space
     from slapo_tune.training import Run
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 import slapo_core as slapo
-from slapo_core.spec.mesh import DATA_DIMS
+from slapo_core.layout import DATA_DIMS
 from slapo_tune.private import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.extensions import Point
+    from slapo_tune.samplers import Point
     from slapo_tune.study import Study
 
 _STEPS = "slapo_tune: steps"

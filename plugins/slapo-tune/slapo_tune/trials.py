@@ -26,9 +26,9 @@ import torch
 
 import slapo_core as slapo
 from slapo_core import RankFailedError
-from slapo_core.ranks.launcher import MAIN_HINT, ServerEndedError, is_importing_script, preload_modules, run_ranks
-from slapo_core.ranks.process import make_importable
-from slapo_core.spec.mesh import DATA_DIMS, Mesh
+from slapo_core.layout import DATA_DIMS, Mesh
+from slapo_runtime.launcher import MAIN_HINT, ServerEndedError, is_importing_script, preload_modules, run_ranks
+from slapo_runtime.rank_process import make_importable
 from slapo_tune.errors import StudyError
 from slapo_tune.outcomes import Outcome, RaisedError, outcome_of_failure, outcome_of_results
 from slapo_tune.study import Study
@@ -36,7 +36,7 @@ from slapo_tune.training import Run, on
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.extensions import Point
+    from slapo_tune.samplers import Point
 
 KEPT = 256 * 1024
 """Bytes that are kept from the beginning and from the end of a trial's output."""

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.spec.extensions import Trial
 from slapo_tune.errors import LogError, StudyError
+from slapo_tune.samplers import Trial
 from slapo_tune.space import decode, encode
 from slapo_tune.study import Study
 from slapo_tune.trials import Trials, output_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slapo_core.spec.extensions import Trial
+from slapo_tune.samplers import Trial
 
 __all__ = ["POINTS", "TRIALS"]
 

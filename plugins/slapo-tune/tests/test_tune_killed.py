@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from slapo_core import RankFailedError
-from slapo_core.spec.extensions import Trial
-from slapo_core.testing import run_ranks
+from slapo_testing import run_ranks
 from slapo_tune import best, read_log
+from slapo_tune.samplers import Trial
 
 from . import killed
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slapo_core import ArgumentError, LaunchError, Sampler, UnknownNameError
-from slapo_core.ranks.launcher import ServerEndedError
+from slapo_runtime.launcher import ServerEndedError
 from slapo_tune import LogError, Study, StudyError, read_log, search as tuning, trials
 from slapo_tune.outcomes import Outcome
 from slapo_tune.search import Event, Finished, Note, Started, search

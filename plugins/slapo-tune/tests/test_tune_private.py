@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slapo_tune import private
-from tests.private_names import private_names
+from tests.support.private_names import private_names
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from slapo_core import ArgumentError
-from slapo_core.spec.extensions import STATUSES
 from slapo_tune.plots import Plane, write_picture
 from slapo_tune.report import Report, agreement, best_trial, course, duration, number, point_words, rank_correlation
+from slapo_tune.samplers import STATUSES
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS

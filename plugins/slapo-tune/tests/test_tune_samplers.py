@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from slapo_core import Sampler
 from slapo_core.plugins import current_registry
-from slapo_core.spec.extensions import STATUSES, Point, Trial
-from slapo_core.testing.samplers import ListedSpace
+from slapo_tune.cases import ListedSpace
+from slapo_tune.samplers import STATUSES, Point, Trial
 from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.exhaustive import Exhaustive
 from slapo_tune.samplers.frontier import Frontier

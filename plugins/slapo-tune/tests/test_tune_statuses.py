@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from slapo_core.spec.extensions import Trial
 from slapo_tune import Result, Study, read_log
+from slapo_tune.samplers import Trial
 from slapo_tune.search import search
 from tests.messages import Messages
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import slapo_core as slapo
 from slapo_core.errors import SlapoError
-from slapo_core.ranks.launcher import preload_modules, run_ranks
+from slapo_runtime.launcher import preload_modules, run_ranks
 from tests.integration.bank.judging import blames_rightly
 from tests.integration.bank.models import batch_of, make_model
 from tests.integration.bank.oracle import changes, observe

@@ -38,7 +38,7 @@ class FileCell(Cell):
 
     def differences(self) -> Iterator[str]:
         """What the targets do differently, and from the reference model."""
-        from tests.cpu_megatron import install
+        from tests.support.cpu_megatron import install
 
         install()
         text = schedule_file(self.sizes)

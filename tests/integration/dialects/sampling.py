@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from slapo_core.testing import preload_modules, run_ranks
+from slapo_testing import preload_modules, run_ranks
 from tests.integration.cells import Cell, run_cells
 from tests.integration.dialects.cells import DialectCell
 from tests.integration.dialects.subjects import SUBJECTS

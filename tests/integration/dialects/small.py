@@ -100,7 +100,7 @@ def build(form: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, padde
     """
     target, mesh, own = FORMS[form]
     if target == "megatron":
-        from tests.cpu_megatron import install
+        from tests.support.cpu_megatron import install
 
         install()
     sch = slapo.create_schedule(make(seed=seed, dtype=dtype), mesh=mesh, example_inputs=batch(0))

@@ -40,7 +40,7 @@ class MegatronCell(DialectCell):
             self.subject.tensor_parallel(sch)
 
     def build(self) -> tuple[slapo.Schedule, Any]:
-        from tests.cpu_megatron import install
+        from tests.support.cpu_megatron import install
 
         install()
         sch = self.schedule(self.virtual * self.sizes.get("pp", 1))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import slapo_core as slapo
 from slapo_core.errors import SlapoError, VerifyError
-from slapo_core.ranks.launcher import preload_modules, run_ranks
+from slapo_runtime.launcher import preload_modules, run_ranks
 from tests.integration.orders.drawing import Draw, Undo
 from tests.integration.orders.families import batch_of, model_of
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_core.errors import VerifyError, WeightsError
-from slapo_core.testing import ModelSnapshot, assert_bit_identical
+from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.integration.zoo.subjects import Subject, call
 
 __all__ = ["CHECKS", "NotApplicable", "blocks", "run_checks"]

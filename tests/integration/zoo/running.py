@@ -65,7 +65,7 @@ def check_all(tasks: Sequence[tuple[str, Sequence[str]]], *, workers: int) -> It
 def split_all(names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Split every model over two ranks and verify it; many models share one start of the ranks."""
     from slapo_core.errors import SlapoError
-    from slapo_core.ranks.launcher import preload_modules, run_ranks
+    from slapo_runtime.launcher import preload_modules, run_ranks
     from tests.integration.zoo.tensor_parallel import verify_on_ranks
 
     preload_modules("tests.integration.zoo.tensor_parallel", "transformers.models.bert.modeling_bert")

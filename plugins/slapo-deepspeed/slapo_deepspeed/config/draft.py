@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.dialect import device_of, parameter_types, samples_of
+from slapo_runtime.planning import device_of, parameter_types, samples_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Record
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core import Schedule
+    from slapo_core.primitive import Record
 
 _EXAMPLE = 'config={"zero_optimization": {"stage": 1}}, or config="ds_config.json"'
 
@@ -159,7 +159,7 @@ class Facts:
     has_optimizer: bool | None
 
     @classmethod
-    def of(cls, schedule: ScheduledModel, options: Mapping[str, Any]) -> Facts:
+    def of(cls, schedule: Schedule, options: Mapping[str, Any]) -> Facts:
         """Read them from a schedule and the options of the dialect."""
         mesh, arguments = schedule.mesh, options.get("arguments") or {}
         sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "tp")}
@@ -178,7 +178,7 @@ class Facts:
         )
 
 
-def _split(schedule: ScheduledModel) -> Iterator[str]:
+def _split(schedule: Schedule) -> Iterator[str]:
     for node in schedule.root.walk():
         for name in node.parameters:
             if any(mesh_dim == "tp" for mesh_dim, _ in node.layout(name).shards()):

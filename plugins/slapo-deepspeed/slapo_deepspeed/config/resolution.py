@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import slapo_core
 from slapo_core import BuildError
-from slapo_core.spec.dialect import boundaries, checked_axes, topology
 from slapo_deepspeed.config.draft import Draft, Facts, read
 from slapo_deepspeed.config.refusals import refuse_auto, refuse_settings, refuse_unknown
 from slapo_deepspeed.config.settings import (
@@ -20,10 +19,10 @@ from slapo_deepspeed.config.settings import (
     optimizer_name,
 )
 from slapo_deepspeed.config.validation import validate
+from slapo_runtime.planning import boundaries, checked_axes, topology
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.request import ScheduledModel
 
 OPTIONS = ("config", "batch_axes")
 """What users give."""
@@ -38,7 +37,7 @@ _PIPELINE = {
 }
 
 
-def filled(schedule: ScheduledModel, options: Mapping[str, Any]) -> dict[str, Any]:
+def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the dialect, filled in; given them, it gives them again; pure.
 
     Args:
@@ -158,7 +157,7 @@ _ZERO = {
 }
 
 
-def steps_of(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[str]:
+def steps_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
     """The lines of the plan: features, the topology, the filled-in configuration.
 
     Args:
@@ -177,7 +176,7 @@ def steps_of(schedule: ScheduledModel, options: Mapping[str, Any]) -> Iterator[s
     yield from _of_training(options, sizes)
     if sizes["pp"] > 1:
         has_loss = bool((options.get("arguments") or {}).get("has_loss"))
-        yield from boundaries(schedule, lambda: slapo_core.stages(cast("Schedule", schedule), whole_output=has_loss))
+        yield from boundaries(schedule, lambda: slapo_core.stages(schedule, whole_output=has_loss))
     if mesh is not None and mesh.world_size > 1:
         yield f"ranks: {topology(mesh)}"
     yield "the configuration that DeepSpeed is given:"

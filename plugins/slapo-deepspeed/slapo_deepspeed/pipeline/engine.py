@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.rng_streams import advance, step_seed
-from slapo_core.spec.stage_runner import ModelChunk, RankStages, StageCache, Work
 from slapo_deepspeed.engine import DeepSpeedEngine
 from slapo_deepspeed.grad_norm_marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
 from slapo_deepspeed.initialization import has_optimizer, initialize
@@ -20,27 +18,29 @@ from slapo_deepspeed.pipeline.ties import Ties
 from slapo_deepspeed.private import forget, losses_of, prepare
 from slapo_deepspeed.process_groups import start
 from slapo_deepspeed.zero.gradients import forget_gradients, unused_parameters
+from slapo_runtime.stage_runner import ModelChunk, RankStages, StageCache, Work, advance, step_seed
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest, StagedModel
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.stages import StagedModel
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by DeepSpeed's PipelineEngine.
+    """The implementation of :class:`slapo_core.dialect.Engine` by DeepSpeed's PipelineEngine.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. All replicas evaluate together,
     because DeepSpeed has all ranks wait for each other there. After a step that failed the engine is closed.
 
     Args:
         plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
-        request: from ``build``.
+        context: from ``build``.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest) -> None:
-        mesh = request.schedule.mesh
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
         assert mesh is not None
         self._mesh = mesh
         if plan.config["config"].get("torch_autocast", {}).get("enabled"):
@@ -48,38 +48,38 @@ class PipelineEngine(DeepSpeedEngine):
         start(mesh)
         self._axes = plan.config["batch_axes"] or None
         self._count: int = plan.config["config"]["gradient_accumulation_steps"]
-        self._trains = has_optimizer(plan, request)
+        self._trains = has_optimizer(plan, context)
         self._at = "nothing"  # of a step, for the message of an error
         self._has_stepped = False
-        for _ in request.materialize():
+        for _ in context.materialize():
             pass
-        self._part = request.part(request.staged_example(self._count, axes=self._axes).staged.partition)
-        bare = bare_ranks(request) if self._trains else frozenset()
-        self._placeholder = placeholder(request) if mesh.rank("pp") in bare else None
-        with marks_taken_back(request):
-            self._make(request)
-            mark(request)
-            count_once(request, self._ties.copies)
+        self._part = context.part(context.staged_example(self._count, axes=self._axes).staged.partition)
+        bare = bare_ranks(context) if self._trains else frozenset()
+        self._placeholder = placeholder(context) if mesh.rank("pp") in bare else None
+        with marks_taken_back(context):
+            self._make(context)
+            mark(context)
+            count_once(context, self._ties.copies)
             also = () if self._placeholder is None else (self._placeholder,)
-            engine, groups = initialize(plan, request, self._stages, also=also)
-        share_types(request, engine.device)
+            engine, groups = initialize(plan, context, self._stages, also=also)
+        share_types(context, engine.device)
         keep_norm(engine)
-        super().__init__(plan, request, engine, groups)
-        self._unused = unused_parameters(request, engine)
-        make = forms_with_buffers(request, engine.device, bare)
-        self._forms = StageCache(request, self._count, self._axes, "gradient_accumulation_steps", make)
+        super().__init__(plan, context, engine, groups)
+        self._unused = unused_parameters(context, engine)
+        make = forms_with_buffers(context, engine.device, bare)
+        self._forms = StageCache(context, self._count, self._axes, "gradient_accumulation_steps", make)
 
-    def _make(self, request: BuildRequest) -> None:
+    def _make(self, context: BuildContext) -> None:
         """DeepSpeed's module, and the process groups of ties."""
         from slapo_deepspeed.pipeline.module import StagesModule, topology_of
 
-        mesh = request.schedule.mesh
+        mesh = context.schedule.mesh
         assert mesh is not None
         held = {id(one) for one in self._part.parameters()}
-        here = [live for live in request.state.tensors() if live.is_local]
+        here = [live for live in context.state.tensors() if live.is_local]
         unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
         unused = {name: one for name, one in unused.items() if id(one) not in held}
-        self._ties = Ties(request, topology_of(mesh))
+        self._ties = Ties(context, topology_of(mesh))
         self._stages = StagesModule(self._part, unused, self._placeholder, mesh, self._tied)
 
     @property
@@ -87,14 +87,14 @@ class PipelineEngine(DeepSpeedEngine):
         """This rank's part of the scheduled model."""
         return self._part
 
-    # -- steps; documented in spec/engine.py ------------------------------------------------------------------
+    # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._require_open()
         if not self._trains:
             raise self._without_optimizer()
         self._refuse_without_gradients()
-        with self._request.training(batch):
+        with self._context.training(batch):
             self._between.check()
             forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
@@ -111,7 +111,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()
-        with self._request.evaluating(batch):
+        with self._context.evaluating(batch):
             work = self._work(batch, training=False)
             with self._closing(lambda: self._at):
                 self.deepspeed.eval_batch(self._numbers(), bcast_loss=False)
@@ -119,8 +119,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _end_first_step(self) -> None:
         self._has_stepped = True
-        if self._request.optimizer is None:  # nothing else tells that it is over
-            self._request.clip_gradients()  # there are none any more
+        if self._context.optimizer is None:  # nothing else tells that it is over
+            self._context.clip_gradients()  # there are none any more
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
@@ -184,18 +184,18 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
-def share_types(request: BuildRequest, device: torch.device) -> None:
+def share_types(context: BuildContext, device: torch.device) -> None:
     """Give placeholders the dtypes of their tensors on the owning ranks: a collective over the mesh.
 
     Args:
-        request: of the build.
+        context: of the build.
         device: that ranks send from.
     """
     import torch.distributed as dist
 
-    mesh = request.schedule.mesh
+    mesh = context.schedule.mesh
     assert mesh is not None
-    tensors = request.state.tensors()
+    tensors = context.state.tensors()
     own = [
         _TYPES.index(live.tensor.dtype) + 1 if live.is_local and live.tensor.dtype in _TYPES else 0 for live in tensors
     ]
@@ -224,21 +224,21 @@ class BufferedForm(RankStages):
 
 
 def forms_with_buffers(
-    request: BuildRequest, device: torch.device, bare: Collection[int]
+    context: BuildContext, device: torch.device, bare: Collection[int]
 ) -> Callable[[StagedModel, bool], BufferedForm]:
     """Return a function that makes a `BufferedForm` of stages.
 
     Args:
-        request: from ``build``.
+        context: from ``build``.
         device: where stages compute.
         bare: the ranks along ``pp`` that train nothing.
     """
-    mesh = request.schedule.mesh
+    mesh = context.schedule.mesh
     assert mesh is not None
     rank = mesh.rank("pp")
 
     def make(staged: StagedModel, training: bool) -> BufferedForm:
-        form = BufferedForm(staged, request.stage_ranks, rank, device, training=training, bare=bare)
+        form = BufferedForm(staged, context.stage_ranks, rank, device, training=training, bare=bare)
         form.allocate()
         return form
 

@@ -10,25 +10,25 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
-def bare_ranks(request: BuildRequest) -> frozenset[int]:
+def bare_ranks(context: BuildContext) -> frozenset[int]:
     """The ranks along ``pp`` that train nothing; every rank knows all of them."""
-    mesh, placement = request.schedule.mesh, request.placement
+    mesh, placement = context.schedule.mesh, context.placement
     assert mesh is not None
     assert placement is not None
     training = {
         rank
-        for live in request.state.tensors()
+        for live in context.state.tensors()
         if live.is_parameter and live.tensor.requires_grad
         for rank in placement.holders(live)
     }
     return frozenset(range(mesh.size("pp"))) - training
 
 
-def placeholder(request: BuildRequest) -> nn.Parameter:
+def placeholder(context: BuildContext) -> nn.Parameter:
     """Make the placeholder of such a rank, with the dtype and device of its parameters."""
-    here = (live.tensor for live in request.state.tensors() if live.is_local and live.tensor.is_floating_point())
+    here = (live.tensor for live in context.state.tensors() if live.is_local and live.tensor.is_floating_point())
     like = next(here, torch.empty(0))
     return nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))

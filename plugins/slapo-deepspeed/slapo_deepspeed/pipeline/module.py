@@ -15,8 +15,8 @@ from torch import nn
 from slapo_deepspeed.private import buffers_of, children_of, non_persistent_buffers_of, parameters_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.stage_runner import Work
+    from slapo_core.layout import Mesh
+    from slapo_runtime.stage_runner import Work
 
 
 AXES = {"pp": "pipe", "dp": "data", "tp": "model"}

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
 class Ties:
     """The ties of this rank, with groups over the ranks of each: a collective over the mesh.
 
     Args:
-        request: of the build; every tensor is in its place.
+        context: of the build; every tensor is in its place.
         topology: DeepSpeed's.
 
     Attributes:
@@ -24,15 +24,15 @@ class Ties:
         copies: those of its parameters that an earlier rank holds too.
     """
 
-    def __init__(self, request: BuildRequest, topology: Any) -> None:
+    def __init__(self, context: BuildContext, topology: Any) -> None:
         import torch.distributed as dist
 
-        mesh, placement = request.schedule.mesh, request.placement
+        mesh, placement = context.schedule.mesh, context.placement
         assert mesh is not None
         assert placement is not None
         holders = {
             live.name: placement.holders(live)
-            for live in request.state.tensors()
+            for live in context.state.tensors()
             if isinstance(live.tensor, nn.Parameter)
         }
         groups: dict[tuple[int, ...], Any] = {}
@@ -45,7 +45,7 @@ class Ties:
         self.groups: list[Any] = list(groups.values())
         self._ties: list[tuple[nn.Parameter, Any]] = []
         self.copies: list[nn.Parameter] = []
-        for live in request.state.tensors():
+        for live in context.state.tensors():
             places = holders.get(live.name, ())
             if live.is_local and len(places) > 1:
                 assert isinstance(live.tensor, nn.Parameter)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import BuildError
-from slapo_core.spec.flat_shards import Place
 from slapo_deepspeed.private import link_optimizer_state, partition_rank
+from slapo_runtime.flat_shards import Place
 
 if TYPE_CHECKING:
-    from slapo_core.spec.flat_shards import Place
+    from slapo_runtime.flat_shards import Place
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.flat_shards import gathered
 from slapo_deepspeed.state.flat_layout import flat_states
+from slapo_runtime.flat_shards import gathered
 
 if TYPE_CHECKING:
-    from slapo_core.spec.flat_shards import Place
-    from slapo_core.spec.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_deepspeed.state.flat_layout import Places
     from slapo_deepspeed.state.parameter_groups import Groups
+    from slapo_runtime.flat_shards import Place
 
 
 class DeepSpeedOptimizer:
-    """The implementation of :class:`slapo_core.spec.state.OptimizerStorage`.
+    """The implementation of :class:`slapo_runtime.storage.OptimizerStorage`.
 
     Args:
         places: of the engine, which has an optimizer.

@@ -11,7 +11,7 @@ from slapo_core import BuildError
 if TYPE_CHECKING:
     import torch
 
-    from slapo_core.spec.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 @dataclass

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.flat_shards import gathered, is_rounding
 from slapo_deepspeed.state.flat_layout import partition_of, shape_of
+from slapo_runtime.flat_shards import gathered, is_rounding
 
 if TYPE_CHECKING:
-    from slapo_core.spec.flat_shards import Place
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.state import LiveTensor
+    from slapo_core.layout import Mesh
     from slapo_deepspeed.state.flat_layout import Places
+    from slapo_runtime.flat_shards import Place
+    from slapo_runtime.storage import LiveTensor
 
 
 class DeepSpeedTensors:
-    """The implementation of :class:`slapo_core.spec.state.TensorStorage`.
+    """The implementation of :class:`slapo_runtime.storage.TensorStorage`.
 
     Main weights are read and written in ZeRO's partitions or apart from the model; the model's parameters follow.
 

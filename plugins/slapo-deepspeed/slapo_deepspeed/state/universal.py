@@ -14,30 +14,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slapo_core.spec.layout import Layout
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.layout import Layout, Mesh
+    from slapo_runtime.context import BuildContext
 
 
 _PARTIAL = "it is a partial sum over the ranks, which no place in a whole tensor explains"
 _PADDED = "its vocabulary is padded, by shard(pad=True), to this mesh; slapo's engine.save() writes it without padding"
 
 
-def describe(engine: Any, request: BuildRequest) -> None:
+def describe(engine: Any, context: BuildContext) -> None:
     """Hang the description on what DeepSpeed saves: a collective over ``pp``.
 
     Args:
         engine: DeepSpeed's.
-        request: of the build.
+        context: of the build.
     """
     from deepspeed.checkpoint import constants
     from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION
 
-    mesh = request.schedule.mesh
+    mesh = context.schedule.mesh
     version = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     maps: dict[str, dict[str, Any]] = {}
     unknown: dict[str, str] = {}
-    for live in request.state.tensors():
+    for live in context.state.tensors():
         name = engine.param_names.get(live.tensor)
         if name is None or mesh is None or mesh.size("tp") == 1:
             continue

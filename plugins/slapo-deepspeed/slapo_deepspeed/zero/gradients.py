@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.step_invariants import UnusedParameters
+from slapo_runtime.engine import UnusedParameters
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
 def forget_gradients(engine: Any) -> None:
@@ -71,15 +71,15 @@ def last_micro_batch(engine: Any) -> Iterator[None]:
     setattr(optimizer, name, earlier | now)
 
 
-def unused_parameters(request: BuildRequest, engine: Any) -> UnusedParameters:
+def unused_parameters(context: BuildContext, engine: Any) -> UnusedParameters:
     """Make the guard against unused parameters.
 
     Not in full precision without ZeRO, on one replica: there the optimizer is torch's, on the model's gradients.
 
     Args:
-        request: of the build.
+        context: of the build.
         engine: DeepSpeed's.
     """
     low = engine.fp16_enabled() or engine.bfloat16_enabled()
     with_zeros = engine.optimizer is not None and (engine.zero_optimization() or low or engine.dp_world_size > 1)
-    return UnusedParameters(request, "DeepSpeed", steps_with_zeros=bool(with_zeros))
+    return UnusedParameters(context, "DeepSpeed", steps_with_zeros=bool(with_zeros))

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
     from slapo_deepspeed.process_groups import MeshUnit
+    from slapo_runtime.context import BuildContext
 
 
 def is_partitioned(config: Mapping[str, Any]) -> bool:
@@ -25,25 +25,25 @@ def is_partitioned(config: Mapping[str, Any]) -> bool:
 
 
 class Partitioning:
-    """Takes all tensors of the request, and partitions the parameters where ZeRO-3 wants it.
+    """Takes all tensors of the context, and partitions the parameters where ZeRO-3 wants it.
 
     Args:
-        request: of the build.
+        context: of the build.
         config: DeepSpeed's, filled in.
         unit: the groups of the mesh; ZeRO-3 partitions over that of the replicas.
     """
 
-    def __init__(self, request: BuildRequest, config: Mapping[str, Any], unit: MeshUnit) -> None:
-        self._request, self._unit = request, unit
+    def __init__(self, context: BuildContext, config: Mapping[str, Any], unit: MeshUnit) -> None:
+        self._context, self._unit = context, unit
         self._config = copy.deepcopy(dict(config))
         self._first: Any = None
         self._undo: list[tuple[nn.Parameter, torch.Tensor, frozenset[str]]] = []
 
     def run(self) -> None:
         """Give the model its values."""
-        real = {id(live.tensor) for live in self._request.state.tensors() if not live.tensor.is_meta}
+        real = {id(live.tensor) for live in self._context.state.tensors() if not live.tensor.is_meta}
         partitions = is_partitioned(self._config)
-        for live in self._request.materialize():
+        for live in self._context.materialize():
             if partitions and isinstance(live.tensor, nn.Parameter):
                 if id(live.tensor) in real:
                     self._undo.append((live.tensor, live.tensor.data, frozenset(vars(live.tensor))))

@@ -13,15 +13,15 @@ from torch.torch_version import TorchVersion
 from slapo_deepspeed.private import forward_hooks_of
 
 if TYPE_CHECKING:
-    from slapo_core.spec.node import Node
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.tree.node import Node
+    from slapo_runtime.context import BuildContext
 
 
-def gather_whole(request: BuildRequest, engine: Any) -> None:
+def gather_whole(context: BuildContext, engine: Any) -> None:
     """Let every module whose forward steps have changed gather all parameters below it; nothing without ZeRO-3.
 
     Args:
-        request: of the build.
+        context: of the build.
         engine: DeepSpeed's.
     """
     if not engine.zero_optimization_partition_weights():
@@ -29,7 +29,7 @@ def gather_whole(request: BuildRequest, engine: Any) -> None:
     import deepspeed
 
     below = set()
-    for node in _outermost(request.schedule.root):
+    for node in _outermost(context.schedule.root):
         own = {id(parameter) for parameter in node.module.parameters(recurse=False)}
         for parameter in node.module.parameters():
             if id(parameter) not in own:

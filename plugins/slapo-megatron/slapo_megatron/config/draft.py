@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import slapo_core
 from slapo_core import SlapoError
-from slapo_core.spec.dialect import device_of, parameter_types
 from slapo_megatron.config.field_types import field_types_of
+from slapo_runtime.planning import device_of, parameter_types
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.spec.primitive import Record
-    from slapo_core.spec.request import ScheduledModel, StagedModel
+    from slapo_core.primitive import Record
+    from slapo_runtime.stages import StagedModel
 
 
 class StagesOf:
@@ -25,7 +25,7 @@ class StagesOf:
         options: of the dialect, which say whether there is a loss.
     """
 
-    def __init__(self, schedule: ScheduledModel, options: Mapping[str, Any]) -> None:
+    def __init__(self, schedule: Schedule, options: Mapping[str, Any]) -> None:
         self._schedule = schedule
         self._has_loss = bool((options.get("arguments") or {}).get("has_loss"))
         self._found: StagedModel | SlapoError | None = None
@@ -37,7 +37,7 @@ class StagesOf:
         """
         if self._found is None:
             try:
-                self._found = slapo_core.stages(cast("Schedule", self._schedule), whole_output=self._has_loss)
+                self._found = slapo_core.stages(self._schedule, whole_output=self._has_loss)
             except SlapoError as error:
                 self._found = error
         if isinstance(self._found, SlapoError):
@@ -82,7 +82,7 @@ class Facts:
     has_optimizer: bool | None
 
     @classmethod
-    def of(cls, schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesOf) -> Facts:
+    def of(cls, schedule: Schedule, options: Mapping[str, Any], stages: StagesOf) -> Facts:
         """Read them from a schedule, the options of the dialect, and the stages of the schedule."""
         mesh, arguments = schedule.mesh, options.get("arguments") or {}
         sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "tp")}
@@ -118,7 +118,7 @@ def trains(options: Mapping[str, Any]) -> bool:
     return bool(has_factory) or options["optimizer_config"].get("lr") is not None
 
 
-def _trained_types(schedule: ScheduledModel) -> frozenset[str]:
+def _trained_types(schedule: Schedule) -> frozenset[str]:
     return frozenset(str(one.dtype).removeprefix("torch.") for one in schedule.model.parameters() if one.requires_grad)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import BuildError
-from slapo_core.spec.dialect import boundaries, checked_axes, topology
 from slapo_megatron.config.draft import Draft, Facts, StagesOf, trains
 from slapo_megatron.config.field_types import CLASSES, field_types_of, megatron_class, read
 from slapo_megatron.config.fields import FIELDS
@@ -20,10 +19,11 @@ from slapo_megatron.config.optimization import (
 )
 from slapo_megatron.config.sizes import check_sequence_parallel, fill_microbatches, fill_pipeline, fill_sizes
 from slapo_megatron.groups.order import order_of
+from slapo_runtime.planning import boundaries, checked_axes, topology
 
 if TYPE_CHECKING:
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core import Schedule
+    from slapo_core.layout import Mesh
     from slapo_megatron.config.draft import StagesOf
 
 
@@ -59,7 +59,7 @@ OPTIONS = (*FIELDS, "microbatches", "batch_axes")
 """What users give; a plan has `arguments`, those of ``build``, and `origins`, where values come from, besides."""
 
 
-def filled(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesOf | None = None) -> dict[str, Any]:
+def filled(schedule: Schedule, options: Mapping[str, Any], stages: StagesOf | None = None) -> dict[str, Any]:
     """The options of the dialect, filled in; given them, it gives them again; pure.
 
     Args:
@@ -117,7 +117,7 @@ _NAMES = {
 }
 
 
-def steps_of(schedule: ScheduledModel, options: Mapping[str, Any], stages: StagesOf) -> Iterator[str]:
+def steps_of(schedule: Schedule, options: Mapping[str, Any], stages: StagesOf) -> Iterator[str]:
     """The lines of the plan: sizes and ranks, groups, buckets and optimizer, what crosses stages, the options.
 
     Args:
@@ -210,7 +210,7 @@ def _buckets(ddp: Mapping[str, Any], replicas: int) -> str:
     return f"accumulated and averaged in {kind}, {buckets} while the backward pass goes on"
 
 
-def _of_pipeline(schedule: ScheduledModel, stages: StagesOf, pp: int) -> Iterator[str]:
+def _of_pipeline(schedule: Schedule, stages: StagesOf, pp: int) -> Iterator[str]:
     count = stages.count
     if count is None:
         yield f"a pipeline over {pp} ranks: 1F1B with one stage a rank, interleaved 1F1B with several"

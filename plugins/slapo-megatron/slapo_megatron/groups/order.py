@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slapo_core import BuildError, Violation
-from slapo_core.spec.mesh import Mesh
+from slapo_core.layout import Mesh
 
 _INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
 """Megatron's own default."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slapo_core import BuildError
-from slapo_core.spec.mesh import Mesh, start_single_process_group
+from slapo_core.layout import Mesh, start_single_process_group
 from slapo_megatron.groups.order import order_of
 from slapo_megatron.installation import require_megatron
 

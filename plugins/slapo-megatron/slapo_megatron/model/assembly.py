@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_core import Plan
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.request import BuildRequest
+    from slapo_core.layout import Mesh
     from slapo_megatron.marks import Marks
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.context import BuildContext
 
 
 def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> TransformerConfig:
@@ -64,18 +64,18 @@ def finalizer(sum_ties: Callable[[], None] | None = None) -> Callable[..., None]
     return finalize
 
 
-def refuse_shared_memory(request: BuildRequest) -> None:
+def refuse_shared_memory(context: BuildContext) -> None:
     """To be called where parameters move into buffers; one object under several names is a tie, and stays one.
 
     Args:
-        request: of the build; every tensor is in its place.
+        context: of the build; every tensor is in its place.
 
     Raises:
         BuildError: two parameters have elements in common.
     """
     here = {
         id(live.tensor): (live.name, live.tensor)
-        for live in request.state.tensors()
+        for live in context.state.tensors()
         if live.is_parameter and live.is_local and live.tensor.numel() and not live.tensor.is_meta
     }
     last: tuple[str, torch.Tensor] | None = None
@@ -120,7 +120,7 @@ def release(megatron: Megatron, marks: Marks, *, gather: bool = True) -> None:
 
 def assemble(
     plan: Plan,
-    request: BuildRequest,
+    context: BuildContext,
     chunks: Sequence[nn.Module],
     config: Any,
     *,
@@ -130,7 +130,7 @@ def assemble(
 
     Args:
         plan: its ``config`` has every option, filled in.
-        request: of the build; its optimizer is made here.
+        context: of the build; its optimizer is made here.
         chunks: the model, or this rank's stages of it in the order of the pipeline; each is a
             :class:`~slapo_megatron.model.chunk.Chunk`.
         config: Megatron's ``TransformerConfig``; its functions for schedules are set here.
@@ -140,11 +140,11 @@ def assemble(
         BuildError: Megatron cannot train these parameters, or wrap the optimizer, or two would sum one gradient.
     """
     options = plan.config
-    _refuse_sums(request, config)
+    _refuse_sums(context, config)
     dtype = working_dtype(config)
     if options["ddp_config"].get("use_distributed_optimizer") or dtype is not None:
-        refuse_shared_memory(request)
-    lower_model(request.schedule.model, dtype)
+        refuse_shared_memory(context)
+    lower_model(context.schedule.model, dtype)
     # one object a chunk: Megatron writes the size of buckets into it
     wrapped = [
         DistributedDataParallel(
@@ -152,8 +152,8 @@ def assemble(
         )
         for number, chunk in enumerate(chunks)
     ]
-    optimizer = optimizer_of(options, request, wrapped) if _trains(plan, request) else None
-    scheduler = None if optimizer is None or request.optimizer is not None else scheduler_of(options, optimizer)
+    optimizer = optimizer_of(options, context, wrapped) if _trains(plan, context) else None
+    scheduler = None if optimizer is None or context.optimizer is not None else scheduler_of(options, optimizer)
     config.finalize_model_grads_func = finalizer(sum_ties)
     if optimizer is not None:
         config.grad_scale_func = optimizer.scale_loss
@@ -161,16 +161,16 @@ def assemble(
     return Megatron(wrapped, optimizer, scheduler, config, Following())
 
 
-def _trains(plan: Plan, request: BuildRequest) -> bool:
-    return request.optimizer is not None or plan.config["optimizer_config"].get("lr") is not None
+def _trains(plan: Plan, context: BuildContext) -> bool:
+    return context.optimizer is not None or plan.config["optimizer_config"].get("lr") is not None
 
 
-def _refuse_sums(request: BuildRequest, config: Any) -> None:
+def _refuse_sums(context: BuildContext, config: Any) -> None:
     """Refuse parameters whose gradient both Megatron and a step would sum over ``tp``."""
-    mesh = request.schedule.mesh
+    mesh = context.schedule.mesh
     marked = {
         live.name
-        for live in request.state.tensors()
+        for live in context.state.tensors()
         if live.is_parameter and getattr(live.tensor, "sequence_parallel", False)
     }
     if mesh is None or mesh.size("tp") == 1 or not marked:
@@ -181,7 +181,7 @@ def _refuse_sums(request: BuildRequest, config: Any) -> None:
             "'tp' only where it is told to",
             hint='model_parallel_config={"sequence_parallel": True}',
         )
-    for record in request.schedule.records:
+    for record in context.schedule.records:
         if record.name != "tp.sync_gradient":
             continue
         names = record.primitive.names  # type: ignore[attr-defined]

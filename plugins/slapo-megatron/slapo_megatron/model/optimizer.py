@@ -16,15 +16,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from slapo_core import BuildError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
+    from slapo_runtime.context import BuildContext
 
 
-def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequence[Any]) -> Any:
+def optimizer_of(options: Mapping[str, Any], context: BuildContext, chunks: Sequence[Any]) -> Any:
     """Make the optimizer by the user's factory or by ``optimizer_config``.
 
     Args:
         options: of the plan.
-        request: of the build.
+        context: of the build.
         chunks: the model as DistributedDataParallel has it.
 
     Raises:
@@ -34,11 +34,11 @@ def optimizer_of(options: Mapping[str, Any], request: BuildRequest, chunks: Sequ
     """
     config = OptimizerConfig(**options["optimizer_config"])
     if not config.use_distributed_optimizer:  # that one has them in buffers
-        _refuse_strided(request)
-    if request.optimizer is None:
-        _refuse_without_embeddings(request, config)
+        _refuse_strided(context)
+    if context.optimizer is None:
+        _refuse_without_embeddings(context, config)
         return get_megatron_optimizer(config, list(chunks))
-    inner = request.make_optimizer(partitioned=config.use_distributed_optimizer)
+    inner = context.make_optimizer(partitioned=config.use_distributed_optimizer)
     return ChainedOptimizer([_wrapped(inner, config, chunks)])
 
 
@@ -106,9 +106,9 @@ def _no_state(*_: Any) -> None:
     """The user's optimizer makes its state in its first step."""
 
 
-def _refuse_strided(request: BuildRequest) -> None:
+def _refuse_strided(context: BuildContext) -> None:
     """The optimizer's state has its parameter's layout, and is read and written as flat elements."""
-    for live in request.state.tensors():
+    for live in context.state.tensors():
         if live.is_parameter and live.is_local and live.tensor.requires_grad and not live.tensor.is_contiguous():
             raise BuildError(
                 f"'{live.name}' is not contiguous (strides {live.tensor.stride()} of shape "
@@ -117,12 +117,12 @@ def _refuse_strided(request: BuildRequest) -> None:
             )
 
 
-def _refuse_without_embeddings(request: BuildRequest, config: OptimizerConfig) -> None:
+def _refuse_without_embeddings(context: BuildContext, config: OptimizerConfig) -> None:
     """A separate rate for embeddings and the output layer needs parameters that are marked so."""
     if config.decoupled_lr is None:
         return
     name = "is_embedding_or_output_parameter"
-    if not any(getattr(live.tensor, name, False) for live in request.state.tensors() if live.is_parameter):
+    if not any(getattr(live.tensor, name, False) for live in context.state.tensors() if live.is_parameter):
         raise BuildError(
             f"optimizer_config has decoupled_lr={config.decoupled_lr}, which acts on parameters that are marked as "
             "those of embeddings and of the output layer, and none is",

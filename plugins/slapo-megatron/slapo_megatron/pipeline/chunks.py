@@ -14,10 +14,10 @@ from slapo_megatron.private import children_of
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.pipeline import Partition
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.stage_runner import Work
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.partition import Partition
+    from slapo_runtime.stage_runner import Work
 
 
 class StageChunk(Chunk):
@@ -110,24 +110,24 @@ def _tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
 
 
 def assembled(
-    plan: Plan, request: BuildRequest, config: Any, partition: Partition, passes_are_over: Callable[[], None]
+    plan: Plan, context: BuildContext, config: Any, partition: Partition, passes_are_over: Callable[[], None]
 ) -> Megatron:
     """One chunk for each stage of this rank.
 
     Args:
         plan: of the build.
-        request: from ``build``; parameters are marked.
+        context: from ``build``; parameters are marked.
         config: Megatron's.
         partition: of the model, for any input signature.
         passes_are_over: called on every rank when all passes of a step are, before ranks wait in Megatron's groups.
     """
-    mesh = request.schedule.mesh
+    mesh = context.schedule.mesh
     assert mesh is not None
-    ranks = request.stage_ranks
+    ranks = context.stage_ranks
     own = {stage.index: stage.module for stage in partition.stages if ranks[stage.index] == mesh.rank("pp")}
     config.virtual_pipeline_model_parallel_size = len(own) if len(own) > 1 else None
-    chunks = chunks_of(own, _unused(request, own.values()), len(ranks), config)
-    megatron = assemble(plan, request, chunks, config, sum_ties=lambda: request.sum_tied_gradients("main_grad"))
+    chunks = chunks_of(own, _unused(context, own.values()), len(ranks), config)
+    megatron = assemble(plan, context, chunks, config, sum_ties=lambda: context.sum_tied_gradients("main_grad"))
     finalize = config.finalize_model_grads_func
 
     def after_all(*args: Any, **kwargs: Any) -> None:
@@ -138,23 +138,23 @@ def assembled(
     return megatron
 
 
-def ties_of(request: BuildRequest) -> list[nn.Parameter]:
+def ties_of(context: BuildContext) -> list[nn.Parameter]:
     """Parameters of this rank that others along ``pp`` hold too.
 
     Args:
-        request: from ``build``.
+        context: from ``build``.
     """
-    placement = request.placement
+    placement = context.placement
     assert placement is not None
     return [
         live.tensor
-        for live in request.state.tensors()
+        for live in context.state.tensors()
         if live.is_local and isinstance(live.tensor, nn.Parameter) and len(placement.holders(live)) > 1
     ]
 
 
-def _unused(request: BuildRequest, stages: Any) -> dict[str, nn.Parameter]:
+def _unused(context: BuildContext, stages: Any) -> dict[str, nn.Parameter]:
     """Parameters that live on this rank and that no stage uses, by name."""
     held = {id(parameter) for stage in stages for parameter in stage.parameters()}
-    here = {live.name: live.tensor for live in request.state.tensors() if live.is_local}
+    here = {live.name: live.tensor for live in context.state.tensors() if live.is_local}
     return {name: one for name, one in here.items() if isinstance(one, nn.Parameter) and id(one) not in held}

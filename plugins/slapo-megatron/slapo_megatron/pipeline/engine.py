@@ -11,36 +11,36 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, StepResult
-from slapo_core.spec.rng_streams import advance, step_seed
-from slapo_core.spec.stage_runner import RankStages, StageCache, Work
 from slapo_megatron.engine import MegatronEngine, Updates
 from slapo_megatron.groups.process_groups import start
 from slapo_megatron.marks import mark
+from slapo_runtime.stage_runner import RankStages, StageCache, Work, advance, step_seed
 
 if TYPE_CHECKING:
     from slapo_core import Plan
-    from slapo_core.spec.request import BuildRequest, StagedModel
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.stages import StagedModel
 
 
 class PipelineEngine(MegatronEngine):
-    """The implementation of :class:`slapo_core.spec.engine.Engine` by Megatron's 1F1B and interleaved schedules.
+    """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's 1F1B and interleaved schedules.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
     is closed.
 
     Args:
         plan: of the build.
-        request: from ``build``.
+        context: from ``build``.
     """
 
-    def __init__(self, plan: Plan, request: BuildRequest) -> None:
-        mesh = request.schedule.mesh
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
         assert mesh is not None
         self._mesh = mesh
         self._at = "nothing"  # of a step, for the message of an error
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
-        per_rank = len(request.stage_ranks) // mesh.size("pp")
+        per_rank = len(context.stage_ranks) // mesh.size("pp")
         self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None)
 
         from slapo_megatron.model.assembly import transformer_config
@@ -50,23 +50,23 @@ class PipelineEngine(MegatronEngine):
 
         config = transformer_config(plan.config, mesh)
         dtype = working_dtype(config)
-        partition = request.staged_example(self._count, axes=axes).staged.partition
-        self._part = request.part(partition)
+        partition = context.staged_example(self._count, axes=axes).staged.partition
+        self._part = context.part(partition)
         over = weakref.WeakMethod(self._passes_are_over)  # what hooks of Megatron's wrappers hold is never collected
-        self._marks = mark(request)
+        self._marks = mark(context)
         with self._marks.taken_back_if_it_fails():
-            megatron = assembled(plan, request, config, partition, lambda: _call(over))
-        super().__init__(plan, request, megatron)
-        self._updates = Updates(plan, request, megatron)
-        self._ties = ties_of(request)
+            megatron = assembled(plan, context, config, partition, lambda: _call(over))
+        super().__init__(plan, context, megatron)
+        self._updates = Updates(plan, context, megatron)
+        self._ties = ties_of(context)
         self._loss_dtype = None if dtype is None else torch.float32
         self._schedule = Schedule(megatron, mesh.group("pp") if self._device.type == "cpu" else None)
         self._forms = StageCache(
-            request, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype)
+            context, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype)
         )
 
     def _form(self, staged: StagedModel, training: bool) -> RankStages:
-        ranks, rank = self._request.stage_ranks, self._mesh.rank("pp")
+        ranks, rank = self._context.stage_ranks, self._mesh.rank("pp")
         return RankStages(staged, ranks, rank, self._device, training=training, joined=True)
 
     @property
@@ -74,12 +74,12 @@ class PipelineEngine(MegatronEngine):
         """This rank's part of the scheduled model."""
         return self._part
 
-    # -- steps; documented in slapo_core/spec/engine.py ---------------------------------------------------------
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._refuse_autocast()
         self._require_trainable()
-        with self._request.training(batch):
+        with self._context.training(batch):
             self._between.check()
             form, works = self._works(batch, training=True)
             self._updates.begin(self._part)
@@ -97,7 +97,7 @@ class PipelineEngine(MegatronEngine):
     def eval_step(self, batch: Any) -> StepResult:
         self._refuse_autocast()
         self._require_open()
-        with self._request.evaluating(batch):
+        with self._context.evaluating(batch):
             form, works = self._works(batch, training=False)
             with self._closing(lambda: self._at):
                 losses = self._schedule.run(form, works, self._count, backward=False)

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 if TYPE_CHECKING:
-    from slapo_core.spec.stage_runner import RankStages, Work
     from slapo_megatron.runtime import Megatron
+    from slapo_runtime.stage_runner import RankStages, Work
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slapo_core import BuildError
-from slapo_core.spec.step_invariants import REBUILD, StepInvariants
 from slapo_megatron.private import write_count
+from slapo_runtime.engine import REBUILD, StepInvariants
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import LiveTensor
     from slapo_megatron.state.flat_layout import Places
     from slapo_megatron.state.tensors import MegatronTensors
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.storage import LiveTensor
 
 
 class BetweenMegatronSteps(StepInvariants):
     """The parameters, and where they lie in Megatron's buffers.
 
     Args:
-        request: of the build.
+        context: of the build.
         places: of the engine.
         tensors: compares the forward's parameters with their main weights.
     """
 
-    def __init__(self, request: BuildRequest, places: Places, tensors: MegatronTensors) -> None:
-        super().__init__(request, tensors, "Megatron", groups=places.shared)
+    def __init__(self, context: BuildContext, places: Places, tensors: MegatronTensors) -> None:
+        super().__init__(context, tensors, "Megatron", groups=places.shared)
         in_buffers = {id(parameter) for parameter in places.order}
         self._buffered = [(live, live.tensor.data_ptr()) for live in self._parameters if id(live.tensor) in in_buffers]
 

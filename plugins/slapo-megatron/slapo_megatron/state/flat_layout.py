@@ -15,12 +15,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from slapo_core import BuildError
-from slapo_core.spec.flat_shards import Place
 from slapo_megatron.private import start_of
 from slapo_megatron.state.tensors import merge_across_ranks
+from slapo_runtime.flat_shards import Place
 
 if TYPE_CHECKING:
-    from slapo_core.spec.mesh import Mesh
+    from slapo_core.layout import Mesh
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import BuildError
-from slapo_core.spec.flat_shards import gathered
 from slapo_megatron.state.tensors import merge_across_ranks, shared_dims
+from slapo_runtime.flat_shards import gathered
 
 if TYPE_CHECKING:
-    from slapo_core.spec.mesh import Mesh
+    from slapo_core.layout import Mesh
     from slapo_megatron.state.flat_layout import Held, Places
 
 _OF_THE_BUILD = (
@@ -57,7 +57,7 @@ _STEP = "step"
 
 
 class StoredOptimizer:
-    """The implementation of :class:`slapo_core.spec.state.OptimizerStorage`, as the optimizer is now.
+    """The implementation of :class:`slapo_runtime.storage.OptimizerStorage`, as the optimizer is now.
 
     Args:
         places: of the engine, which has an optimizer.

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from slapo_core import BuildError, WeightsError
 
 if TYPE_CHECKING:
-    from slapo_core.spec.request import BuildRequest
-    from slapo_core.spec.state import ShardedState, TensorShard
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.storage import ShardedState, TensorShard
 
 
 _OURS = "slapo"  # in Megatron's file of other values than tensors
@@ -34,11 +34,11 @@ class ShardedDirectory:
 
     Args:
         directory: of the checkpoint, which all ranks can read and write.
-        request: of the build.
+        context: of the build.
     """
 
-    def __init__(self, directory: Path, request: BuildRequest) -> None:
-        self._path, self._request = directory, request
+    def __init__(self, directory: Path, context: BuildContext) -> None:
+        self._path, self._context = directory, context
         self._tensors: Mapping[str, TensorStorageMetadata] = {}
 
     @property
@@ -55,7 +55,7 @@ class ShardedDirectory:
 
         new = self._path.with_name(f".{self._path.name}.new")
         is_first = dist.get_rank() == 0
-        with self._request.together(f"writing {self.label}"):
+        with self._context.together(f"writing {self.label}"):
             if importlib.util.find_spec("psutil") is None:
                 raise BuildError(
                     "Megatron writes checkpoints with psutil, which is not installed: it would wait for ever",
@@ -67,7 +67,7 @@ class ShardedDirectory:
                 new.mkdir(parents=True)
         about = {_OURS: json.dumps(state.description)}
         dist_checkpointing.save({**_sharded(state.own), **about}, str(new))
-        with self._request.together(f"writing {self.label}"):
+        with self._context.together(f"writing {self.label}"):
             if is_first:
                 _put(new, self._path)
 
@@ -89,7 +89,7 @@ class ShardedDirectory:
         found: dict[str, Any] = json.loads(description)
         return found
 
-    # -- as slapo_core.spec.state.ShardSource ------------------------------------------------------------------
+    # -- as slapo_runtime.storage.ShardSource ------------------------------------------------------------------
 
     def like(self, kind: str, name: str) -> torch.Tensor:
         found = self._tensors[_key(kind, name)]

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.spec.flat_shards import gathered, is_rounding
+from slapo_runtime.flat_shards import gathered, is_rounding
 
 if TYPE_CHECKING:
-    from slapo_core.spec.mesh import Mesh
-    from slapo_core.spec.state import LiveTensor
+    from slapo_core.layout import Mesh
     from slapo_megatron.state.flat_layout import Held, Places
+    from slapo_runtime.storage import LiveTensor
 
 
 class MegatronTensors:
-    """The implementation of :class:`slapo_core.spec.state.TensorStorage`.
+    """The implementation of :class:`slapo_runtime.storage.TensorStorage`.
 
     Main parameters are read and written where Megatron's optimizers have them; the parameters of the model follow.
 

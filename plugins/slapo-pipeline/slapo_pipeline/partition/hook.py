@@ -9,22 +9,22 @@ import torch
 from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
-from slapo_core.spec.pipeline import Output, Partition, Stage, Value
-from slapo_core.tracing import FlatGraph, compiled, flat
+from slapo_graph.flat import FlatGraph, compiled, flat
 from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
 from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
 from slapo_pipeline.rules import above_violations
 from slapo_pipeline.split import PipelineSplit
+from slapo_runtime.partition import Output, Partition, Stage, Value
 
 if TYPE_CHECKING:
-    from slapo_core.spec.primitive import Record
-    from slapo_core.spec.request import ScheduledModel
+    from slapo_core import Schedule
+    from slapo_core.primitive import Record
 
 
 @hookimpl
 def slapo_partition(
-    schedule: ScheduledModel, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
+    schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
     """Return the stages between the cuts of :class:`PipelineSplit`.
 
@@ -53,7 +53,7 @@ def slapo_partition(
         ) from error
 
 
-def _require_calls(schedule: ScheduledModel, cuts: Mapping[str, Record]) -> None:
+def _require_calls(schedule: Schedule, cuts: Mapping[str, Record]) -> None:
     """Refuse hooks that came around modules above a cut."""
     for path, record in cuts.items():
         for violation in above_violations(schedule.root[path]):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_core.tracing import FlatGraph, Opaque, check, left, set_state
+from slapo_graph.flat import FlatGraph, Opaque, check, left, set_state
 
 _QUERIES = frozenset([
     "size", "stride", "numel", "nelement", "dim", "ndimension", "is_contiguous", "is_floating_point", "is_complex",

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from slapo_core.tracing import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild, set_state
+from slapo_graph.flat import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild, set_state
 from slapo_pipeline.partition.placement import (
     Constants,
     Places,
@@ -422,7 +422,7 @@ class Assembly:
 
     Attributes:
         names: the nodes whose values are in the output, in the order of the output.
-        assemble: see :class:`slapo_core.spec.pipeline.Output`.
+        assemble: see :class:`slapo_runtime.partition.Output`.
     """
 
     def __init__(self, segments: Segments, name: Callable[[fx.Node], str]) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from slapo_core import GuardError
-from slapo_core.spec.node import only_looks
-from slapo_core.spec.pipeline import Stage, StageModule, Tie
-from slapo_core.tracing import FlatGraph, GuardViolation, children, is_merely_traced, set_state, state
+from slapo_core.observers import only_looks
+from slapo_graph.flat import FlatGraph, GuardViolation, children, is_merely_traced, set_state, state
 from slapo_pipeline.private import (
     children_of,
     hooks_of,
@@ -22,6 +21,7 @@ from slapo_pipeline.private import (
     non_persistent_buffers_of,
     tensors_of,
 )
+from slapo_runtime.partition import Stage, StageModule, Tie
 
 
 class Holder(nn.Module):
@@ -88,7 +88,7 @@ class Program:
 
 
 class CutStage(StageModule):
-    """See :class:`slapo_core.spec.pipeline.StageModule`.
+    """See :class:`slapo_runtime.partition.StageModule`.
 
     What it keeps has an underscore: other names may be those of the model's modules.
 

@@ -15,8 +15,7 @@ import torch
 import typer
 
 from slapo_core import ArgumentError, Schedule
-from slapo_core.spec.device import format_bytes
-from slapo_core.spec.extensions import Trial
+from slapo_runtime.sizes import format_bytes
 from slapo_tune.commands.progress import Progress
 from slapo_tune.errors import LogError
 from slapo_tune.log import Log, read_log
@@ -34,6 +33,7 @@ from slapo_tune.report import (
     reasons,
     symbols,
 )
+from slapo_tune.samplers import Trial
 from slapo_tune.search import Result, search
 from slapo_tune.space import Space
 from slapo_tune.study import Study, load_study

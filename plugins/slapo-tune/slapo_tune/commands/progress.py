@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from slapo_core.spec.device import format_bytes
-from slapo_core.spec.extensions import Point, Trial
+from slapo_runtime.sizes import format_bytes
 from slapo_tune.report import STARTED, best_trial, duration, number, point_words
+from slapo_tune.samplers import Point, Trial
 from slapo_tune.search import Event, Finished, Started, Verified
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from slapo_core import Sampler
-from slapo_core.spec.extensions import Point, SearchSpace, Trial
+from slapo_tune.samplers import Point, Sampler, SearchSpace, Trial
 from slapo_tune.samplers.program import FAILED, FEW, Asking, candidates_of, drawn, moved, replayed
 
 Lift = Callable[[Asking, Point], Point]

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_core import Sampler
-from slapo_core.spec.extensions import Point, SearchSpace, Trial
+from slapo_tune.samplers import Point, Sampler, SearchSpace, Trial
 from slapo_tune.samplers.coordinate import ascend, started
 from slapo_tune.samplers.program import FAILED, Asking, candidates_of, exactly, key, neighbors, replayed
 

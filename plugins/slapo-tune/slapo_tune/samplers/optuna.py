@@ -14,8 +14,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core import Sampler, SlapoError
-from slapo_core.spec.extensions import Point, SearchSpace, Trial
+from slapo_core import SlapoError
+from slapo_tune.samplers import Point, Sampler, SearchSpace, Trial
 from slapo_tune.samplers.program import Asking, candidates_of, drawn
 from slapo_tune.space import canonical
 

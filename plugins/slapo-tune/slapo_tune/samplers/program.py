@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slapo_core.spec.extensions import Point, SearchSpace, Trial
+from slapo_tune.samplers import Point, SearchSpace, Trial
 
 FAILED = -math.inf
 """The value of a point that gave none: it ran out of memory, crashed, was refused, ..."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slapo_core import Sampler
-from slapo_core.spec.extensions import Point, SearchSpace, Trial
+from slapo_tune.samplers import Point, Sampler, SearchSpace, Trial
 from slapo_tune.samplers.program import Asking, drawn
 
 

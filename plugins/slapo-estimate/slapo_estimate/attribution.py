@@ -1,0 +1,290 @@
+"""Which module and which step of the schedule an operation belongs to, and in which phase."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from slapo_core.internals import forwards, hooks_of, journal, parameters_of
+from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording
+from slapo_estimate.private import current_autograd_node, next_sequence_number, sequence_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from slapo_core import Schedule
+    from slapo_core.internals import journal
+    from slapo_core.observers import Forward
+    from slapo_core.primitive import Record
+
+_NO_SEQUENCE = 2**64 - 1  # of the nodes that add to a parameter's gradient
+
+
+class At(NamedTuple):
+    """The module and the step whose code runs.
+
+    Args:
+        module: path of the module.
+        record: the step of the schedule that put the code there, as in ``str(record)``; empty for the model's own.
+    """
+
+    module: str
+    record: str = ""
+
+
+_MODEL = At("")
+
+
+class Place:
+    """Tells phase, module and step of the operation that runs; only being asked costs time.
+
+    A forward pass numbers its autograd nodes in the order in which it makes them; so the number at which each module
+    begins and ends says, in the backward pass, whose node runs.
+
+    Args:
+        paths: of the modules, by what ``id`` says; a module that is not among them counts as part of its caller.
+        owners: of the parameters likewise: the path of the module that holds one.
+
+    Attributes:
+        step: ``"forward"``, ``"backward"`` or ``"optimizer"``; the training step says so.
+        hooks: path of a module and a hook there -> the step that registered it, as in ``str(record)``.
+    """
+
+    def __init__(self, paths: Mapping[int, str], owners: Mapping[int, str]) -> None:
+        self.step = "forward"
+        self._modules = {module: At(path) for module, path in paths.items()}
+        self._owners = {parameter: At(path) for parameter, path in owners.items()}
+        self.hooks: dict[tuple[str, Any], str] = {}
+        self._stack: list[At] = []
+        self._numbers: list[int] = []
+        self._since: list[At] = []
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Place:
+        """Make the place of a model whose modules and parameters stay the same objects."""
+        modules = dict(model.named_modules())
+        paths = {id(module): path for path, module in modules.items()}
+        owners: dict[int, str] = {}
+        for path, module in modules.items():
+            for parameter in parameters_of(module).values():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), path)
+        return cls(paths, owners)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice calls of modules; not by hooks, which may change what wrappers do."""
+
+        def noticed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            at = self._modules.get(id(module))
+            return call(module, *args, **kwargs) if at is None else self.run(at, call, module, *args, **kwargs)
+
+        with PATCHING:
+            call = nn.Module.__call__
+            nn.Module.__call__ = noticed  # type: ignore[method-assign]
+            try:
+                with attributed(self._run_from):
+                    yield
+            finally:
+                nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def run(self, at: At, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``function(*args, **kwargs)``, which is code of ``at``."""
+        self._stack.append(at)
+        self._note()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._stack.pop()
+            self._note()
+
+    def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any) -> Any:
+        """Run the nodes that a graph holds of a hook below the module that runs."""
+        path = ".".join(filter(None, (self._now().module, origin.module)))
+        return self.run(At(path, self.hooks.get((path, origin.hook), "")), function, *args)
+
+    def own_code(self, module: nn.Module) -> At:
+        """Return the place of a module's own forward, without the steps' wrappers."""
+        return self._modules.get(id(module), _MODEL)
+
+    def came_by(self, module: nn.Module, record: str) -> None:
+        """Attribute the module's own forward to a step."""
+        self._modules[id(module)] = At(self.own_code(module).module, record)
+
+    def begin(self, step: str) -> None:
+        """Begin ``"forward"``, ``"backward"`` or ``"optimizer"``."""
+        self.step = step
+
+    def forget(self) -> None:
+        """Forget earlier forward passes, whose backward passes have run."""
+        self._numbers.clear()
+        self._since.clear()
+
+    @property
+    def phase(self) -> str:
+        """``"forward"``, ``"backward"``, ``"recomputation"`` (of what was checkpointed) or ``"optimizer"``."""
+        if self.step == "backward" and torch.is_grad_enabled() and current_autograd_node() is not None:
+            return "recomputation"
+        return self.step
+
+    @property
+    def module(self) -> str:
+        """Path of the module whose forward or backward runs; ``""`` for the model itself."""
+        return "optimizer" if self.step == "optimizer" else self._now().module
+
+    @property
+    def record(self) -> str:
+        """The step whose code runs, forward or backward, as in ``str(record)``; empty for none."""
+        return "" if self.step == "optimizer" else self._now().record
+
+    def _now(self) -> At:
+        if self._stack:
+            return self._stack[-1]
+        node = current_autograd_node() if self.step == "backward" else None
+        if node is None:
+            return _MODEL
+        number = sequence_number(node)
+        if number == _NO_SEQUENCE:
+            return self._owners.get(id(getattr(node, "variable", None)), _MODEL)
+        before = bisect_right(self._numbers, number)
+        return self._since[before - 1] if before else _MODEL
+
+    def _note(self) -> None:
+        """Attribute autograd nodes from the next one on to the code on top; recomputation continues the numbers."""
+        number, at = next_sequence_number(), self._stack[-1] if self._stack else _MODEL
+        if self._numbers and self._numbers[-1] == number:
+            self._since[-1] = at
+            return
+        self._numbers.append(number)
+        self._since.append(at)
+
+
+def name_causes(schedule: Schedule, place: Place) -> None:
+    """Attribute the steps' code to the steps, in a model that is only simulated.
+
+    Each hook and wrapper is exchanged for one that reports its step. Modules below one that a step put in are
+    attributed to that step, unless they were there before.
+
+    Args:
+        schedule: with all its steps in force.
+        place: of its model.
+    """
+    entries = list(schedule._core.entries())
+    _modules(schedule.model, entries, place)
+    paths = {id(module): path for path, module in schedule.model.named_modules()}
+    hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first, where replacing carried it over
+    for record, entry in entries:
+        if isinstance(entry, journal.AddHook):
+            hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
+        elif isinstance(entry, journal.WrapForward):
+            hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+
+    place.hooks = {
+        (record.path, entry.function): str(record)
+        for record, entry in reversed(entries)
+        if isinstance(entry, journal.AddHook) and getattr(entry.function, "slapo_is_inlined", False)
+    }
+
+    def cause(function: Any, module: nn.Module) -> str | None:
+        known = hooks.get(id(function), {})
+        return known.get(paths[id(module)], next(iter(known.values()), None))
+
+    for module in schedule.model.modules():
+        own = place.own_code(module)
+        for functions in hooks_of(module).values():
+            for number, function in functions.items():
+                name = cause(function, module)
+                if name is not None:
+                    functions[number] = _Hook(place, At(own.module, name), function)
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, forwards.ModuleForward) and forward.wrappers:
+            names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
+            innermost, *others = forward.wrappers
+            first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None)
+            rest = (_Wrapper(place, At(own.module, name), each) for name, each in zip(names[1:], others, strict=True))
+            forward.exchange_wrappers([first, *rest])
+
+
+def _modules(model: nn.Module, entries: list[tuple[Record, journal.Entry]], place: Place) -> None:
+    """Attribute modules that steps put in to the latest step; the others stay the model's own."""
+    old = {
+        id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()
+    }
+    came: dict[int, str] = {}
+    for record, entry in entries:
+        if isinstance(entry, (journal.ReplaceModule, journal.AddModule)):
+            came.update(
+                (id(module), str(record)) for module in entry.new.modules() if id(module) not in old | came.keys()
+            )
+    for module in model.modules():
+        if id(module) in came:
+            place.came_by(module, came[id(module)])
+
+
+@dataclass(frozen=True, eq=False)
+class _Hook:
+    """A hook that reports its step while it runs; equal to the hook, for graphs that were recorded with it."""
+
+    place: Place
+    at: At
+    function: Callable[..., Any]
+
+    @property
+    def slapo_is_inlined(self) -> bool:
+        return is_inlined(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.function == (other.function if isinstance(other, _Hook) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_recording():  # nodes of a graph are not calls of the model
+            return self.function(*args, **kwargs)
+        return self.place.run(self.at, self.function, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    """A wrapper that reports its step while it runs.
+
+    Args:
+        place: is told.
+        at: of the wrapper.
+        function: the wrapper.
+        beneath: of the wrapped forward, where that does not report its step itself; else None.
+        is_own: whether the wrapped forward is the class's own, which a wrapper sees by ``slapo_own`` then.
+    """
+
+    place: Place
+    at: At
+    function: Callable[[Forward], Forward]
+    beneath: At | None = None
+    is_own: bool = False
+
+    def __call__(self, forward: Forward) -> Forward:
+        if self.beneath is None:
+            return self._saying(self.at, self.function(forward))
+        said = self._saying(self.beneath, forward)
+        if self.is_own:
+            said.slapo_own = said  # type: ignore[attr-defined]
+        return self._saying(self.at, self.function(said))
+
+    def _saying(self, at: At, forward: Forward) -> Forward:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.place.run(at, forward, *args, **kwargs)
+
+        for name, value in list(vars(run).items()):
+            if value is forward and name != "__wrapped__":  # a mark that says: this very function, and none around it
+                setattr(run, name, run)
+        if is_inlined(forward):
+            run.slapo_is_inlined = run  # type: ignore[attr-defined]
+        return run

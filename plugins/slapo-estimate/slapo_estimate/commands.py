@@ -1,0 +1,431 @@
+"""The commands slapo estimate and slapo device."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slapo_core import Command
+from slapo_core.cli.output import print_table
+from slapo_runtime.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from slapo_estimate.device import DeviceSpec
+    from slapo_estimate.results import Collective, Estimate, RankEstimate
+
+
+class DeviceCommands(Command):
+    """``slapo device measure`` and ``slapo device show``."""
+
+    name = "device"
+
+    def app(self) -> typer.Typer:
+        app = typer.Typer(help="Describe the speed of a machine, for estimates of time.", no_args_is_help=True)
+        app.command("measure")(measure)
+        app.command("show")(show)
+        return app
+
+
+def measure(
+    file: Annotated[
+        Path | None, typer.Option("--json", help="Write the device to this file, for `slapo estimate --device FILE`.")
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Processes on this machine between which links are measured.")
+    ] = 1,
+    dtypes: Annotated[
+        str, typer.Option("--dtypes", help="Of the products that are measured.")
+    ] = "float32,bfloat16,float16,float64",
+) -> None:
+    """Measure this machine: products by dtype, memory, launches, links.
+
+    The first GPU; the CPU where there is none, with the threads that OMP_NUM_THREADS says. Takes about 30 seconds on an
+    idle machine, and says less on a busy one. Progress goes to stderr.
+    """
+    from slapo_estimate.device_benchmark import measure_device
+
+    names = [name.strip() for name in dtypes.split(",") if name.strip()]
+    if file is not None and not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{file.absolute().parent} is not a directory", param_hint="--json")
+    with progress(len(names) + 2 + (ranks > 1), "measuring") as tell:
+        device = measure_device(ranks=ranks, dtypes=names, tell=tell)
+    if file is not None:
+        file.write_text(json.dumps(device.to_json(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _print(device)
+
+
+def show(
+    device: Annotated[str, typer.Argument(help="A file of `slapo device measure --json FILE`; or h100, a100.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+) -> None:
+    """Show a device. Measures nothing."""
+    from slapo_core.cli.output import print_json
+
+    found = find_device(device)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found)
+
+
+def find_device(name: str) -> DeviceSpec:
+    """The device of a file, or of a name.
+
+    Raises:
+        ArgumentError: there is none, or the file is none of a device.
+    """
+    from slapo_core.errors import ArgumentError
+    from slapo_estimate.device import DEVICES, DeviceSpec
+
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    if not Path(name).exists():
+        raise ArgumentError(
+            f"unknown device '{name}': neither a file nor one of {', '.join(sorted(DEVICES))}",
+            hint="slapo device measure --json device.json",
+        )
+    return DeviceSpec.from_json(Path(name))
+
+
+@contextmanager
+def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
+    """Show progress on stderr: a bar on a terminal, otherwise a line for each part.
+
+    Args:
+        total: number of parts; None where it is not known.
+        what: is done.
+    """
+    if not sys.stderr.isatty():
+        yield lambda text: print(f"{what}: {text}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        begun = False
+
+        def tell(text: str) -> None:
+            nonlocal begun
+            bar.update(task, advance=1 if begun and total is not None else 0, description=f"{what}: {text}")
+            begun = True
+
+        yield tell
+
+
+def _print(device: DeviceSpec) -> None:
+    from slapo_core.cli.output import print_table
+    from slapo_runtime.sizes import format_bytes
+
+    rows = [(f"products in {dtype}", f"{value / 1e12:.4g} TFLOP/s") for dtype, value in sorted(device.flops.items())]
+    rows.append(("memory", "not known" if device.memory is None else format_bytes(device.memory)))
+    rows.append(("to and from memory", f"{device.bandwidth / 1e9:.4g} GB/s"))
+    rows.append(("an operation at least", f"{device.launch * 1e6:.3g} us"))
+    for mesh_dim, link in device.links.items():
+        name = "links" if mesh_dim == "*" else f"links of {mesh_dim}"
+        rows.append((name, f"{link.bandwidth / 1e9:.4g} GB/s, {link.latency * 1e6:.3g} us"))
+    if not device.links:
+        rows.append(("links", "none: `slapo device measure --ranks 2` measures them"))
+    print_table((device.name, ""), rows)
+
+
+class EstimateCommands(Command):
+    """``slapo estimate``."""
+
+    name = "estimate"
+
+    def app(self) -> typer.Typer:
+        app = typer.Typer()
+        app.command()(estimate)
+        return app
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that gives the model.")],
+    schedule: Annotated[
+        str | None,
+        typer.Option("--schedule", metavar="MODULE:FN", help="A function of the schedule that applies steps."),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="SIZES", help="Declared sizes, outermost first: dp=8,tp=8.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--batch",
+            metavar="MODULE:FN|NAME=SHAPE:DTYPE",
+            help="One rank's batch: a function that gives it; or its tensors, repeated: input_ids=4x512:int64. "
+            "Integers are zeros; ones where the name has 'mask' in it. SHAPE:DTYPE without a name goes by position.",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help="A name of torch.optim, MODULE:FN as for build, or none.")
+    ] = "AdamW",
+    loss: Annotated[
+        str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")
+    ] = None,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: what build takes."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="FILE|NAME", help="For the time: a file of `slapo device measure`; or h100, a100."
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="One global rank; default: one of each kind of rank.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="Exit with 1 if a rank needs more, e.g. 70GiB.")
+    ] = None,
+    each: Annotated[bool, typer.Option("--each", help="List every single collective.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for each kind of rank.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
+) -> None:
+    """Predict peak memory, collectives, operations and time of a training step, for a mesh of any size.
+
+    Everything happens on this machine's CPU, without the memory that the step takes. Modules are found from the current
+    directory. Example:
+
+    slapo estimate bert:make_model --schedule bert:schedule --mesh dp=8,tp=8 --batch input_ids=4x512:int64
+    --batch labels=4x512:int64 --device h100
+    """
+    import sys
+    from pathlib import Path
+
+    from slapo_core.cli.output import print_json
+    from slapo_core.errors import ArgumentError
+    from slapo_runtime.sizes import parse_bytes
+
+    sizes = mesh_of(mesh)
+    try:
+        limit = None if memory is None else parse_bytes(memory)
+    except ArgumentError as error:
+        raise typer.BadParameter(f"{error.message}; e.g. {error.hint}", param_hint="--memory") from error
+    spec = None if device is None else find_device(device)
+    if not batch:
+        raise typer.BadParameter("needed, e.g. --batch input_ids=4x512:int64", param_hint="--batch")
+    sys.path.insert(0, str(Path.cwd()))
+    make_model = find(model, "MODULE:MODEL_FN")
+    apply = _no_steps if schedule is None else find(schedule, "--schedule")
+    compute_loss = None if loss is None else find(loss, "--loss")
+    inputs, factory = batch_of(batch), optimizer_of(optimizer)
+    options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
+    from slapo_estimate.estimates import estimate_functions
+
+    with progress(None, "estimating") as tell:
+        tell(f"a training step on {sizes or 'one rank'}")
+        found = estimate_functions(
+            make_model,
+            apply,
+            inputs,
+            mesh=sizes,
+            rank=rank,
+            optimizer=factory,
+            loss=compute_loss,
+            device=spec,
+            accumulate=accumulate,
+            timeout=timeout,
+            **options,
+        )
+    if as_json:
+        print_json(as_plain(found))
+    else:
+        print_estimate(found, spec, each=each)
+    if limit is not None and found.memory.total > limit:
+        needed = format_bytes(found.memory.total)
+        print(f"error: the step needs {needed}, more than {format_bytes(limit)}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _no_steps(schedule: object) -> None:
+    """The model as it is."""
+
+
+_TENSOR = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*):(\w+)", re.ASCII)
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+_KNOWN = 2**22  # elements of an integer tensor that is really made
+
+
+def find(name: str, option: str) -> Callable[..., Any]:
+    """The function ``"module:name"``."""
+    if _FUNCTION.fullmatch(name) is None:
+        raise typer.BadParameter(f"{name!r} is not of the form MODULE:FUNCTION", param_hint=option)
+    module, _, own = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), own, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise typer.BadParameter(f"module {error.name!r} not found", param_hint=option) from error
+    if not callable(found):
+        raise typer.BadParameter(f"the module {module!r} has no function {own!r}", param_hint=option)
+    function: Callable[..., Any] = found
+    return function
+
+
+def mesh_of(text: str | None) -> dict[str, int] | None:
+    """``"dp=8,tp=8"`` as sizes."""
+    if text is None:
+        return None
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        mesh_dim, equals, size = part.strip().partition("=")
+        if not equals or not size.isascii() or not size.isdecimal() or mesh_dim in sizes or int(size) < 1:
+            raise typer.BadParameter(f"{text!r} is not of the form dp=8,tp=8", param_hint="--mesh")
+        sizes[mesh_dim] = int(size)
+    return sizes
+
+
+def optimizer_of(name: str) -> Callable[..., Any] | None:
+    """A factory of optimizers; None for ``"none"``."""
+    import torch
+
+    if name.lower() == "none":
+        return None
+    if ":" in name:
+        return find(name, "--optimizer")
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise typer.BadParameter(f"torch.optim has no optimizer {name!r}", param_hint="--optimizer")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def batch_of(words: Sequence[str]) -> Any:
+    """Make the batch: by a function, or a dictionary of named tensors, or a tuple of unnamed ones."""
+    if len(words) == 1 and _FUNCTION.fullmatch(words[0]) and _TENSOR.fullmatch(words[0]) is None:
+        made = find(words[0], "--batch")()
+        if made is None:
+            raise typer.BadParameter(f"{words[0]} gives None, and no batch", param_hint="--batch")
+        return made
+    named: dict[str, Any] = {}
+    positional: list[Any] = []
+    for word in words:
+        match = _TENSOR.fullmatch(word)
+        if match is None:
+            raise typer.BadParameter(
+                f"{word!r} is neither MODULE:FUNCTION nor of the form input_ids=4x512:int64", param_hint="--batch"
+            )
+        tensor = _tensor(match[1] or "", [int(size) for size in match[2].split("x")], match[3])
+        if match[1] is None:
+            positional.append(tensor)
+        elif match[1] in named:
+            raise typer.BadParameter(f"{match[1]!r} is given twice", param_hint="--batch")
+        else:
+            named[match[1]] = tensor
+    if named and positional:
+        raise typer.BadParameter("give all tensors a name, or none", param_hint="--batch")
+    return named or tuple(positional)
+
+
+def _tensor(name: str, shape: list[int], dtype_name: str) -> Any:
+    """Integers have values, because models ask masks about theirs; other tensors have none."""
+    import math
+
+    import torch
+
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise typer.BadParameter(f"torch has no dtype {dtype_name!r}", param_hint="--batch")
+    if dtype.is_floating_point or dtype.is_complex or math.prod(shape) > _KNOWN:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.full(shape, int("mask" in name), dtype=dtype)
+
+
+_KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs")
+
+
+def as_plain(estimate: Estimate) -> dict[str, Any]:
+    """``{"assumptions", "kinds": [{"collectives", "flops", "memory", "rank", "ranks", "time"}], "mesh", ...}``."""
+    kinds = []
+    for kind in estimate.kinds:
+        value = {
+            field.name: getattr(kind, field.name) for field in dataclasses.fields(kind) if field.name != "observed"
+        }
+        memory = {**dataclasses.asdict(kind.memory), "total": kind.memory.total}
+        kinds.append({**value, "memory": memory, "collectives": list(map(dataclasses.asdict, kind.collectives))})
+    return {
+        "assumptions": list(estimate.assumptions),
+        "kinds": kinds,
+        "memory": estimate.memory.total,
+        "mesh": dict(estimate.mesh),
+        "time": estimate.time,
+    }
+
+
+def print_estimate(estimate: Estimate, device: DeviceSpec | None, *, each: bool) -> None:
+    """Tables of memory and collectives for each kind of rank, and what else there is to say."""
+    for place, kind in enumerate(estimate.kinds):
+        if place:
+            print()
+        if len(estimate.kinds) > 1:
+            print(f"{_ranks(kind.ranks)}, played as rank {kind.rank}\n")
+        _print_memory(kind, device)
+        print()
+        _print_collectives(kind.collectives, each=each)
+        print(f"\n{kind.flops:.4g} floating-point operations a step")
+        if kind.time is not None and device is not None:
+            print(f"{kind.time:.4g} s a step on {device.name}")
+    for assumption in estimate.assumptions:
+        print(f"assumption: {assumption}")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({shown})"
+
+
+def _print_memory(kind: RankEstimate, device: DeviceSpec | None) -> None:
+    memory = kind.memory
+    rows = [(name, format_bytes(getattr(memory, name))) for name in _KINDS if getattr(memory, name)]
+    share = ""
+    if device is not None and device.memory is not None:
+        share = f" of {format_bytes(device.memory)}"
+    print_table(("MEMORY AT THE PEAK", "BYTES"), [*rows, ("total", format_bytes(memory.total) + share)])
+    where = f"in '{memory.module}'" if memory.module and memory.module != memory.phase else "in the model"
+    print(f"reached {where}, {memory.phase}" if memory.phase != "optimizer" else "reached in the optimizer's step")
+
+
+def _print_collectives(collectives: Sequence[Collective], *, each: bool) -> None:
+    if not collectives:
+        print("no collectives")
+        return
+    columns = ("COLLECTIVE", "MESH DIM", "RANKS", "PHASE", "COUNT", "BYTES", "MODULE", "STEP")
+    print_table(columns, [tuple(row) for row in _rows(collectives, each=each)])
+
+
+def _rows(collectives: Sequence[Collective], *, each: bool) -> Iterator[list[str]]:
+    """Those that differ in a layer's number only are one row."""
+    together: dict[tuple[str, ...], list[int]] = {}
+    for number, one in enumerate(collectives):
+        module, record = one.module, one.record
+        if not each:
+            module = re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+            record = re.sub(r"^#\d+ ", "", record).partition(" at ")[0]
+        dimension = one.mesh_dim or "(other)"
+        key = (
+            one.kind,
+            dimension,
+            str(one.ranks),
+            one.phase,
+            module or "(the model)",
+            record or "-",
+            str(each * number),
+        )
+        together.setdefault(key, []).append(one.bytes)
+    for (kind, dimension, ranks, phase, module, record, _), sizes in together.items():
+        yield [kind, dimension, ranks, phase, str(len(sizes)), format_bytes(sum(sizes)), module, record]

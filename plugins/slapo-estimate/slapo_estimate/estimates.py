@@ -1,0 +1,269 @@
+"""`estimate`: memory, communication and time of a training step, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from slapo_core.errors import ArgumentError, LaunchError, SlapoError
+from slapo_core.layout import Mesh, check_sizes
+from slapo_estimate.device import DeviceSpec
+from slapo_estimate.rank_process import RankResult, Request, simulate
+from slapo_estimate.results import Estimate
+from slapo_estimate.source import Functions, Source, of_schedule, require_sendable, sendable_batch
+from slapo_estimate.training_step import with_waiting
+from slapo_runtime.launcher import preload_modules, run_process
+from slapo_runtime.schedule_copies import installed_modules
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
+Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
+_FUNCTIONS = "estimate_functions(make_model, schedule, batch, optimizer=..., mesh=...)"
+
+
+def estimate(
+    schedule: Schedule,
+    example_inputs: Any = None,
+    *,
+    optimizer: Optimizer | None = None,
+    mesh: Mapping[str, int] | Mesh | None = None,
+    rank: int | None = None,
+    loss: Loss | None = None,
+    device: DeviceSpec | None = None,
+    accumulate: int = 1,
+    timeout: float = 600.0,
+    **config: Any,
+) -> Estimate:
+    """Predict memory, communication and time of a training step, for a declared mesh of any size, on one CPU process.
+
+    The steps of the schedule are repeated on the reference model, without memory, in a process for each kind of rank,
+    which then trains two steps as target ``"torch"`` does. The schedule and its model stay as they are.
+
+    Args:
+        schedule: the schedule, not sealed.
+        example_inputs: one batch, as ``train_step`` takes it; its tensors may be on the meta device. Models decide by
+            the integers of a batch (masks): where they have values, those count. Default: those of the schedule.
+        optimizer: as for :func:`slapo_core.build`, at the top level of a module or a ``functools.partial``; None for
+            none.
+        mesh: sizes; default: the schedule's own.
+        rank: one global rank; default: one of each kind of rank.
+        loss: as for :func:`slapo_core.build`.
+        device: whose numbers the time is predicted with; None predicts no time.
+        accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
+        timeout: seconds for each kind of rank.
+        config: options of target ``"torch"`` as for :func:`slapo_core.build`: with several ranks along ``pp``, e.g.
+            ``microbatches=8``, ``pipeline_schedule="1f1b"``.
+
+    Raises:
+        ArgumentError: an argument is invalid, or no batch was given.
+        MeshError: sizes are invalid.
+        SealedError: the originals were dropped.
+        SerializationError: a step, the optimizer or the loss cannot be sent to another process.
+        LaunchError: the model cannot be.
+        ReplayError: a step is refused on the mesh.
+        EstimateError: the model reads values that are not known, or the step raises.
+    """
+    from slapo_core import Schedule
+
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"estimate takes a schedule (got {type(schedule).__name__})",
+            hint="slapo_core.estimate(slapo_core.create_schedule(model), batch)",
+        )
+    sizes = mesh if mesh is not None else schedule.mesh.sizes if schedule.mesh is not None else None
+    batch = schedule.example_inputs if example_inputs is None else example_inputs
+    _require_batch(batch, "sch.estimate({'input_ids': ids, 'labels': ids}, optimizer=...)")
+    source = of_schedule(schedule)
+    preload_modules(*installed_modules(source.model))
+    return estimate_source(
+        source,
+        batch,
+        mesh=sizes,
+        rank=rank,
+        optimizer=optimizer,
+        loss=loss,
+        device=device,
+        accumulate=accumulate,
+        timeout=timeout,
+        **config,
+    )
+
+
+def estimate_functions(
+    make_model: Callable[[], nn.Module],
+    schedule: Callable[..., Any],
+    example_inputs: Any,
+    *,
+    arguments: tuple[Any, ...] = (),
+    mesh: Mapping[str, int] | Mesh | None = None,
+    rank: int | None = None,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    device: DeviceSpec | None = None,
+    accumulate: int = 1,
+    timeout: float = 600.0,
+    **config: Any,
+) -> Estimate:
+    """Estimate a schedule that the other processes make from functions: only names are sent.
+
+    Args:
+        make_model: gives the model, at the top level of a module; called under ``torch.device("meta")``.
+        schedule: is given the default schedule and ``arguments``, and applies steps; at the top level of a module.
+        example_inputs: see :func:`estimate`.
+        arguments: further arguments of ``schedule``.
+        mesh: see :func:`estimate`; None for one rank without a mesh.
+        rank: see :func:`estimate`.
+        optimizer: see :func:`estimate`.
+        loss: see :func:`estimate`.
+        device: see :func:`estimate`.
+        accumulate: see :func:`estimate`.
+        timeout: see :func:`estimate`.
+        config: see :func:`estimate`.
+
+    Raises:
+        ArgumentError: an argument is invalid, or no batch was given.
+        SerializationError: a function cannot be sent by its name.
+        SlapoError: as :func:`estimate`, or what ``schedule`` raises.
+    """
+    for name, function in (("make_model", make_model), ("schedule", schedule)):
+        if not callable(function):
+            raise ArgumentError(f"{name} must be a function (got {type(function).__name__})", hint=_FUNCTIONS)
+        require_sendable(name, function, f"{name}=a function")
+    require_sendable("arguments", arguments, "arguments=plain values")
+    _require_batch(example_inputs, _FUNCTIONS)
+    return estimate_source(
+        Functions(make_model, schedule, tuple(arguments)),
+        example_inputs,
+        mesh=mesh,
+        rank=rank,
+        optimizer=optimizer,
+        loss=loss,
+        device=device,
+        accumulate=accumulate,
+        timeout=timeout,
+        **config,
+    )
+
+
+def estimate_source(
+    source: Source,
+    batch: Any,
+    *,
+    mesh: Mapping[str, int] | Mesh | None = None,
+    rank: int | None = None,
+    optimizer: Optimizer | None = None,
+    loss: Loss | None = None,
+    device: DeviceSpec | None = None,
+    accumulate: int = 1,
+    timeout: float = 600.0,
+    observer: Callable[..., Any] | None = None,
+    **config: Any,
+) -> Estimate:
+    """Estimate a schedule that other processes make.
+
+    Args:
+        source: makes it.
+        batch: see :func:`estimate`.
+        mesh: see :func:`estimate`; None for one rank without a mesh.
+        rank: see :func:`estimate`.
+        optimizer: see :func:`estimate`.
+        loss: see :func:`estimate`.
+        device: see :func:`estimate`.
+        accumulate: see :func:`estimate`.
+        timeout: see :func:`estimate`.
+        observer: see :class:`~slapo_estimate.rank_process.Request`.
+        config: see :func:`estimate`.
+    """
+    sizes = _sizes(mesh)
+    if device is not None and not isinstance(device, DeviceSpec):
+        raise ArgumentError(
+            f"device must be a DeviceSpec (got {type(device).__name__})",
+            hint="device=slapo_core.DeviceSpec(name, flops=..., bandwidth=..., launch=...), as `slapo device measure` "
+            "makes one; without it no time is predicted",
+        )
+    _check(sizes, rank, optimizer, loss, accumulate)
+    request = Request(
+        source,
+        sizes,
+        rank or 0,
+        (rank or 0,),
+        sendable_batch(batch),
+        optimizer,
+        loss,
+        device,
+        accumulate,
+        observer,
+        config,
+    )
+    result = _simulated(request, timeout)
+    if rank is not None:
+        alike = next(ranks for ranks in result.kinds if rank in ranks)
+        return Estimate(dict(sizes or {}), (dataclasses.replace(result.estimate, ranks=alike),), result.assumptions)
+    kinds = [dataclasses.replace(result.estimate, ranks=result.kinds[0])]
+    for ranks in result.kinds[1:]:
+        another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)
+        kinds.append(_simulated(another, timeout).estimate)
+    return Estimate(dict(sizes or {}), with_waiting(kinds, result.waits), result.assumptions)
+
+
+def _simulated(request: Request, timeout: float) -> RankResult:
+    preload_modules("slapo_estimate.rank_process")
+    try:
+        result = run_process(simulate, request, timeout=timeout)
+    except LaunchError as error:
+        raise LaunchError(
+            f"estimate simulates each kind of rank in a process of its own, but {error.message}",
+            hint=f"{error.hint}; or {_FUNCTIONS}, which makes the model there" if error.hint else _FUNCTIONS,
+        ) from error
+    if isinstance(result, SlapoError):
+        raise result
+    return result
+
+
+def _sizes(mesh: Mapping[str, int] | Mesh | None) -> dict[str, int] | None:
+    if mesh is None:
+        return None
+    sizes = mesh.sizes if isinstance(mesh, Mesh) else mesh
+    if not isinstance(sizes, Mapping):
+        raise ArgumentError(
+            f"mesh must be a dictionary of sizes (got {type(mesh).__name__})", hint='mesh={"dp": 16, "tp": 8}'
+        )
+    check_sizes(sizes)
+    return dict(sizes)
+
+
+def _require_batch(batch: Any, call: str) -> None:
+    if batch is None:
+        raise ArgumentError(
+            "estimate needs one batch to train on: none was given, and the schedule has no example_inputs",
+            hint=f"{call}; tensors of the batch may be on the meta device",
+        )
+
+
+def _check(sizes: Mapping[str, int] | None, rank: int | None, optimizer: Any, loss: Any, accumulate: int) -> None:
+    world_size = math.prod((sizes or {}).values())
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
+        raise ArgumentError(
+            f"rank must be one of the ranks 0 to {world_size - 1} of the mesh {dict(sizes or {})} (got {rank!r})",
+            hint=f"rank={world_size - 1}, or leave it out to estimate one of each kind",
+        )
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ArgumentError(
+            f"accumulate must be a positive number of micro-batches (got {accumulate!r})", hint="accumulate=1"
+        )
+    adam = "optimizer=functools.partial(torch.optim.AdamW, lr=1e-4)"
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        raise ArgumentError(
+            f"optimizer must be a function of the parameters (got {type(optimizer).__name__})", hint=adam
+        )
+    if loss is not None and not callable(loss):
+        raise ArgumentError(f"loss must be a function of output and batch (got {type(loss).__name__})", hint="loss=f")
+    require_sendable("optimizer", optimizer, adam)
+    require_sendable("loss", loss, "loss=compute_loss")

@@ -1,0 +1,159 @@
+"""Wrap the private names of torch that this distribution uses; its tests check them against the installed version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+    UnsupportedOperatorException as UnsupportedOperatorException,
+    unset_fake_temporarily as unset_fake_temporarily,
+)
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import (
+    tree_flatten as tree_flatten,
+    tree_leaves as tree_leaves,
+    tree_map_only as tree_map_only,
+    tree_unflatten as tree_unflatten,
+)
+from torch.utils.flop_counter import flop_registry
+
+
+@contextmanager
+def attention_of_cuda() -> Iterator[None]:
+    """While it lasts, attention of tensors on the CPU, which must be fake, is the memory-efficient operator of CUDA.
+
+    What that does not take (other than four axes, float64, heads of a key that serve several queries) stays as it is.
+    Flash attention keeps and computes the same.
+    """
+    overrides = torch.library.Library("aten", "IMPL")
+    overrides.impl("scaled_dot_product_attention", _memory_efficient, "AutogradCPU")
+    try:
+        yield
+    finally:
+        overrides._destroy()
+
+
+def _memory_efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if query.dim() != 4 or query.dtype == torch.float64 or enable_gqa:
+        whole = torch.ops.aten.scaled_dot_product_attention.default
+        return whole.decompose(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    keeps = any(each.requires_grad for each in (query, key, value))
+    out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
+    )
+    return out  # type: ignore[no-any-return]
+
+
+def current_autograd_node() -> Any:
+    """The node whose backward runs; None outside of backward passes."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+
+
+def next_sequence_number() -> int:
+    """Return the number of this thread's next autograd node."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def sequence_number(node: Any) -> int:
+    """Return the position of an autograd node in its thread's order of creation; ``2**64 - 1`` for leaves."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def ranks_of_group(group: Any) -> tuple[int, ...]:
+    """The global ranks of a process group, in its order.
+
+    Args:
+        group: as operations are given it: its name, the group itself, or the group boxed for an operator.
+    """
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    elif not isinstance(group, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Which gradients DistributedDataParallel exchanges at once.
+
+    Args:
+        tensors: in the order in which they are put into buckets; those of one type go together.
+        limit: bytes at which a bucket is full.
+
+    Returns:
+        the positions of each bucket's tensors, in the order in which buckets get full.
+    """
+    positions = list(range(len(tensors)))
+    buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit], [False] * len(tensors), positions)
+    return [list(bucket) for bucket in buckets]
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Operator, with all its overloads -> floating-point operations, by its arguments and ``out_val``, its result."""
+    return dict(flop_registry)
+
+
+LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
+"""The operator that reads the value of a tensor of one element."""
+
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+)
+
+ATTENTION_BACKWARD = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward,
+)
+
+MATRIX_PRODUCTS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm, torch.ops.aten._int_mm)
+
+ADDED_PRODUCT = torch.ops.aten._addmm_activation
+"""Operators without a formula in ``flop_formulas``."""
+
+
+def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return the identity of a storage, which views share; of a tensor itself if it is not strided."""
+    if isinstance(holder, torch.Tensor):
+        return holder.untyped_storage()._cdata if holder.layout is torch.strided else id(holder)
+    return holder._cdata
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values of a COO tensor, coalesced or not."""
+    return tensor._indices(), tensor._values()
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator overload; None for another callable."""
+    return getattr(operator, "_schema", None)

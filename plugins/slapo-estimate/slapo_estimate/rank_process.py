@@ -1,0 +1,330 @@
+"""The process that simulates one rank: a process group without peers, tensors without memory, two training steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import linecache
+import logging
+import math
+import os
+import traceback
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core import Edit
+from slapo_core.errors import EstimateError, SlapoError
+from slapo_core.internals import buffers_of
+from slapo_estimate.attribution import Place, name_causes
+from slapo_estimate.private import (
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    attention_of_cuda,
+    tree_map_only,
+)
+from slapo_estimate.results import Assumptions, RankEstimate
+from slapo_estimate.roofline import TimeTracker
+from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
+from slapo_estimate.training_step import pipeline_of, train, train_stages
+from slapo_estimate.values import Unknown, Values, is_followed
+from slapo_runtime.batches import micro_batches
+from slapo_runtime.correspondence import Correspondence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from slapo_core import Schedule
+    from slapo_estimate.device import DeviceSpec
+    from slapo_estimate.source import Source
+
+
+def kinds_of_ranks(mesh: Mapping[str, int] | None) -> tuple[tuple[int, ...], ...]:
+    """Group the ranks of a mesh by kind, the kind of rank 0 first.
+
+    Layouts divide evenly, so that ranks along ``tp`` and ``dp`` hold shards of the same sizes; stages of ``pp`` differ.
+    """
+    sizes = dict(mesh or {})
+    kinds: dict[int, list[int]] = {}
+    for rank, place in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
+        kinds.setdefault(dict(zip(sizes, place, strict=True)).get("pp", 0), []).append(rank)
+    return tuple(tuple(ranks) for ranks in kinds.values())
+
+
+_HOME = torch.device("cpu")
+
+
+def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> None:
+    """Give every tensor of the scheduled model a fake one in its place; ties and layouts stay."""
+    correspondence, _ = Correspondence.of(schedule)
+    schedule._core.tree.tensors.keep_shapes(True)
+    edit = Edit(schedule._core.tree)
+    for live in correspondence.live():
+        node = schedule._core.tree.node(live.path)
+        install = edit.set_parameter if live.is_parameter else edit.set_buffer
+        install(node, live.own_name, _fake(live.tensor, mode, values))
+    for module in schedule.model.modules():
+        for name, buffer in buffers_of(module).items():  # those that no state dict has
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                buffers_of(module)[name] = _fake(buffer, mode, values)
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode, values: Values, assumptions: Assumptions) -> Any:
+    """``batch`` with fake tensors; integers that have no values get some."""
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        fake = _fake(tensor, mode, values)
+        if tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex():
+            assumptions.integers_are_one()
+            one = torch.ones((), dtype=tensor.dtype)
+            values.give(
+                fake, torch.ones_like(tensor, device="cpu") if is_followed(tensor) else one.expand(tensor.shape)
+            )
+        return fake
+
+    return tree_map_only(torch.Tensor, made, batch)
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: Values) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if tensor.is_meta:
+        fake: torch.Tensor = FakeTensor(mode, tensor.detach(), _HOME)
+    else:
+        fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+    if is_followed(tensor):
+        values.carry(tensor, fake)
+    return fake
+
+
+_OWN = [find_spec(name) for name in ("torch", *(f"slapo_{own}" for own in ("core", "estimate", "graph", "runtime")))]
+_NOT_THE_USERS = tuple(os.path.dirname(str(spec.origin)) + os.sep for spec in _OWN if spec is not None)
+
+
+def explained(error: Exception, *, doing: str, model: nn.Module | None) -> SlapoError:
+    """Turn an exception of a simulated step into an error that names module and line.
+
+    Args:
+        error: of the model, of torch, or of the user's functions.
+        doing: the phase, e.g. ``"a training step"``.
+        model: that is being trained; None before.
+    """
+    if isinstance(error, SlapoError):
+        return error
+    location, line = _where(error)
+    module = _module(error, model) if model is not None else None
+    where = f" in module '{module}'" if module else ""
+    where += f" (`{line}`)" if line else ""
+    if isinstance(error, Unknown):
+        return EstimateError(
+            f"the model reads values{where} that only a real run has: {error}",
+            path=module,
+            hint="integers are known where they follow from a batch with values, or from a buffer of a model with "
+            "values: pass a batch that is not on the meta device; floats are not known: leave out logging, or "
+            f"make the module independent of values, sch['{module or 'path'}'].replace(...)",
+            location=location,
+        )
+    if isinstance(error, UnsupportedOperatorException):
+        return EstimateError(
+            f"operator {error.func}{where} has no shape function for tensors without memory",
+            path=module,
+            hint="register it: torch.library.register_fake",
+            location=location,
+        )
+    return EstimateError(
+        f"{doing} raised {type(error).__name__}{where}: {error}",
+        path=module,
+        hint="slapo_core.verify(sch, batch) tells whether the model itself raises, or which step of the "
+        "schedule is to blame; if it trains on this batch, an operation of torch takes less without memory (grouped "
+        "products, as of experts: bfloat16 only)"
+        if model is not None
+        else None,
+        location=location,
+    )
+
+
+def _module(error: Exception, model: nn.Module) -> str | None:
+    """Return the path of the innermost module on the traceback."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        path = paths.get(id(frame.f_locals.get("self")))
+        found = path if path is not None else found
+    return found
+
+
+def _where(error: Exception) -> tuple[tuple[str, int] | None, str]:
+    """Return the last line of the traceback that is neither torch's nor slapo's, and its text."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if os.path.isfile(frame.filename) and not os.path.abspath(frame.filename).startswith(_NOT_THE_USERS):
+            return (frame.filename, frame.lineno or 0), linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return None, ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of one rank's process.
+
+    Args:
+        source: of the schedule.
+        mesh: sizes; None for one rank without a mesh.
+        rank: the global rank to simulate.
+        ranks: all ranks of its kind.
+        batch: as ``train_step`` takes it; its tensors may be on the meta device.
+        optimizer: as for ``build``.
+        loss: as for ``build``.
+        device: for the time.
+        accumulate: micro-batches of a step.
+        observer: makes one more observer, told last of every operation; its ``result()`` comes back with the estimate.
+        config: options of target ``"torch"``, as for ``build``.
+    """
+
+    source: Source
+    mesh: Mapping[str, int] | None
+    rank: int
+    ranks: tuple[int, ...]
+    batch: Any
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    device: DeviceSpec | None = None
+    accumulate: int = 1
+    observer: Callable[[Schedule, Trackers], Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The result of one rank's process.
+
+    Args:
+        estimate: of the simulated rank.
+        kinds: the ranks of the mesh, grouped by kind.
+        assumptions: as sentences.
+        waits: of the time of each other rank along ``pp``, the share that this one waits.
+    """
+
+    estimate: RankEstimate
+    kinds: tuple[tuple[int, ...], ...]
+    assumptions: tuple[str, ...]
+    waits: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trackers:
+    """The observers of a rank's steps.
+
+    Args:
+        place: phase and module of what runs.
+        memory: bytes held.
+        communication: collectives.
+        flops: of products.
+        time: by the roofline; None without a device.
+        others: those that the request asks for.
+        without_gradients: names of parameters that got none, though replicas exchange them.
+    """
+
+    place: Place
+    memory: MemoryTracker
+    communication: CollectiveTracker
+    flops: FlopTracker
+    time: TimeTracker | None
+    others: list[Any] = field(default_factory=list)
+    without_gradients: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, schedule: Schedule, request: Request) -> Trackers:
+        place = Place.of(schedule.model)
+        name_causes(schedule, place)
+        groups = MeshGroups(request.mesh or {}, request.rank)
+        communication, flops = CollectiveTracker(place, groups), FlopTracker()
+        time = None if request.device is None else TimeTracker(request.device, place, flops, communication)
+        trackers = cls(place, MemoryTracker(place), communication, flops, time)
+        if request.observer is not None:
+            trackers.others.append(request.observer(schedule, trackers))
+        return trackers
+
+    def observers(self) -> tuple[Observer, ...]:
+        """List the observers, which see every operation."""
+        time = () if self.time is None else (self.time,)
+        return (self.memory, self.communication, self.flops, *time, *self.others)
+
+    def spent(self) -> tuple[int, float]:
+        """Return floating-point operations and seconds of the step so far."""
+        return self.flops.total, 0.0 if self.time is None else self.time.seconds
+
+    def begin_step(self) -> None:
+        """Begin a step; the second one counts."""
+        for observer in self.observers():
+            observer.begin()
+
+    def result(self, request: Request) -> RankEstimate:
+        """Return the estimate of the rank."""
+        return RankEstimate(
+            request.rank,
+            request.ranks,
+            self.memory.peak,
+            self.flops.total,
+            self.communication.collectives,
+            None if self.time is None else self.time.seconds,
+            observed=next((one.result() for one in self.others), None),
+        )
+
+
+def simulate(request: Request) -> RankResult | SlapoError:
+    """Simulate the rank, in a process without process groups; return errors, as the user's."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would print exceptions
+    doing, model = "making the schedule", None
+    try:
+        world_size = math.prod(request.mesh.values()) if request.mesh else 1
+        if world_size > 1:
+            dist.init_process_group("fake", rank=request.rank, world_size=world_size, store=FakeStore())
+        schedule = request.source.schedule(request.mesh, request.batch)
+        doing = "cutting the batch"
+        pipeline = pipeline_of(schedule, request)
+        batches = pipeline.batches if pipeline is not None else micro_batches(request.batch, request.accumulate)
+        doing = "a training step"
+        assumptions = Assumptions()
+        assumptions.train(schedule.model)
+        assumptions.attention(request.device)
+        if pipeline is not None:
+            assumptions.pipeline(len(batches), request.mesh or {}, timed=request.device is not None)
+        elif (request.mesh or {}).get("dp", 1) > 1:
+            assumptions.replicas()
+        if request.device is not None:
+            assumptions.seconds(request.device)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        values = Values(mode)
+        without_memory(schedule, mode, values)
+        fakes = [fake_batch(batch, mode, values, assumptions) for batch in batches]
+        trackers = Trackers.of(schedule, request)
+        model = schedule.model
+        values.otherwise = lambda: assumptions.number() if trackers.place.step == "optimizer" else None
+        watched = dataclasses.replace(request, optimizer=assumptions.told_of(request.optimizer))
+        is_cuda = request.device is not None and request.device.type == "cuda"
+        with torch.compiler.set_stance("force_eager"), attention_of_cuda() if is_cuda else nullcontext():
+            if pipeline is None:
+                train(schedule, fakes, watched, mode, trackers, values)
+            else:
+                train_stages(schedule, pipeline, fakes, watched, mode, trackers, values)
+        assumptions.without_gradients(trackers.without_gradients)
+        waits = pipeline.share if pipeline is not None else 0.0
+        return RankResult(trackers.result(request), kinds_of_ranks(request.mesh), assumptions.found(), waits)
+    except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
+        fault = explained(error, doing=doing, model=model)
+        fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is
+        return fault
+
+
+def estimate_rank(request: Request) -> RankEstimate:
+    """Simulate the rank, and raise its error."""
+    result = simulate(request)
+    if isinstance(result, SlapoError):
+        raise result
+    return result.estimate

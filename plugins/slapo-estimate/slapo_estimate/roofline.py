@@ -1,0 +1,206 @@
+"""Seconds of a step by the roofline: an operation is bound by its products or by its bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import ArgumentError
+from slapo_estimate.private import schema_of, sparse_parts, tree_leaves
+from slapo_estimate.trackers import CollectiveTracker, FlopTracker, wait_operations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from slapo_estimate.attribution import Place
+    from slapo_estimate.device import DeviceSpec, Link
+    from slapo_estimate.results import Collective
+
+
+_FREE = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::lift_fresh",
+        "aten::set_",
+        "aten::resize_",
+    }
+)
+"""They touch no elements, as views do."""
+
+_PICKING = frozenset({"aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::take"})
+"""They read no more of their first argument than they give."""
+
+
+class TimeTracker:
+    """A clock for the device and one for each of its links; an observer, told after those that it asks.
+
+    An operation takes ``max(flops / peak, bytes / bandwidth) + launch``. A collective begins when its link is free, and
+    its wait operation ends when it is done. One without a wait operation, as of DistributedDataParallel,
+    overlaps the following operations, until the pass ends.
+
+    Args:
+        device: whose numbers count.
+        place: of the step.
+        flops: of the operation.
+        communication: its collectives.
+    """
+
+    def __init__(self, device: DeviceSpec, place: Place, flops: FlopTracker, communication: CollectiveTracker) -> None:
+        self._device, self._place, self._flops, self._communication = device, place, flops, communication
+        self._clock = 0.0
+        self._free_at: dict[str, float] = {}
+        self._step = ""
+        self._costs: dict[Any, Callable[[Any, Any, Any], float] | None] = {}
+        self._waits = wait_operations()
+
+    @property
+    def seconds(self) -> float:
+        """Of the step that began last."""
+        return max([self._clock, *self._free_at.values()])
+
+    def begin(self) -> None:
+        """Of a training step."""
+        self._clock = 0.0
+        self._free_at.clear()
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operation ran."""
+        if self._place.step != self._step:
+            self._step = self._place.step
+            self._clock = self.seconds
+        if func in self._waits:
+            self._clock = self.seconds
+            return
+        started = self._communication.last
+        if started:
+            for collective in started:
+                self._communicate(collective)
+            if not _is_asynchronous(func, args, kwargs):
+                self._clock = self.seconds
+            return
+        try:
+            bytes_of = self._costs[func]
+        except KeyError:
+            bytes_of = self._costs[func] = _cost(func)
+        if bytes_of is not None:
+            moving = bytes_of(args, kwargs, result) / self._device.bandwidth
+            computing = self._flops.last / self._peak(args) if self._flops.last else 0.0
+            self._clock += max(moving, computing) + self._device.launch
+
+    def _communicate(self, collective: Collective) -> None:
+        if collective.ranks > 1:
+            name, link = link_of(self._device, collective.mesh_dim)
+            begin = max(self._clock, self._free_at.get(name, 0.0))
+            self._free_at[name] = begin + collective_seconds(collective.kind, collective.bytes, collective.ranks, link)
+        self._clock += self._device.launch
+
+    def _peak(self, args: tuple[Any, ...]) -> float:
+        dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        name = str(dtype).removeprefix("torch.")
+        peak = self._device.flops.get(name)
+        if peak is None:
+            known = ", ".join(sorted(self._device.flops)) or "none"
+            raise ArgumentError(
+                f"device '{self._device.name}' has no flops for {name}, in which the model multiplies at "
+                f"'{self._place.module}'; it has {known}",
+                hint=f'DeviceSpec(..., flops={{..., "{name}": 1e12}})',
+            )
+        return peak
+
+
+def link_of(device: DeviceSpec, mesh_dim: str) -> tuple[str, Link]:
+    """The link of a mesh dimension, and its name; of flattened ones, the slowest.
+
+    Raises:
+        ArgumentError: the device has none.
+    """
+    names = [mesh_dim] if mesh_dim in device.links else mesh_dim.split("_")
+    found = [(name if name in device.links else "*", device.links.get(name) or device.links.get("*")) for name in names]
+    links = [(name, link) for name, link in found if link is not None]
+    if len(links) < len(names):
+        raise ArgumentError(
+            f"device '{device.name}' has no link for mesh_dim '{mesh_dim}'; it has "
+            + (", ".join(f"'{name}'" for name in device.links) or "none"),
+            hint=f'DeviceSpec(..., links={{"{mesh_dim or "*"}": Link(bandwidth=1e10, latency=1e-5)}})',
+        )
+    return min(links, key=lambda each: each[1].bandwidth)
+
+
+def collective_seconds(kind: str, size: int, ranks: int, link: Link) -> float:
+    """How long a collective takes in a ring.
+
+    Args:
+        kind: as of :class:`Collective`.
+        size: bytes that each rank gives.
+        ranks: of the group.
+        link: between neighbors.
+
+    Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH (2005), section 4.
+    """
+    others = ranks - 1
+    if others == 0:
+        return 0.0
+    messages, volume = {
+        "all_reduce": (2 * others, 2 * others / ranks * size),
+        "all_gather": (others, others * size),
+        "reduce_scatter": (others, others / ranks * size),
+        "all_to_all": (others, others / ranks * size),
+        "gather": (others, others * size),
+        "scatter": (others, others / ranks * size),
+        "broadcast": (others, size),
+        "reduce": (others, size),
+        "barrier": (2 * others, 0),
+        "send": (1, size),
+        "recv": (1, size),
+    }[kind]
+    return messages * link.latency + volume / link.bandwidth
+
+
+def _is_asynchronous(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the caller goes on while it runs: functional ones are waited for by an operation of its own."""
+    if func.namespace != "c10d":
+        return True
+    for place, argument in enumerate(schema_of(func).arguments):
+        if argument.name == "async_op":
+            return bool(args[place] if place < len(args) else kwargs.get("async_op", True))
+    return schema_of(func).name in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+
+
+def _cost(func: Any) -> Callable[[Any, Any, Any], float] | None:
+    """How many bytes an operation moves, by its arguments and its result; None if it touches no elements."""
+    schema = schema_of(func)
+    if schema is None:
+        return _moved
+    is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    if is_view or schema.name in _FREE or schema.name.startswith(("prim::", "aten::sym_")):
+        return None
+    return _picked if schema.name in _PICKING else _moved
+
+
+def _moved(args: Any, kwargs: Any, result: Any) -> float:
+    return _bytes(args) + _bytes(kwargs) + _bytes(result)
+
+
+def _picked(args: Any, kwargs: Any, result: Any) -> float:
+    return _bytes(args[1:]) + _bytes(kwargs) + 2 * _bytes(result)
+
+
+def _bytes(value: Any) -> int:
+    """Sum the bytes of all tensors; an expanded tensor counts as its storage."""
+    if isinstance(value, torch.Tensor):
+        return _size(value)
+    if isinstance(value, (tuple, list)):
+        return sum(map(_bytes, value))
+    return sum(map(_bytes, value.values())) if isinstance(value, dict) else 0
+
+
+def _size(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        return sum(map(_size, sparse_parts(tensor)))
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,148 @@
+"""What is sent to the process that simulates a rank: shapes instead of values, except for small integers."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from slapo_core import create_schedule
+from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
+from slapo_core.internals import buffers_of, parameters_of
+from slapo_estimate.private import tree_map_only
+from slapo_estimate.values import Following, is_followed
+from slapo_runtime.schedule_copies import Sent, sent
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
+
+def stripped(modules: Iterable[nn.Module]) -> None:
+    """Move parameters and buffers to the meta device; ties stay, also between the modules.
+
+    Args:
+        modules: copies, whose tensors may share memory with others; not changed in place.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that its id stays its own
+    for root in modules:
+        for module in root.modules():
+            for table in (parameters_of(module), buffers_of(module)):
+                for name, tensor in table.items():
+                    if tensor is None or nn.parameter.is_lazy(tensor):
+                        continue
+                    if id(tensor) not in made:
+                        made[id(tensor)] = (tensor, _without_values(tensor))
+                    table[name] = made[id(tensor)][1]  # type: ignore[assignment]
+
+
+def sendable_batch(batch: Any) -> Any:
+    """Move the tensors of a batch to the meta device, except small integer ones."""
+    batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding
+    return tree_map_only(torch.Tensor, _without_values, batch)
+
+
+def require_sendable(name: str, value: Any, instead: str) -> None:
+    """
+    Args:
+        name: of the argument.
+        value: of the argument.
+        instead: the corrected argument.
+
+    Raises:
+        SerializationError: pickle refuses the value, so that it cannot be given to another process.
+    """
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # pickle raises several kinds, and whatever __reduce__ raises
+        raise SerializationError(
+            f"estimate simulates each kind of rank in a process of its own, but {name} cannot be sent there: {error}",
+            hint=f"{instead}, of functions at the top level of a module (no lambda, nothing inside of a function)",
+        ) from error
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    if is_followed(tensor):
+        return tensor.detach().cpu()
+    with torch.no_grad():
+        strided = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        made = (
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            if strided
+            else tensor.detach().to("meta")
+        )
+    if not isinstance(tensor, nn.Parameter):
+        return made.requires_grad_(tensor.requires_grad)
+    parameter = nn.Parameter(made, tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+class Source(Protocol):
+    """Makes the schedule in another process."""
+
+    def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
+        """Make the schedule for this process's rank."""
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Makes a schedule from functions, which are sent by name.
+
+    Args:
+        make_model: gives the model; it is called under ``torch.device("meta")``.
+        apply: is given the default schedule, and applies steps to it.
+        arguments: further arguments of ``apply``.
+    """
+
+    make_model: Callable[[], nn.Module]
+    apply: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+    def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
+        with torch.device("meta"), Following():
+            model = self.make_model()
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(
+                f"make_model() must return a torch.nn.Module (got {type(model).__name__})",
+                hint="estimate_functions(make_model, schedule, batch)",
+            )
+        schedule = create_schedule(model, mesh=mesh, example_inputs=example_inputs)
+        self.apply(schedule, *self.arguments)
+        return schedule
+
+
+def of_schedule(schedule: Schedule) -> Sent:
+    """Make a source of the reference model without memory and the steps; the schedule is only read.
+
+    Raises:
+        SealedError: the originals were dropped.
+        SerializationError: a step cannot be sent to another process.
+        EstimateError: a lazy module has not been run yet.
+    """
+    instead = "estimate_functions(make_model, schedule, batch), with functions at the top level of a module"
+    lazy = [name for name, parameter in schedule.model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise EstimateError(
+            f"'{lazy[0]}' of a lazy module has no shape before the model has been called once",
+            hint="model(batch) before sch.estimate(...)",
+        )
+    try:
+        found = sent(schedule, strip=stripped)
+    except SealedError as error:
+        raise SealedError(
+            "estimate repeats the steps on the reference model, which was dropped when the schedule was sealed",
+            hint=f"call sch.estimate(...) before build() or seal(), or {instead}",
+        ) from error
+    except SerializationError as error:
+        raise SerializationError(
+            f"estimate repeats the schedule in another process, but {error.message}",
+            hint=f"{error.hint}; or {instead}" if error.hint else instead,
+        ) from error
+    return dataclasses.replace(found, example_inputs=sendable_batch(found.example_inputs))

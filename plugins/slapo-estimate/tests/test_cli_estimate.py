@@ -1,0 +1,186 @@
+"""``slapo estimate`` and ``slapo device``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from slapo_core.cli.main import make_app
+from slapo_core.errors import ArgumentError
+from slapo_estimate.device import DEVICES, DeviceSpec, Link
+from slapo_estimate.device_benchmark import measure_device
+from tests.messages import Messages
+
+MODULE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x, mask):
+        for layer in self.layers:
+            x = layer(x)
+        return x[mask.bool()].sum()
+
+def make_model():
+    return Model()
+
+def schedule(sch):
+    sch["layers.0"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["layers.1"].shard("weight", axis=1).sync("forward")
+
+def make_pair():
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+def cut(sch):
+    sch["0"].pipeline_split()
+
+def mean(output, batch):
+    return output.mean()
+
+def loss(output, batch):
+    return output
+
+def nothing_made():
+    return None
+
+def batch():
+    return {"x": torch.ones(4, 16), "mask": torch.ones(4, dtype=torch.long)}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "tiny_estimated.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("tiny_estimated", None)
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(make_app(), list(words))
+
+
+ESTIMATE = ("estimate", "tiny_estimated:make_model", "--loss", "tiny_estimated:loss")
+BATCH = ("--batch", "x=4x16:float32", "--batch", "mask=4:int64")
+
+
+@pytest.mark.slow
+def test_an_estimate_is_printed_as_tables_and_as_json(here: Path) -> None:
+    words = (*ESTIMATE, "--schedule", "tiny_estimated:schedule", "--mesh", "dp=2,tp=2", *BATCH, "--device", "h100")
+    done = run(*words, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["mesh"] == {"dp": 2, "tp": 2}
+    (kind,) = found["kinds"]
+    assert kind["ranks"] == [0, 1, 2, 3]
+    half = 16 * 8 * 4
+    assert kind["memory"]["parameters"] == half + 8 * 4 + half + 16 * 4
+    assert kind["memory"]["optimizer"] == 2 * kind["memory"]["parameters"] + 4 * 4  # and AdamW's count of steps
+    assert [(each["kind"], each["mesh_dim"], each["bytes"], each["module"]) for each in kind["collectives"]] == [
+        ("all_reduce", "tp", 4 * 16 * 4, "layers.1"),
+        ("all_reduce", "dp", kind["memory"]["parameters"], "layers.0"),
+    ]
+    assert kind["flops"] == 2 * (4 * 16 * 8) * (2 + 3)  # the first layer's input has no gradient
+    assert 0 < found["time"] < 0.01
+    shown = run(*words)
+    assert "total" in shown.stdout
+    assert "all_reduce  tp        2      forward   1      256B     layers.*  sync('forward')" in shown.stdout
+    assert "estimating: a training step on {'dp': 2, 'tp': 2}" in shown.stderr
+    assert run(*words, "--each").stdout.count("#4 sync('forward') at 'layers.1'") == 1
+
+
+@pytest.mark.slow
+def test_the_micro_batches_of_a_pipeline_are_given_and_said(here: Path) -> None:
+    words = ("estimate", "tiny_estimated:make_pair", "--schedule", "tiny_estimated:cut")
+    words = (*words, "--loss", "tiny_estimated:mean", "--mesh", "pp=2", "--batch", "input=8x16:float32")
+    for given, number in ((), 2), (("--microbatches", "4"), 4):
+        done = run(*words, *given)
+        assert done.exit_code == 0, done.output
+        said = f"assumption: a step of the pipeline has {number} micro-batches (microbatches={number})"
+        assert said in done.stdout
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
+    done = run(*ESTIMATE, "--batch", "tiny_estimated:batch", "--optimizer", "SGD", "--memory", "1KiB")
+    assert done.exit_code == 1
+    assert "error: the step needs" in done.stderr
+    assert "more than 1KiB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        (("estimate", "nowhere:make_model", *BATCH), "module 'nowhere' not found"),
+        (("estimate", "tiny_estimated:nothing", *BATCH), "'tiny_estimated' has no function 'nothing'"),
+        (("estimate", "tiny_estimated", *BATCH), "MODULE:FUNCTION"),
+        ((*ESTIMATE, "--mesh", "dp8", *BATCH), "'dp8' is not of the form"),
+        ((*ESTIMATE, "--batch", "x=4,16"), "'x=4,16' is neither"),
+        ((*ESTIMATE, "--batch", "x=4x16:float31"), "no dtype 'float31'"),
+        ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "no optimizer 'Adem'"),
+        ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "'dp=0' is not of the form"),
+        ((*ESTIMATE, *BATCH, "--memory", "70G"), 'memory="70GiB"'),
+        ((*ESTIMATE, *BATCH, "--timeout", "0"), "equal to 1"),
+        ((*ESTIMATE, "--batch", "tiny_estimated:nothing_made"), "gives None"),
+        (ESTIMATE, "e.g. --batch input_ids=4x512:int64"),
+    ],
+)
+def test_a_wrong_call_is_said_so(here: Path, words: tuple[str, ...], word: str) -> None:
+    """In a frame that typer draws, as wide as the terminal."""
+    done = run(*words)
+    assert done.exit_code == 2
+    assert word in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Path, message: Messages) -> None:
+    file = tmp_path / "device.json"
+    whole = DEVICES["h100"].to_json()
+    file.write_text(json.dumps(whole))
+    assert DeviceSpec.from_json(file) == DEVICES["h100"]
+    assert json.loads(run("device", "show", str(file), "--json").stdout) == whole
+    assert "links of tp" in run("device", "show", "h100").stdout
+    for change, *words in (
+        ({"bandwidth": 0}, "'bandwidth'", "got 0"),
+        ({"bandwidth": True}, "'bandwidth'", "got True"),
+        ({"launch": float("nan")}, "'launch'", "got nan"),
+        ({"flops": {"float32": "fast"}}, "'flops.float32'", "got 'fast'"),
+        ({"links": {"tp": {"bandwidth": 1}}}, "no 'links.tp.latency'"),
+        ({"memory": "80GiB"}, "'memory'", "got '80GiB'"),
+        ({"speed": 1}, "unknown key 'speed'"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            DeviceSpec.from_json({**whole, **change})
+        message(caught, *words)
+    file.write_text("{")
+    with pytest.raises(ArgumentError, match="is not a device"):
+        DeviceSpec.from_json(file)
+    del whole["flops"]
+    with pytest.raises(ArgumentError) as caught:
+        DeviceSpec.from_json(whole)
+    message(caught, "no 'flops'")
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(message: Messages) -> None:
+    told: list[str] = []
+    device = measure_device(ranks=2, dtypes=("float32",), size=64, tell=told.append)
+    assert told == ["products in float32", "memory", "launches", "links of 2 ranks"]
+    assert device.flops["float32"] > 1e6
+    assert device.bandwidth > 1e6
+    assert 0 < device.launch < 1
+    assert isinstance(device.links["*"], Link)
+    assert DeviceSpec.from_json(json.loads(json.dumps(device.to_json()))) == device
+    with pytest.raises(ArgumentError) as caught:
+        measure_device(dtypes=("float31",))
+    message(caught, "dtypes", "got float31")

@@ -1,0 +1,174 @@
+"""Floating-point operations and seconds, held to torch's count and to numbers worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import slapo_core as slapo
+from slapo_core.errors import ArgumentError
+from slapo_estimate.device import DeviceSpec, Link
+from slapo_estimate.private import FakeTensorMode
+from slapo_estimate.rank_process import RankResult, Request, simulate
+from slapo_estimate.roofline import collective_seconds, link_of
+from slapo_estimate.source import Functions
+from slapo_estimate.trackers import FlopTracker, Watch
+from slapo_estimate.values import Values
+from tests.messages import Messages
+
+
+def counted(run: Callable[[], Any]) -> int:
+    """By our tracker, without memory; a gradient is asked of everything."""
+    tracker = FlopTracker()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, Watch((tracker,), Values(mode)):
+        tracker.begin()
+        run().sum().backward()
+    return tracker.total
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, requires_grad=True)
+
+
+def images() -> torch.Tensor:
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2, stride=2))
+    return layers(tensor(2, 3, 10, 10))
+
+
+def recomputed() -> torch.Tensor:
+    layers = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6), nn.Tanh())
+    return checkpoint(layers, tensor(4, 6), use_reentrant=False)
+
+
+def products() -> torch.Tensor:
+    return torch.einsum("bij,bjk->bik", tensor(3, 4, 5), tensor(3, 5, 6)).baddbmm(tensor(3, 4, 7), tensor(3, 7, 6))
+
+
+@pytest.mark.parametrize("run", [images, recomputed, products])
+def test_operations_are_those_that_torch_counts(run: Callable[[], Any]) -> None:
+    with FlopCounterMode(display=False) as judge:
+        run().sum().backward()
+    assert counted(run) == judge.get_total_flops() > 0
+
+
+def test_recomputed_operations_count_twice() -> None:
+    product = 2 * 4 * 6 * 10
+    assert counted(recomputed) == 2 * product + 2 * product + 4 * product
+
+
+def test_attention_on_a_cpu_counts() -> None:
+    """Scores and values: two products forward; five backward, with the scores again. Torch counts none of them."""
+    batch, heads, length, size = 2, 3, 8, 16
+
+    def run() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*(tensor(batch, heads, length, size) for _ in range(3)))
+
+    assert counted(run) == (2 + 5) * 2 * batch * heads * length * length * size
+
+
+def test_groups_of_a_convolution_count_as_groups() -> None:
+    forward = 2 * 2 * 10 * 10 * 8 * (4 // 2) * 3 * 3
+    conv = nn.Conv2d(4, 8, 3, padding=1, groups=2)
+    assert counted(lambda: conv(tensor(2, 4, 10, 10))) == 3 * forward
+
+
+def test_grouped_products_count() -> None:
+    def run() -> torch.Tensor:
+        offsets = torch.tensor([16, 48, 64], dtype=torch.int32)
+        a, b = torch.ones(64, 32, dtype=torch.bfloat16), torch.ones(3, 32, 16, dtype=torch.bfloat16)
+        return torch._grouped_mm(a, b, offs=offsets).float() * tensor(1)
+
+    assert counted(run) == 2 * 64 * 32 * 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.bias = nn.Linear(8, 8), nn.Parameter(torch.zeros(1, 1, 64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(self.proj(x), x, x, self.bias).sum()
+
+
+def test_attention_is_played_in_the_kernels_of_the_device() -> None:
+    """On a CPU a bias that needs a gradient takes scores, weights and their products one by one, and keeps matrices."""
+    matrix = 4 * 2 * 3 * 64 * 64
+    kept = {}
+    for kind in ("cpu", "cuda"):
+        device = DeviceSpec("f", {"float32": 1e9}, bandwidth=1e9, launch=0.0, type=kind)
+        request = Request(Functions(Attention, nothing), None, 0, (0,), torch.ones(2, 3, 64, 8), None, itself, device)
+        played = simulate(request)
+        assert isinstance(played, RankResult)
+        kept[kind] = played.estimate.memory.activations
+        assert ("memory-efficient" in " ".join(played.assumptions)) == (kind == "cuda")
+    assert kept["cuda"] < matrix < kept["cpu"]
+
+
+def nothing(sch: slapo.Schedule) -> None:
+    """No step."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).sum()
+
+
+def itself(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output
+
+
+def seconds(device: DeviceSpec, **options: Any) -> float:
+    sch = slapo.create_schedule(Layer(), example_inputs=torch.ones(8, 32), **options)
+    time = slapo.estimate(sch, loss=itself, device=device).time
+    assert time is not None
+    return time
+
+
+@pytest.mark.ranks
+def test_seconds_are_those_of_the_slower_of_products_and_memory() -> None:
+    product = 2 * 8 * 32 * 64
+    slow_products = DeviceSpec("a", {"float32": 1e6}, bandwidth=1e30, launch=0.0)
+    assert seconds(slow_products) == pytest.approx(2 * product / 1e6)  # forward, and the gradient of the weight
+    slow_memory = DeviceSpec("b", {"float32": 1e30}, bandwidth=1e6, launch=0.0)
+    x, weight, y = 8 * 32 * 4, 32 * 64 * 4, 8 * 64 * 4
+    # product, sum; ones for the loss; product with the gradient of y, one element spread out
+    moved = (x + weight + y) + (y + 4) + (4 + 4) + (4 + x + weight)
+    assert seconds(slow_memory) == pytest.approx(moved / 1e6)
+    slow_launch = DeviceSpec("c", {"float32": 1e30}, bandwidth=1e30, launch=1.0)
+    assert seconds(slow_launch) == pytest.approx(4.0)
+
+
+@pytest.mark.ranks
+def test_replicas_exchange_gradients_beside_the_backward_pass_and_not_beyond_it() -> None:
+    """One bucket of 8 KiB over two ranks: a half there and a half back, after the only gradient."""
+    device = DeviceSpec("d", {"float32": 1e30}, bandwidth=1e30, launch=0.0, links={"dp": Link(1e3, 0.5)})
+    assert seconds(device, mesh={"dp": 2}) == pytest.approx(2 * 0.5 + 32 * 64 * 4 / 1e3)
+
+
+def test_collectives_take_what_a_ring_does() -> None:
+    link = Link(bandwidth=100.0, latency=0.5)
+    assert collective_seconds("all_reduce", 800, 4, link) == pytest.approx(6 * 0.5 + 1.5 * 800 / 100)
+    assert collective_seconds("all_gather", 200, 4, link) == pytest.approx(3 * 0.5 + 3 * 200 / 100)
+    assert collective_seconds("reduce_scatter", 800, 4, link) == pytest.approx(3 * 0.5 + 0.75 * 800 / 100)
+    assert collective_seconds("send", 800, 4, link) == pytest.approx(0.5 + 8)
+    assert collective_seconds("all_reduce", 800, 1, link) == 0.0
+
+
+def test_links_and_types_that_a_device_does_not_have_are_named(message: Messages) -> None:
+    device = DeviceSpec("e", {"float32": 1e9}, 1e9, 0.0, links={"tp": Link(1e9, 0.0), "dp": Link(1e8, 0.0)})
+    assert link_of(device, "dp_tp") == ("dp", Link(1e8, 0.0))
+    with pytest.raises(ArgumentError) as caught:
+        link_of(device, "cp")
+    message(caught, "'cp'", "it has 'tp', 'dp'")

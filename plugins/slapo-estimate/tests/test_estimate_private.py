@@ -1,0 +1,157 @@
+"""The private names of torch exist, and behave as slapo_estimate expects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from slapo_estimate import private
+from slapo_estimate.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    attention_of_cuda,
+    bucket_assignment,
+    current_autograd_node,
+    flop_formulas,
+    is_traceable_wrapper_subclass,
+    next_sequence_number,
+    unset_fake_temporarily,
+)
+from slapo_runtime.launcher import run_process
+from tests.support.private_names import private_names
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    assert private_names(Path(private.__file__).parent) == []
+
+
+def test_autograd_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    number = next_sequence_number()
+    y = weight * 2
+    assert y.grad_fn is not None
+    assert (private.sequence_number(y.grad_fn), next_sequence_number()) == (number, number + 1)
+    leaf = y.grad_fn.next_functions[0][0]
+    assert private.sequence_number(leaf) == 2**64 - 1
+    assert leaf.variable is weight
+    seen = []
+    y.register_hook(lambda grad: seen.append(current_autograd_node()))
+    y.sum().backward()
+    assert current_autograd_node() is None
+    assert seen[0] is not None
+
+
+def test_tensors_without_memory_raise_where_values_are_asked_for() -> None:
+    with FakeTensorMode() as mode:
+        x = torch.ones(4)
+        assert type(x) is FakeTensor
+        with pytest.raises(DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(DynamicOutputShapeException):
+            x.nonzero()
+        with unset_fake_temporarily():
+            assert type(torch.ones(1)) is torch.Tensor
+        assert mode.from_tensor(torch.ones(3)).untyped_storage().nbytes() == 12
+
+        @torch.library.custom_op("slapo_tests::without_shape", mutates_args=())
+        def without_shape(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        with pytest.raises((UnsupportedOperatorException, RuntimeError), match="without_shape"):
+            without_shape(x)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "bias"])
+def test_attention_of_cuda_keeps_no_matrix_and_gives_a_bias_its_gradient(mask: str) -> None:
+    """Each head of two samples: 64 queries, 64 keys, of size 8."""
+    with FakeTensorMode():
+        query, key, value = (torch.randn(2, 4, 64, 8, requires_grad=True) for _ in range(3))
+        bias = torch.randn(1, 4, 64, 64, requires_grad=True)
+        masks = {"none": None, "bool": torch.ones(2, 1, 1, 64, dtype=torch.bool), "bias": bias}
+        kept: list[tuple[int, ...]] = []
+        with attention_of_cuda(), saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+            output = F.scaled_dot_product_attention(query, key, value, masks[mask], dropout_p=0.1)
+        output.sum().backward()
+    assert output.shape == query.shape == query.grad.shape  # type: ignore[union-attr]
+    assert (bias.grad is None) == (mask != "bias")
+    assert bias.grad is None or bias.grad.shape == bias.shape
+    matrices = [shape for shape in kept if shape[-2:] == (64, 64)]
+    assert len(matrices) == (mask != "none")  # what is added, and nothing per score
+
+
+def test_attention_is_torch_s_own_behind_attention_of_cuda_and_where_its_operator_does_not_fit() -> None:
+    query = torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True)
+    expected = F.scaled_dot_product_attention(query, query, query)
+    with attention_of_cuda():
+        assert torch.equal(F.scaled_dot_product_attention(query, query, query), expected)
+    query = query.detach().float().requires_grad_()
+    assert "ForCpu" in type(F.scaled_dot_product_attention(query, query, query).grad_fn).__name__
+
+
+@pytest.mark.ranks
+def test_the_fake_group_has_ranks_that_do_not_answer() -> None:
+    assert run_process(_sum_of_nobody, timeout=60.0) == (3, 8, [1.0, 1.0])
+
+
+def _sum_of_nobody() -> tuple[int, int, list[float]]:
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), x.tolist()
+
+
+def test_operators_have_formulas_of_their_operations() -> None:
+    a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
+    assert flop_formulas()[torch.ops.aten.mm](a, b, out_val=a @ b) == 2 * 3 * 4 * 5
+    assert not is_traceable_wrapper_subclass(a)
+
+
+def test_buckets_of_gradients_get_full_at_the_limit() -> None:
+    tensors = [torch.empty(4) for _ in range(3)]
+    assert bucket_assignment(tensors, 32) == [[0, 1], [2]]
+
+
+def test_operators_without_a_formula_exist_and_have_schemas() -> None:
+    operators = (*private.ATTENTION, *private.ATTENTION_BACKWARD, *private.MATRIX_PRODUCTS, private.ADDED_PRODUCT)
+    assert not {*operators} & {*flop_formulas()}
+    for operator in operators:
+        assert private.schema_of(operator.default).arguments
+        assert operator.default.overloadpacket is operator
+    assert private.schema_of(len) is None
+
+
+def test_tensors_name_their_storage_and_sparse_ones_have_two_parts() -> None:
+    x = torch.ones(4)
+    assert private.storage_id(x[1:]) == private.storage_id(x.untyped_storage()) != private.storage_id(torch.zeros(4))
+    sparse = x.to_sparse()
+    assert private.storage_id(sparse) == id(sparse)
+    assert [part.tolist() for part in private.sparse_parts(sparse)] == [[[0, 1, 2, 3]], [1.0] * 4]
+
+
+@pytest.mark.ranks
+def test_ranks_of_a_group_are_found_by_its_name_too() -> None:
+    assert run_process(_ranks_of_a_fake_group, timeout=60.0) == [tuple(range(8))] * 2
+
+
+def _ranks_of_a_fake_group() -> list[tuple[int, ...]]:
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    group = dist.group.WORLD
+    assert group is not None
+    return [private.ranks_of_group(group), private.ranks_of_group(group.group_name)]
+
+
+def test_trees_are_flattened_and_mapped() -> None:
+    leaves, spec = private.tree_flatten({"a": [1, (2,)]})
+    assert leaves == private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert private.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
+    assert private.tree_map_only(int, lambda value: -value, ["x", 1]) == ["x", -1]

@@ -1,0 +1,125 @@
+"""Call arguments: bound to the forward's parameters, and their input signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from slapo_graph.structure import children, is_plain
+
+
+class MISSING:
+    """Marks an omitted argument."""
+
+
+class Parameters:
+    """The parameters of a forward, without the module itself.
+
+    Args:
+        forward: takes the module first.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.signature = inspect.signature(forward)
+        self.itself, *names = self.signature.parameters
+        self.names = tuple(names)
+        parameters = [self.signature.parameters[name] for name in names]
+        simple = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        has_rest = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+        plain = parameters[:-1] if has_rest else parameters
+        self._is_simple, self._has_rest = all(parameter.kind in simple for parameter in plain), has_rest
+        self._plain = tuple(parameter.name for parameter in plain)
+        self._positional = sum(parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in plain)
+        self._required = frozenset(
+            number for number, parameter in enumerate(plain) if parameter.default is inspect.Parameter.empty
+        )
+
+    def bind(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return one value per parameter, in their order; :class:`MISSING` for an omitted one.
+
+        Raises:
+            TypeError: as a call of the forward would.
+        """
+        if self._is_simple and len(args) <= self._positional:
+            rest = dict(kwargs)
+            values = [*args, *[rest.pop(name, MISSING) for name in self._plain[len(args) :]]]
+            is_complete = all(values[number] is not MISSING for number in self._required)
+            if is_complete and not rest:
+                return (*values, MISSING) if self._has_rest else tuple(values)
+            if is_complete and self._has_rest and rest.keys().isdisjoint(self._plain):
+                return (*values, rest)
+        bound = self.signature.bind(module, *args, **kwargs).arguments
+        return tuple([bound.get(name, MISSING) for name in self.names])
+
+
+def call_of(signature: inspect.Signature, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return a call's positional and keyword arguments, without the module, as callers write them.
+
+    What has a default goes by keyword: wrappers around a forward look for it there.
+
+    Args:
+        signature: of a forward; its first parameter is the module.
+        values: by parameter, without omitted ones.
+    """
+    parameters = [parameter for parameter in list(signature.parameters.values())[1:] if parameter.name in values]
+    has_rest = any(parameter.kind is parameter.VAR_POSITIONAL and values[parameter.name] for parameter in parameters)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for parameter in parameters:
+        value = values[parameter.name]
+        is_either = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if parameter.kind is parameter.VAR_KEYWORD:
+            kwargs.update(value)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            args += value
+        elif parameter.kind is parameter.POSITIONAL_ONLY or (
+            is_either and (has_rest or parameter.default is parameter.empty)
+        ):
+            args.append(value)
+        else:
+            kwargs[parameter.name] = value
+    return args, kwargs
+
+
+def form(value: Any) -> Any:
+    """Return an argument's input signature: hashable, equal for calls that one recording is valid for.
+
+    The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
+    None; the shape of containers.
+    """
+    if value is None or value is MISSING:
+        return value
+    if isinstance(value, torch.Tensor):
+        return (torch.Tensor, value.dtype, value.dim(), value.device.type)
+    cls = type(value)
+    if cls is int or cls is float:
+        return cls
+    if cls is bool or cls is str:
+        return (cls, value)
+    parts = children(value)
+    if parts is not None:
+        return (cls, tuple([(key, form(part)) for _, key, part in parts]))
+    return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
+
+
+def forms(values: tuple[Any, ...]) -> Any:
+    """Return the input signatures of a call's arguments, and which of their tensors are the same: ``f(x, x)``."""
+    own = tuple([form(value) for value in values])
+    tensors: list[int] = []
+    _collect(values, tensors)
+    if len(tensors) < 2 or len(set(tensors)) == len(tensors):
+        return own, None
+    return own, tuple([tensors.index(tensor) for tensor in tensors])
+
+
+def _collect(values: Any, tensors: list[int]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(id(value))
+        elif value is not None and type(value) not in (bool, int, float, str):
+            parts = children(value)
+            if parts is not None:
+                _collect([part for _, _, part in parts], tensors)

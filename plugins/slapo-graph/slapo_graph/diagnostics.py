@@ -1,0 +1,122 @@
+"""Locations in the model, texts of values, and errors of recordings."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import magic_methods
+
+from slapo_core.errors import SlapoError, TraceError
+from slapo_graph.protocol import Location, Tracer, Untraceable
+
+# Where in the model's source a recorded call was written.
+
+_OWN = [find_spec(f"slapo_{name}") for name in ("core", "estimate", "graph", "runtime", "verify")]
+_NOT_THE_MODEL = (
+    str(Path(torch.__file__).parent),
+    *(str(Path(spec.origin).parent) + os.sep for spec in _OWN if spec is not None and spec.origin),
+    "<",
+)
+
+
+def is_of_the_model(file: str) -> bool:
+    """Return whether a source file is neither torch's nor slapo's."""
+    return not file.startswith(_NOT_THE_MODEL)
+
+
+def model_location() -> Location:
+    """Return the innermost line of the call stack outside of torch and slapo."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_the_model(file):
+            return file, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return "<unknown>", 0
+
+
+def first_line(function: Callable[..., Any]) -> Location | None:
+    """Return the location of a function's source; None if it is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+# What a node of a graph computes, as the model's author might have written it; for messages.
+
+SIGNS = {
+    getattr(operator, name): template.split()[1]
+    for name, template in magic_methods.items()
+    if hasattr(operator, name) and template.startswith("{} ")
+}
+
+
+def expression(value: Any, *, depth: int = 6) -> str:
+    """``value`` (a node or a constant) in Python, e.g. ``"x.shape[1] > 4"``; deeper parts by their names only."""
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    if depth == 0 or value.op in ("placeholder", "call_module", "output"):
+        return str(value)
+    if value.op == "get_attr":
+        return f"self.{value.target}"
+    parts = [expression(argument, depth=depth - 1) for argument in value.args]
+    if value.op == "call_method":
+        return f"{parts[0]}.{value.target}({', '.join(parts[1:])})"
+    if value.target in SIGNS and len(parts) == 2:
+        left, right = (f"({part})" if " " in part else part for part in parts)
+        return f"{left} {SIGNS[value.target]} {right}"
+    if value.target is operator.getitem:
+        return f"{parts[0]}[{parts[1]}]"
+    if value.target is getattr:
+        return f"{parts[0]}.{value.args[1]}"
+    return f"{getattr(value.target, '__name__', value.target)}({', '.join(parts)})"
+
+
+# The error for a module that cannot be traced.
+
+_HINT = "trace a narrower node, or name the module that does this in leaves= (with flatten=True)"
+
+_CACHE_HINT = (
+    "call the model with use_cache=False (or set model.config.use_cache = False); for generate() with a cache, do not "
+    "trace the module that fills it"
+)
+
+
+def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
+    """Convert a tracer's exception to an error with location, reason and hint.
+
+    Args:
+        error: from :meth:`Tracer.trace`.
+        tracer: that raised it.
+        path: of the traced module.
+    """
+    where = f"'{path}'" if path else "the root"
+    if isinstance(error, Untraceable):
+        message = f"{where} cannot be traced (tracer '{tracer.name}'): it {error.problem}"
+        cache = _CACHE_HINT if re.search(r"\bof a \w*Cache$|into a \w*Cache$", error.problem) else None
+        return TraceError(message, path=path, location=error.location, hint=error.hint or cache or _HINT)
+    if isinstance(error, SlapoError):
+        return error
+    return TraceError(
+        f"{where} cannot be traced: run by tracer '{tracer.name}', on tensors without values, it raises "
+        f"{type(error).__name__}: {error}",
+        path=path,
+        location=_raised_at(error),
+        hint=_HINT,
+    )
+
+
+def _raised_at(error: Exception) -> Location | None:
+    """Return the innermost line of the model in the traceback."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next(((file, line) for file, line in reversed(frames) if is_of_the_model(file)), None)

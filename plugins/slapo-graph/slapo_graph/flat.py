@@ -1,0 +1,262 @@
+"""Flat recordings of a module, for plugins that partition its graph.
+
+:func:`flat` records what a module computes, with a rule of which modules below stay calls, and keeps what the run
+showed about every node. :func:`compiled` makes a function of a graph that was built of its nodes. What the graph takes
+for granted is in it as calls of ``check``, and in :meth:`FlatGraph.require`, which whoever runs it calls before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.errors import GuardError
+from slapo_core.internals import forwards, module_index
+from slapo_core.observers import PATCHING
+from slapo_graph.diagnostics import refusal
+from slapo_graph.examples import copied_model
+from slapo_graph.fake import FakeMode
+from slapo_graph.guards import Checks, describe, fingerprint
+from slapo_graph.leaves import inlined_modules
+from slapo_graph.match import Graph
+from slapo_graph.private import buffers_of, write_count
+from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
+from slapo_graph.reads import GlobalNames
+from slapo_graph.recording import Notes, left
+from slapo_graph.regions import set_state, state
+from slapo_graph.session import buffers_kept, refusing_changes
+from slapo_graph.specialization import compiled
+from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
+from slapo_graph.traced import TracedForward
+from slapo_graph.tracer import RecordTracer, after_first_call, recorded
+
+__all__ = [
+    "FakeMode",
+    "FlatGraph",
+    "GuardViolation",
+    "Opaque",
+    "check",
+    "children",
+    "compiled",
+    "concrete",
+    "copied_model",
+    "flat",
+    "is_merely_traced",
+    "is_plain",
+    "is_rewritten",
+    "left",
+    "rebuild",
+    "set_state",
+    "state",
+]
+
+_HINT = "recreate the stages after such a change"
+
+
+class FlatGraph:
+    """Hold the recorded graph of a module.
+
+    Attributes:
+        module: the recorded one.
+        graph: its placeholders are the captured tensors, and then the arguments that were given. ``left(path)`` stands
+            where a call of a module ended that was looked into.
+        captured: tensors from elsewhere, which the graph holds itself.
+        guards: numbered as the calls of ``check`` have them; :meth:`guard` adds one.
+        values: of nodes, as far as they are known: tensors (without values, mostly), numbers, containers, ``Opaque``.
+        writes: for nodes that change arguments of theirs in place: which.
+        storages: for nodes that give tensors: equal numbers for those that share memory.
+        written: buffers of the module, and of those below, that the run wrote to, by name.
+        inlined: the modules whose own code is part of the graph, by path.
+        state: gradients and autocast, as they were outside of the recording.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        recorded: Recorded,
+        notes: Notes,
+        *,
+        surroundings: tuple[Flag, ...],
+        written: frozenset[str],
+        inlined: Mapping[str, nn.Module],
+        meta_device: torch.device | None = None,
+    ) -> None:
+        self.module, self.graph, self.captured = module, recorded.graph, recorded.captured
+        self.guards = list(recorded.guards)
+        self.values, self.writes, self.storages = notes.values, notes.writes, notes.storages
+        self.written, self.inlined, self.state = written, dict(inlined), state()
+        index = {path: number for number, path in enumerate(self.inlined)}
+        self._owners = list(self.inlined.values())
+        self._tensors = list(_read_tensors(module, self.graph))
+        self._checks = Checks((*recorded.flags, *surroundings), index)
+        self._default = torch.get_default_dtype()
+        self._meta_device = meta_device
+        self._reads_values = notes.is_real or bool(notes.value_reads)
+
+    def of_copy(self, module: nn.Module) -> FlatGraph | None:
+        """Bind the graph to a copy of the module, by names.
+
+        None if the run that recorded it looked into values of tensors, or would not be the same on the copy.
+        """
+        if self._reads_values:
+            return None
+        other = copy.copy(self)
+        other.module, other.inlined = module, {path: module.get_submodule(path) for path in self.inlined}
+        other._owners = list(other.inlined.values())
+        other._tensors = list(_read_tensors(module, self.graph))
+        if [each[1:] for each in other._tensors] != [each[1:] for each in self._tensors]:
+            return None
+        return other if other._checks.violated(other._owners) is None else None
+
+    def device(self, node: fx.Node) -> torch.device:
+        """Return the device of a node's tensor; of a placeholder on the meta device, the device it represents."""
+        device: torch.device = self.values[node].device
+        return self._meta_device if device.type == "meta" and self._meta_device is not None else device
+
+    def forget(self) -> None:
+        """Drop the tensors of the run."""
+        self.values, self.storages = {}, {}
+
+    def require(self) -> None:
+        """Require the recorded attributes, global names, autocast and tensor shapes.
+
+        Raises:
+            GuardError: an attribute, a global name, autocast or the default dtype is another; a parameter or buffer
+                that the recorded code reads is of another shape or dtype.
+        """
+        violated = self._checks.violated(self._owners)
+        if violated is not None:
+            flag, found = violated
+            raise GuardError(
+                f"recorded with {flag.name} == {describe(flag.expected)}, and now it is {describe(fingerprint(found))}",
+                hint=_HINT,
+            )
+        for owner, name, shape, dtype in self._tensors:
+            found = getattr(owner, name)
+            if found.shape != shape or found.dtype != dtype:
+                was, now = f"{tuple(shape)} and {dtype}", f"{tuple(found.shape)} and {found.dtype}"
+                raise GuardError(f"recorded with '{name}' of shape {was}, and now it is of shape {now}", hint=_HINT)
+        if state()[1:] != self.state[1:]:
+            raise GuardError("recorded under another autocast setting", hint=_HINT)
+        if torch.get_default_dtype() != self._default:
+            raise GuardError(f"recorded with the default dtype {self._default}", hint=_HINT)
+
+    def guard(self, value: str, expected: Any, location: Location | None) -> int:
+        """Add a guard; return its number for a call of ``check``.
+
+        Args:
+            value: what is checked, for the message.
+            expected: what it must be.
+            location: of the model.
+        """
+        self.guards.append(Guard(value, expected, location or ("<unknown>", 0)))
+        return len(self.guards) - 1
+
+    def violated(self, violation: GuardViolation) -> GuardError:
+        """Return the error for a violated guard."""
+        guard = self.guards[violation.index]
+        return GuardError(
+            f"recorded with {guard.value} == {guard.expected!r}, and this call has {violation.found!r}",
+            location=guard.location,
+            hint="the model decides there what to compute: create the stages with a batch like this one",
+        )
+
+
+def _read_tensors(module: nn.Module, graph: fx.Graph) -> Iterator[tuple[nn.Module, str, torch.Size, torch.dtype]]:
+    for path in dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr"):
+        above, _, name = path.rpartition(".")
+        owner: Any = module
+        for part in above.split(".") if above else ():
+            owner = getattr(owner, part)
+        tensor = getattr(owner, name)
+        if isinstance(tensor, torch.Tensor):
+            yield owner, name, tensor.shape, tensor.dtype
+
+
+def flat(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    leaves: Callable[[nn.Module, str], bool],
+    *,
+    path: str = "",
+) -> FlatGraph:
+    """Record a module with its own rule of what stays a call.
+
+    Args:
+        module: the module.
+        forward: takes the module first.
+        arguments: by parameter of the forward, without those that are left out. Tensors may be without values.
+        leaves: says of a module below, and its path, whether it stays a call.
+        path: of the module, for messages.
+
+    Raises:
+        TraceError: it cannot be recorded.
+    """
+    inlined = inlined_modules(module, leaves)
+    buffers = [
+        (f"{path}.{name}" if path else name, buffer)
+        for path, below in module_index.walk(module)
+        for name, buffer in buffers_of(below).items()
+        if buffer is not None
+    ]
+    versions = [(name, buffer, write_count(buffer)) for name, buffer in buffers]
+    with PATCHING:
+        names = GlobalNames(forward, inlined.values())
+        try:
+            with names.kept(), buffers_kept(module), _by_own_forwards(inlined.values()):
+                own, home = refusing_changes(forward), _device(module, arguments)
+                graph, notes = after_first_call(lambda: recorded(module, own, arguments, leaves, noted=True, home=home))
+                written = frozenset(name for name, buffer, version in versions if write_count(buffer) != version)
+        except Exception as error:
+            raise refusal(error, RecordTracer(), path) from error
+    return FlatGraph(
+        module,
+        graph,
+        notes,
+        surroundings=names.flags,
+        written=written,
+        inlined=inlined,
+        meta_device=home,
+    )
+
+
+def _device(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device | None:
+    """Return the device that meta tensors represent; None without meta tensors."""
+    tensors = [*tensors_in(dict(arguments)), *module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return None
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def is_rewritten(graph: Graph) -> bool:
+    """Return whether steps rewrote the graph of a traced module."""
+    return not isinstance(graph, TracedForward) or bool(graph.rewrites)
+
+
+def is_merely_traced(module: nn.Module) -> bool:
+    """Return whether a module's forward is just its own recorded graph."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, forwards.ModuleForward) or forward.wrappers or forward.has_own:
+        return False
+    graph = getattr(forward.base, "__func__", None)
+    return isinstance(graph, TracedForward) and not graph.rewrites
+
+
+@contextlib.contextmanager
+def _by_own_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let merely traced modules run their own forward."""
+    before = [(module, dict(module.__dict__)) for module in modules if is_merely_traced(module)]
+    for module, _ in before:
+        del module.__dict__["forward"]
+    try:
+        yield
+    finally:
+        for module, own in before:  # in their order
+            module.__dict__.clear()
+            module.__dict__.update(own)

@@ -1,0 +1,382 @@
+"""Patterns made of functions, globs, predicates and plugin classes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+import traceback
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from slapo_core.errors import ArgumentError
+from slapo_graph.diagnostics import Location
+from slapo_graph.match import Pattern
+from slapo_graph.patterns.data import Constant, Form, Items, Result, Slice, Step, Target, Wildcard
+from slapo_graph.patterns.language import (
+    SETTING,
+    Alternatives,
+    AnyConstant,
+    AnyOf,
+    Proxy,
+    TracedCall,
+    Tracer,
+    Where,
+)
+from slapo_graph.patterns.operations import is_plain_module, operation_of, plain
+from slapo_graph.patterns.pattern import GraphPattern
+from slapo_graph.patterns.schemas import required_parameters
+
+# From the traced function of a pattern to its forms: alternatives taken one by one.
+
+MOST_FORMS = 256
+
+
+def forms_of(tracer: Tracer, returned: Any, names: Sequence[str], constants: Sequence[str]) -> list[Form]:
+    """Every form of a traced pattern, those with the earlier alternatives first.
+
+    Args:
+        tracer: after the run.
+        returned: by the function.
+        names: of the parameters that are values.
+        constants: of the parameters that are constants.
+
+    Raises:
+        ArgumentError: it returns no call, or makes calls or has parameters that no form needs.
+    """
+    outputs = [value for value in _leaves(plain(returned)) if value is not None]
+    if not outputs or not all(isinstance(value, Proxy) for value in outputs):
+        raise tracer.refusal(
+            f"returns {returned!r}, which is not computed from its arguments", "return what the pattern computes"
+        )
+    forms: list[Form] = []
+    used: set[int] = set()
+    wildcards: set[str] = set()
+    choices: list[tuple[int, int]] = []  # taken, and how many there were
+    while True:
+        made = _Making(tracer, [taken for taken, _ in choices], {*names, *constants})
+        forms.append(made.form(outputs, [*names, *constants], names))
+        used |= made.used
+        wildcards |= made.wildcards
+        choices = [(taken, count) for taken, count in zip(made.taken, made.counts, strict=True)]
+        while choices and choices[-1][0] + 1 == choices[-1][1]:
+            choices.pop()
+        if not choices:
+            break
+        choices[-1] = (choices[-1][0] + 1, choices[-1][1])
+        if len(forms) > MOST_FORMS:
+            raise tracer.refusal(f"has more than {MOST_FORMS} forms", "fewer any_of and optional in one pattern")
+    for call in tracer.calls:
+        if id(call) not in used:
+            line = f" ({call.location})" if call.location else ""
+            raise tracer.refusal(f"computes {call}{line} and does not use it", "return it, or what is computed from it")
+    for name in (*names, *constants):
+        if name not in wildcards:
+            raise tracer.refusal(f"does not use its argument '{name}'", "leave it out")
+    return forms
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, tuple):
+        return [leaf for part in value for leaf in _leaves(part)]
+    if isinstance(value, Items):
+        return [leaf for part in value.values for leaf in _leaves(part)]
+    return [value]
+
+
+class _Making:
+    """One form: the alternatives in the order in which they are met, first those of ``given``, then the first ones."""
+
+    def __init__(self, tracer: Tracer, given: list[int], parameters: Set[str]) -> None:
+        self.tracer, self.given = tracer, given
+        self.reserved = {*parameters, *(name for name, _ in tracer.captures)}
+        self.taken: list[int] = []
+        self.counts: list[int] = []
+        self.steps: list[Step] = []
+        self.used: set[int] = set()
+        self.wildcards: set[str] = set()
+        self._made: dict[int, Any] = {}
+        self._renamed: dict[str, str] = {}
+        self._inputs: dict[str, Wildcard] = {}
+
+    def form(self, outputs: list[Proxy], order: Sequence[str], names: Sequence[str]) -> Form:
+        results = [self.operand(value) for value in outputs]
+        if not all(isinstance(result, Result) for result in results):
+            raise self.tracer.refusal(
+                "returns an argument as it is" if not self.taken else "may return an argument as it is",
+                "return what the pattern computes: a pattern must have at least one call",
+            )
+        captures = [(name, self._inputs[name]) for name in order if name in self._inputs]
+        captures += [(name, each) for name, each in self._inputs.items() if name not in order and name[0] != "_"]
+        for name, proxy in self.tracer.captures:
+            found = self._captured(proxy)
+            if found is not None:
+                captures.append((name, found))
+        values = [name for name in names if name in self._inputs]
+        values += [name for name, each in self._inputs.items() if each.kind == "parameter"]
+        return Form(
+            tuple(self.steps),
+            tuple(dict.fromkeys(result.step for result in results)),
+            tuple(values),
+            tuple(captures),
+        )
+
+    def operand(self, value: Any) -> Any:
+        if isinstance(value, Proxy):
+            return self._source(value._source)
+        if isinstance(value, tuple):
+            return tuple(self.operand(part) for part in value)
+        if isinstance(value, Slice):
+            return Slice(self.operand(value.start), self.operand(value.stop), self.operand(value.step))
+        if isinstance(value, Items):
+            return Items(value.keys, tuple(self.operand(part) for part in value.values))
+        return Constant(value)
+
+    def _source(self, source: Any) -> Any:
+        if isinstance(source, Wildcard):
+            if source.name.startswith(SETTING):
+                name = self._renamed.setdefault(source.name, self._free(source.name.split()[1]))
+                source = Wildcard(name, source.kind)
+            elif source.name.startswith("_"):
+                name = self._renamed.setdefault(source.name, f"_{len(self._renamed)}")
+                source = Wildcard(name, source.kind, source.shape)
+            self._inputs.setdefault(source.name, source)
+            self.wildcards.add(source.name)
+            return source
+        if id(source) in self._made:
+            return self._made[id(source)]
+        if isinstance(source, Alternatives):
+            number = len(self.taken)
+            chosen = self.given[number] if number < len(self.given) else 0
+            self.taken.append(chosen)
+            self.counts.append(len(source.values))
+            found = self.operand(source.values[chosen])
+        else:
+            assert isinstance(source, TracedCall)
+            self.used.add(id(source))
+            arguments = tuple((name, self.operand(value)) for name, value in source.arguments.items())
+            found = Result(len(self.steps))
+            self.steps.append(Step(source.target, arguments, source.is_commutative, source.location))
+        self._made[id(source)] = found
+        return found
+
+    def _free(self, name: str) -> str:
+        """``name`` for a capture, or the first of ``name_2``, ... that the pattern does not use."""
+        taken = {*self.reserved, *self._renamed.values()}
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        return next(each for each in itertools.chain([name], numbered) if each not in taken)
+
+    def _captured(self, proxy: Proxy) -> Any:
+        source = proxy._source
+        if isinstance(source, Wildcard):
+            name = self._renamed.get(source.name, source.name)
+            return self._inputs.get(name)
+        return self._made.get(id(source))
+
+
+# From what users write to a pattern as data.
+
+Load = Callable[[str], type[Pattern] | Pattern | None]
+
+
+def pattern_of(value: Any, load: Load | None = None) -> GraphPattern:
+    """What ``find`` takes, as data.
+
+    Args:
+        value: a function, ``functools.partial``, module, name of a pattern of a plugin, glob or regular expression over
+            call targets, ``where(...)``, ``any_of(...)``, or a pattern as data already.
+        load: gives the pattern that a plugin registered under a name, None if there is none.
+
+    Raises:
+        ArgumentError: it is none of these, or cannot be traced.
+    """
+    if isinstance(value, GraphPattern):
+        return value
+    plugin = _plugin(value, load)
+    if plugin is not None:
+        return _of_plugin(plugin, load, value)
+    text = _text(value)
+    return GraphPattern(tuple(dict.fromkeys(_forms(value, load, text))), text)
+
+
+def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
+    if isinstance(value, GraphPattern):
+        return list(value.forms)
+    if isinstance(value, AnyOf):
+        return [form for each in value.alternatives for form in _forms(each, load, _text(each))]
+    if isinstance(value, Where):
+        return [_single(Target("where", predicate=value.predicate))]
+    if isinstance(value, re.Pattern):
+        return [_single(Target("regex", value.pattern, value.flags))]
+    if isinstance(value, str):
+        plugin = _plugin(value, load)
+        if plugin is not None:
+            return list(_of_plugin(plugin, load, value).forms)
+        if not value:
+            raise ArgumentError("a pattern needs a text (got '')", hint='find("*gelu*")')
+        return [_single(Target("glob", value))]
+    if isinstance(value, nn.Module):
+        return _of_module(value, text)
+    if callable(value) and not isinstance(value, type):
+        return _of_function(value, text)
+    raise ArgumentError(
+        f"a pattern is a function, a module, a text, a regular expression, where(...) or any_of(...) (got {value!r})",
+        hint="find(lambda x, bias: F.gelu(x + bias))",
+    )
+
+
+def _plugin(name: Any, load: Load | None) -> type[Pattern] | Pattern | None:
+    return load(name) if load is not None and isinstance(name, str) and "." in name else None
+
+
+def _single(target: Target) -> Form:
+    return Form((Step(target),), (0,), (), ())
+
+
+_OF_PLUGINS: WeakKeyDictionary[type[Pattern], GraphPattern] = WeakKeyDictionary()
+"""A cache of a pure function, not a registry: some have hundreds of forms, and are looked for in every layer."""
+
+
+def _of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> GraphPattern:
+    made = _OF_PLUGINS.get(plugin) if isinstance(plugin, type) else None
+    if made is None or made.name != name:
+        made = GraphPattern(tuple(dict.fromkeys(_made_by_plugin(plugin, load, name))), _text(name), name)
+        if isinstance(plugin, type):
+            _OF_PLUGINS[plugin] = made
+    return made
+
+
+def _made_by_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> list[Form]:
+    made = plugin() if isinstance(plugin, type) else plugin
+    forms: list[Form] = []
+    expected: set[str] | None = None
+    for number, each in enumerate(made.forms(), start=1):
+        new = _forms(each, load, f"form {number} of '{name}'")
+        captures = {capture for form in new for capture, _ in form.captures}
+        if expected is not None and captures != expected:
+            raise ArgumentError(
+                f"the forms of '{name}' must have the same captures: form {number} has {_names(captures)}, form 1 has "
+                f"{_names(expected)}",
+                hint="give the parameters and captures of every form the same names",
+            )
+        expected = captures
+        forms += new
+    if not forms:
+        raise ArgumentError(f"'{name}' has no forms", hint="yield at least one from forms()")
+    return forms
+
+
+def _names(names: set[str]) -> str:
+    return " and ".join(sorted(names)) or "none"
+
+
+def _of_function(function: Callable[..., Any], text: str) -> list[Form]:
+    tracer = Tracer(text, _home(function))
+    signature = _signature(function, text)
+    args, kwargs = _arguments(tracer, signature, text)
+    return _traced(tracer, lambda: function(*args, **kwargs), signature)
+
+
+def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
+    """The parameters of a function; of one of torch's own, those that it cannot do without."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        whole: Any = function
+    given = 0
+    named: set[str] = set()
+    while isinstance(whole, functools.partial):
+        given += len(whole.args)
+        named |= whole.keywords.keys()
+        whole = whole.func
+    names = required_parameters(operation_of(whole))[given:]
+    if not names and not given:
+        raise ArgumentError(f"{text} does not say which parameters it has", hint="find(lambda x: torch.relu(x))")
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names if name not in named])
+
+
+def _arguments(tracer: Tracer, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:
+    """A wildcard for each parameter without a default; a default stays what it is."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ArgumentError(
+                f"{text} takes any number of arguments ({parameter})", hint="name each: lambda x, bias: ..."
+            )
+        if parameter.default is inspect.Parameter.empty:
+            made = tracer.wildcard(name)
+        elif isinstance(parameter.default, AnyConstant):
+            made = tracer.wildcard(name, "constant")
+        else:
+            made = parameter.default
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            kwargs[name] = made
+        else:
+            args.append(made)
+    return args, kwargs
+
+
+def _of_module(module: nn.Module, text: str) -> list[Form]:
+    tracer = Tracer(text, _home(type(module).forward))
+    signature = inspect.signature(module.forward)
+    tracer.know(module)
+    args, kwargs = _arguments(tracer, signature, text)
+    if is_plain_module(module):
+        return _traced(tracer, lambda: tracer.module(module, tuple(args), kwargs), signature)
+    return _traced(tracer, lambda: module.forward(*args, **kwargs), signature)
+
+
+def _traced(tracer: Tracer, run: Callable[[], Any], signature: inspect.Signature) -> list[Form]:
+    try:
+        with tracer.active():
+            returned = run()
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise tracer.refusal(
+            f"cannot be traced: it raises {type(error).__name__}: {error}",
+            "a pattern is called with values that stand for anything: torch functions, methods and operators only",
+            _line(error, tracer.home),
+        ) from error
+    names = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
+    constants = [name for name, each in signature.parameters.items() if isinstance(each.default, AnyConstant)]
+    return forms_of(tracer, returned, names, constants)
+
+
+def _home(function: Any) -> Location | None:
+    """Where a function begins."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _line(error: Exception, home: Location | None) -> Location | None:
+    """The last line of the pattern's own file that the error came through."""
+    lines = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
+    return next((line for line in reversed(lines) if home is not None and line[0] == home[0]), home)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, GraphPattern):
+        return value.text
+    if isinstance(value, AnyOf):
+        return f"any_of({', '.join(map(_text, value.alternatives))})"
+    if isinstance(value, Where):
+        return f"where({getattr(value.predicate, '__name__', value.predicate)})"
+    if isinstance(value, re.Pattern):
+        return f"the pattern /{value.pattern}/"
+    if isinstance(value, str):
+        return f"the pattern '{value}'"
+    if isinstance(value, nn.Module):
+        return f"the pattern {type(value).__name__}"
+    if isinstance(value, functools.partial):
+        return f"{_text(value.func)} with arguments"
+    name = getattr(value, "__name__", type(value).__name__)
+    return "the pattern" if name == "<lambda>" else f"the pattern {name}"

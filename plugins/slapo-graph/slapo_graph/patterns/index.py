@@ -1,0 +1,164 @@
+"""The calls of one graph in normal form, looked up by operation and by what they use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from slapo_graph.patterns.data import Attribute, Call, Items, Slice, parts
+from slapo_graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
+from slapo_graph.private import children_of
+from slapo_graph.protocol import check
+from slapo_graph.regions import set_state
+
+_KEPT = "_slapo_calls"
+
+
+@dataclass
+class IndexedCall:
+    """A node that calls something.
+
+    Args:
+        node: of the graph.
+        position: of the node.
+        call: in normal form; None where it is a module's of which nothing is known.
+        values: nodes and attributes it uses, in the order of its arguments.
+        class_name: of the module which it calls, if it calls one.
+        path: of that module.
+        parameters: of that module's forward.
+        given: to that module, by these names.
+    """
+
+    node: fx.Node
+    position: int
+    call: Call | None
+    values: tuple[Any, ...]
+    class_name: str | None = None
+    path: str = ""
+    parameters: tuple[str, ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a glob or regular expression over call targets may match."""
+        own = (self.path, self.class_name) if self.class_name is not None else ()
+        return (*own, *(self.call.names if self.call is not None else ()))
+
+
+class Tables:
+    """The calls of a graph, and what they use; nothing in it is a module.
+
+    Args:
+        graph: of a traced module.
+        module: that module.
+        state: what the tables depend on.
+    """
+
+    def __init__(self, graph: fx.Graph, module: nn.Module, state: Any) -> None:
+        self.state = state
+        self.calls: dict[int, IndexedCall] = {}
+        self.by_operation: dict[str, list[int]] = {}
+        self.users: dict[Any, list[int]] = {}
+        self.position: dict[fx.Node, int] = {}
+        self.reads: dict[Attribute, fx.Node] = {}
+        self.found: dict[Any, Any] = {}
+        self._tells_tensors = any("example" in node.meta for node in graph.nodes)
+        for position, node in enumerate(graph.nodes):
+            self.position[node] = position
+            if node.op == "get_attr":
+                self.reads.setdefault(Attribute(str(node.target)), node)
+            if node.op not in ("call_function", "call_method", "call_module") or node.target in (check, set_state):
+                continue
+            found = self._module(node, position, module) if node.op == "call_module" else self._call(node, position)
+            self.calls[position] = found
+            if found.call is not None:
+                self.by_operation.setdefault(found.call.operation, []).append(position)
+            for value in dict.fromkeys(found.values):
+                self.users.setdefault(value, []).append(position)
+
+    def _call(self, node: fx.Node, position: int) -> IndexedCall:
+        make: Any = function_call if node.op == "call_function" else method_call
+        call = make(node.target, *_given(node), self._kind)
+        return IndexedCall(node, position, call, tuple(values_in(call.arguments.values())))
+
+    def _module(self, node: fx.Node, position: int, module: nn.Module) -> IndexedCall:
+        path = str(node.target)
+        below = _module_at(module, path)
+        call, parameters, given = module_call(below, path, *_given(node))
+        values = tuple(values_in(given.values() if call is None else call.arguments.values()))
+        return IndexedCall(node, position, call, values, type(below).__name__, path, parameters, given)
+
+    def _kind(self, value: Any) -> str:
+        if isinstance(value, Attribute):
+            return "tensor"
+        if isinstance(value, fx.Node):
+            if "example" in value.meta or value.op == "placeholder":
+                return "tensor"
+            return "value" if self._tells_tensors else "unknown"
+        return "sequence" if isinstance(value, tuple | Slice | Items) else constant_kind(value)
+
+
+class Indexed:
+    """The calls of ``graph``, as they are for ``module``.
+
+    They are kept with the graph, for as long as neither its nodes nor the settings of the modules that it calls change.
+
+    Args:
+        graph: of a traced module.
+        module: that module.
+    """
+
+    def __init__(self, graph: fx.Graph, module: nn.Module) -> None:
+        self.graph, self.module = graph, module
+        state = _state(graph, module)
+        tables = graph.__dict__.get(_KEPT)
+        if tables is None or tables.state != state:
+            tables = graph.__dict__[_KEPT] = Tables(graph, module, state)
+        self.calls: dict[int, IndexedCall] = tables.calls
+        self.by_operation: dict[str, list[int]] = tables.by_operation
+        self.users: dict[Any, list[int]] = tables.users
+        self.position: dict[fx.Node, int] = tables.position
+        self.reads: dict[Attribute, fx.Node] = tables.reads
+        self.found: dict[Any, Any] = tables.found  # by pattern, of those that ask for nothing else
+
+    def tensor(self, attribute: Attribute) -> Any:
+        """What ``attribute`` is in the module now; None if it is gone."""
+        found: Any = self.module
+        for name in attribute.path.split("."):
+            found = getattr(found, name, None)
+        return found
+
+
+def _state(graph: fx.Graph, module: nn.Module) -> Any:
+    """Return the settings that the indexed calls depend on."""
+    nodes = [(node, node.target, node.args, node.kwargs) for node in graph.nodes]
+    return nodes, [settings(_module_at(module, node.target)) for node, *_ in nodes if node.op == "call_module"]
+
+
+def _module_at(module: nn.Module, path: Any) -> nn.Module:
+    found: Any = module
+    for name in path.split("."):
+        found = children_of(found)[name]
+    return found  # type: ignore[no-any-return]
+
+
+def _given(node: fx.Node) -> Any:
+    """The arguments of a call, with attributes for the nodes that read them."""
+
+    def known(part: Any) -> Any:
+        return Attribute(str(part.target)) if isinstance(part, fx.Node) and part.op == "get_attr" else part
+
+    return map_aggregate((node.args, node.kwargs), known)
+
+
+def values_in(operands: Any) -> Iterator[Any]:
+    """The nodes and attributes among ``operands``, also inside of containers."""
+    for operand in operands:
+        if isinstance(operand, fx.Node | Attribute):
+            yield operand
+        elif (inner := parts(operand)) is not None:
+            yield from values_in(inner)

@@ -1,0 +1,520 @@
+"""Where the forms of a pattern match in a graph."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import fx
+
+from slapo_core.errors import ArgumentError
+from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Wildcard, parts
+from slapo_graph.patterns.index import Indexed, IndexedCall, values_in
+from slapo_graph.patterns.operations import same_on_every_axis
+from slapo_graph.patterns.schemas import defaults_of
+
+# Whether an operand of a pattern may stand for an operand of a graph, whatever the wildcards are.
+
+
+class MISSING:
+    """In place of an argument that has no default and was left out."""
+
+
+_AXES = ("dim", "dim0", "dim1", "dims", "start_dim", "end_dim")
+_ONE_AXIS_MORE = ("diag_embed", "unsqueeze", "unsqueeze_")
+"""Operations whose axes are those of the result."""
+_REPEATED = ("dilation", "kernel_size", "output_padding", "output_size", "padding", "stride")
+
+
+def is_constant(value: Any) -> bool:
+    """Whether no value of the graph is in it."""
+    return value is not MISSING and not any(True for _ in values_in((value,)))
+
+
+def could_be(
+    operand: Any, value: Any, name: str, found: IndexedCall, index: Indexed, candidates: Mapping[int, Any]
+) -> bool:
+    """Whether ``operand`` of a step may stand for ``value``.
+
+    Args:
+        operand: of the pattern.
+        value: of the graph.
+        name: of the parameter.
+        found: the call that has the value.
+        index: of the graph.
+        candidates: positions where each earlier step may stand.
+    """
+    if isinstance(operand, Wildcard):
+        if operand.kind == "constant":
+            return is_constant(value)
+        if isinstance(value, Attribute):
+            return operand.shape is None or operand.shape == tuple(getattr(index.tensor(value), "shape", ()))
+        return isinstance(value, fx.Node) and operand.kind == "value"
+    if isinstance(operand, Result):
+        return isinstance(value, fx.Node) and index.position[value] in candidates[operand.step]
+    if isinstance(operand, Constant):
+        return is_constant(value) and _equal(operand.value, value, name, found)
+    if isinstance(operand, tuple) != isinstance(value, tuple):
+        return is_constant(value) and _equal(operand, value, name, found)
+    if type(operand) is not type(value):
+        return False
+    if isinstance(operand, Items) and operand.keys != value.keys:
+        return False
+    ours, theirs = parts(operand) or (), parts(value) or ()
+    if len(ours) != len(theirs):
+        return False
+    return all(could_be(ours[i], theirs[i], name, found, index, candidates) for i in range(len(ours)))
+
+
+def pairs_of(operand: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+    """The wildcards and results in ``operand``, each with what it stands for."""
+    if isinstance(operand, Wildcard | Result):
+        yield operand, value
+    elif not isinstance(operand, Constant):
+        ours, theirs = parts(operand) or (), parts(value) or ()
+        for one, other in zip(ours, theirs, strict=False):
+            yield from pairs_of(one, other)
+
+
+def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
+    if type(expected) is type(value) and repr(expected) == repr(value):
+        return True
+    if isinstance(expected, tuple) != isinstance(value, tuple):
+        if isinstance(expected, tuple):
+            expected = tuple(part.value if isinstance(part, Constant) else part for part in expected)
+        many, one = (expected, value) if isinstance(expected, tuple) else (value, expected)
+        if name == "dim" and len(many) == 1:
+            return _equal(many[0], one, name, found)
+        return name in _REPEATED and same_on_every_axis(many, one)
+    if (name in _AXES or _is_shape(found)) and type(expected) is int and type(value) is int:
+        rank = _rank(found)
+        return rank is not None and rank > 0 and (expected - value) % rank == 0 and -rank <= expected < rank
+    if type(expected) in (int, float) and type(value) in (int, float) and expected == value:
+        return _is_floating(found)
+    return False
+
+
+def _rank(found: IndexedCall) -> int | None:
+    given = found.call.arguments if found.call is not None else {}
+    first = given.get("input")
+    if _is_shape(found) and isinstance(first, fx.Node):
+        first = first.args[0]
+    if "tensors" in given and found.call is not None and found.call.operation == "cat":
+        first = next(iter(parts(given["tensors"]) or (None,)))
+    example = first.meta.get("example") if isinstance(first, fx.Node) else None
+    if example is None:
+        return None
+    return len(example[0]) + (found.call is not None and found.call.operation in _ONE_AXIS_MORE)
+
+
+def _is_shape(found: IndexedCall) -> bool:
+    """Whether the call takes one length out of the shape of a tensor."""
+    call = found.call
+    whole = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
+    return isinstance(whole, fx.Node) and whole.target is getattr and whole.args[1] == "shape"
+
+
+def _is_floating(found: IndexedCall) -> bool:
+    """Whether all tensors that the call uses are known to be of floating point, so that 2 and 2.0 compute the same."""
+    examples = [value.meta.get("example") if isinstance(value, fx.Node) else None for value in found.values]
+    return bool(examples) and all(example is not None and example[1].is_floating_point for example in examples)
+
+
+# A step of a pattern beside a call of a graph: the target, and the arguments one by one.
+
+
+def has_target(step: Step, found: IndexedCall) -> bool:
+    """Whether ``found`` calls what ``step`` calls."""
+    target = step.target
+    if target.kind == "call":
+        return found.call is not None and found.call.operation == target.name
+    if target.kind == "any":
+        return True
+    if target.kind == "module":
+        if found.class_name is None:
+            return False
+        return fnmatchcase(found.path, target.name) or fnmatchcase(found.class_name, target.name)
+    if target.kind == "glob":
+        return any(fnmatchcase(name, target.name) for name in found.names)
+    if target.kind == "regex":
+        expression = re.compile(target.name, target.flags)
+        return any(expression.search(name) for name in found.names)
+    assert target.predicate is not None
+    return bool(target.predicate(found.node))
+
+
+def aligned(step: Step, found: IndexedCall) -> list[tuple[str, Any, Any]] | None:
+    """The arguments of both, side by side: name, operand, value; None if they cannot be."""
+    kind = step.target.kind
+    if kind == "call":
+        assert found.call is not None
+        return _by_name(step, found.call.operation, found.call.arguments)
+    if kind == "any":
+        if len(step.arguments) != len(found.values):
+            return None
+        return [(name, operand, value) for (name, operand), value in zip(step.arguments, found.values, strict=True)]
+    if kind == "module":
+        names = found.parameters
+        ours = {
+            names[int(name)] if name.isdigit() and int(name) < len(names) else name: operand
+            for name, operand in step.arguments
+        }
+        given = dict(found.given)
+        rows = []
+        for name, operand in ours.items():
+            if name not in given and (name not in names or getattr(operand, "value", MISSING) is not None):
+                return None
+            rows.append((name, operand, given.pop(name, None)))
+        return None if given else rows
+    return []
+
+
+def _by_name(step: Step, operation: str, given: dict[str, Any]) -> list[tuple[str, Any, Any]] | None:
+    if len(step.arguments) == len(given):
+        rows = [(name, operand, given.get(name, MISSING)) for name, operand in step.arguments]
+        if all(row[2] is not MISSING for row in rows):
+            return rows
+    defaults = defaults_of(operation)
+    ours = dict(step.arguments)
+    rows = []
+    for name in (*ours, *(name for name in given if name not in ours)):
+        if name not in ours:
+            return None  # the pattern has the default, the graph has not
+        value = given.get(name, defaults.get(name, MISSING))
+        if value is MISSING:
+            return None
+        rows.append((name, ours[name], tuple(value) if isinstance(value, list) else value))
+    return rows
+
+
+# Steps of a form that could change places: searching for them in one order is enough.
+
+
+def twins(form: Form, wildcards: list[frozenset[str]], consumers: list[list[int]]) -> dict[int, list[int]]:
+    """For each step the others that it could change places with: nothing uses them, and they differ in wildcards only
+    that no other step has."""
+    count = Counter(name for names in wildcards for name in names)
+    groups: dict[Any, list[int]] = {}
+    for number, step in enumerate(form.steps):
+        if consumers[number]:
+            continue
+        own = {name: f"_own_{index}" for index, name in enumerate(_met(step)) if count[name] == 1}
+        arguments = tuple((name, _renamed(operand, own)) for name, operand in step.arguments)
+        groups.setdefault((step.target, arguments, step.is_commutative), []).append(number)
+    return {number: [each for each in group if each != number] for group in groups.values() for number in group}
+
+
+def _met(step: Step) -> list[str]:
+    """The names of a step's wildcards in the order of its arguments."""
+    pairs = (pair for _, operand in step.arguments for pair in pairs_of(operand, operand))
+    return list(dict.fromkeys(operand.name for operand, _ in pairs if isinstance(operand, Wildcard)))
+
+
+def _renamed(operand: Any, names: dict[str, str]) -> Any:
+    if isinstance(operand, Wildcard):
+        return replace(operand, name=names.get(operand.name, operand.name))
+    if isinstance(operand, Slice):
+        return Slice(*(_renamed(part, names) for part in (operand.start, operand.stop, operand.step)))
+    if isinstance(operand, Items):
+        return Items(operand.keys, tuple(_renamed(part, names) for part in operand.values))
+    return tuple(_renamed(part, names) for part in operand) if isinstance(operand, tuple) else operand
+
+
+# Exact matching of one form in one graph.
+
+MOST_STEPS = 300_000
+Pairs = tuple[tuple[Any, Any], ...]
+
+
+class Embedding:
+    """One way in which a form stands in a graph.
+
+    Args:
+        positions: of graph nodes, one for each step.
+        bindings: what the wildcards are.
+    """
+
+    def __init__(self, positions: tuple[int, ...], bindings: dict[str, Any]) -> None:
+        self.positions, self.bindings = positions, bindings
+
+
+class FormMatcher:
+    """Finds where one form stands in one graph.
+
+    First, for each step, where it may stand if what its wildcards have in common did not matter (``candidates``); then
+    exactly, and only there. A partial placement that failed is not tried again.
+
+    Args:
+        form: of a pattern; the graph has each of its operations.
+        index: of the graph.
+    """
+
+    def __init__(self, form: Form, index: Indexed) -> None:
+        self.form, self.index = form, index
+        self.tried = 0
+        self.candidates: dict[int, dict[int, list[Pairs]]] = {}
+        self._failed: set[Any] = set()
+        self._needed: dict[frozenset[int], tuple[int, list[str], list[int]]] = {}
+        self._near: dict[tuple[Any, int], list[int]] = {}
+        self._blocked = 0
+        self._consumers: list[list[int]] = [[] for _ in form.steps]
+        self._wildcards: list[frozenset[str]] = []
+        self._operands: list[frozenset[int]] = []
+        for number, step in enumerate(form.steps):
+            inner = [operand for _, each in step.arguments for operand, _ in pairs_of(each, each)]
+            self._wildcards.append(frozenset(each.name for each in inner if isinstance(each, Wildcard)))
+            self._operands.append(frozenset(each.step for each in inner if isinstance(each, Result)))
+            for operand in self._operands[-1]:
+                self._consumers[operand].append(number)
+        self.is_possible = self._narrow()
+        self._twins = twins(form, self._wildcards, self._consumers) if self.is_possible else {}
+        self._sources = [number for number, operands in enumerate(self._operands) if not operands]
+
+    # -- where each step may stand ----------------------------------------------------------------------------
+
+    def _narrow(self) -> bool:
+        steps = self.form.steps
+        for number, step in enumerate(steps):
+            where = self.index.by_operation[step.target.name] if step.target.kind == "call" else self.index.calls
+            self.candidates[number] = found = {}
+            for position in where:
+                orders = self._orders(step, self.index.calls[position])
+                if orders:
+                    found[position] = orders
+            if not found:
+                return False
+        for number in range(len(steps) - 1, -1, -1):
+            for consumer in self._consumers[number]:
+                used = {
+                    self.index.position[value]
+                    for orders in self.candidates[consumer].values()
+                    for pairs in orders
+                    for operand, value in pairs
+                    if isinstance(operand, Result) and operand.step == number
+                }
+                kept = self.candidates[number]
+                self.candidates[number] = {position: kept[position] for position in kept if position in used}
+            if not self.candidates[number]:
+                return False
+        return True
+
+    def _orders(self, step: Step, found: IndexedCall) -> list[Pairs]:
+        """The ways in which the operands of ``step`` may stand for those of ``found``."""
+        self.tried += 1
+        if step.target.kind != "call" and not has_target(step, found):
+            return []
+        rows = aligned(step, found)
+        if rows is None:
+            return []
+        orders = [rows]
+        if step.is_commutative and found.call is not None and found.call.is_commutative:
+            (first, left, x), (second, right, y) = rows
+            orders.append([(first, left, y), (second, right, x)])
+        return [
+            tuple(pair for _, operand, value in order for pair in pairs_of(operand, value))
+            for order in orders
+            if all(could_be(operand, value, name, found, self.index, self.candidates) for name, operand, value in order)
+        ]
+
+    # -- exactly ----------------------------------------------------------------------------------------------
+
+    def starts(self) -> Iterator[tuple[int, int]]:
+        """Where a match may begin: position, and the step that stands there; not in any order."""
+        for number in self._sources:
+            for position in self.candidates[number]:
+                yield position, number
+
+    def first_at(self, position: int, step: int, taken: set[int]) -> Embedding | None:
+        """The first match whose earliest node is ``step`` at ``position``, and that has no node in ``taken``.
+
+        To be asked with growing positions and a growing ``taken``.
+        """
+        self._first, self._taken = position, taken
+        self._placed: dict[int, int] = {}
+        self._bound: dict[str, Any] = {}
+        self._used: set[int] = set()
+        if self._solve(((step, position),)):
+            return Embedding(tuple(self._placed[number] for number in range(len(self.form.steps))), dict(self._bound))
+        return None
+
+    def _solve(self, goals: tuple[tuple[int, int], ...]) -> bool:
+        """Place ``goals`` and every step that is left; what it did stays only if that is possible."""
+        while goals and self._placed.get(goals[0][0]) == goals[0][1]:
+            goals = goals[1:]
+        if not goals:
+            if len(self._placed) == len(self.form.steps):
+                return True
+            return self._solve_next()
+        key = self._key(goals)
+        if key in self._failed:
+            return False
+        blocked = self._blocked
+        step, position = goals[0]
+        for pairs in self._allowed(step, position):
+            if self._place(step, position, pairs, goals[1:]):
+                return True
+        if blocked == self._blocked:
+            self._failed.add(key)
+        return False
+
+    def _allowed(self, step: int, position: int) -> list[Pairs]:
+        self.tried += 1
+        if self.tried > MOST_STEPS:
+            raise ArgumentError(
+                f"pattern too ambiguous: the search in this graph exceeded {MOST_STEPS} steps",
+                hint="use a smaller pattern, or constrain its arguments",
+            )
+        if step in self._placed or position < self._first or position in self._taken:
+            return []
+        if (position == self._first and self._placed) or not self._is_in_order(step, position):
+            return []
+        if position in self._used or self.index.calls[position].node in self._bound.values():
+            self._blocked += 1
+            return []
+        return self.candidates[step].get(position, [])
+
+    def _place(self, step: int, position: int, pairs: Pairs, goals: tuple[tuple[int, int], ...]) -> bool:
+        bound: list[str] = []
+        further: list[tuple[int, int]] = []
+        self._placed[step] = position
+        self._used.add(position)
+        if self._unify(pairs, bound, further) and self._solve((*further, *goals)):
+            return True
+        del self._placed[step]
+        self._used.discard(position)
+        for name in bound:
+            del self._bound[name]
+        return False
+
+    def _unify(self, pairs: Pairs, bound: list[str], further: list[tuple[int, int]]) -> bool:
+        for operand, value in pairs:
+            if isinstance(operand, Result):
+                position = self.index.position[value]
+                if self._placed.get(operand.step, position) != position:
+                    return False
+                further.append((operand.step, position))
+            elif operand.name in self._bound:
+                if not _is_same(self._bound[operand.name], value):
+                    return False
+            else:
+                if isinstance(value, fx.Node) and self.index.position[value] in self._used:
+                    self._blocked += 1  # what goes into a match is computed outside of it
+                    return False
+                self._bound[operand.name] = value
+                bound.append(operand.name)
+        return True
+
+    def _solve_next(self) -> bool:
+        """Go on with a step that is connected to what is placed."""
+        key = self._key(())
+        if key in self._failed:
+            return False
+        blocked = self._blocked
+        step, where = self._connected()
+        for position in where:
+            if self._solve(((step, position),)):
+                return True
+        if blocked == self._blocked:
+            self._failed.add(key)
+        return False
+
+    def _is_in_order(self, step: int, position: int) -> bool:
+        """Of steps that could change places, the earlier one stands earlier."""
+        return all(
+            (twin < step) == (self._placed[twin] < position)
+            for twin in self._twins.get(step, ())
+            if twin in self._placed
+        )
+
+    def _connected(self) -> tuple[int, list[int]]:
+        """The step with the fewest places left, and these."""
+        best: tuple[int, list[int]] | None = None
+        for step in range(len(self._operands)):
+            if step in self._placed:
+                continue
+            for value in self._known_operands(step):
+                where = self._near_to(value, step)
+                if best is None or len(where) < len(best[1]):
+                    best = step, where
+        if best is not None:
+            return best
+        left = [step for step in range(len(self._operands)) if step not in self._placed]
+        step = min(left, key=lambda each: len(self.candidates[each]))
+        return step, sorted(self.candidates[step])
+
+    def _known_operands(self, step: int) -> Iterator[Any]:
+        for operand in self._operands[step]:
+            if operand in self._placed:
+                yield self.index.calls[self._placed[operand]].node
+        for name in self._wildcards[step]:
+            value = self._bound.get(name)
+            if isinstance(value, fx.Node | Attribute):
+                yield value
+
+    def _near_to(self, value: Any, step: int) -> list[int]:
+        found = self._near.get((value, step))
+        if found is None:
+            candidates = self.candidates[step]
+            found = [position for position in self.index.users.get(value, ()) if position in candidates]
+            self._near[value, step] = found
+        return found
+
+    def _key(self, goals: tuple[tuple[int, int], ...]) -> Any:
+        """All that the success of what is left depends on."""
+        placed, bound = self._placed, self._bound
+        whole = frozenset(placed)
+        needed = self._needed.get(whole)
+        if needed is None:
+            left = [step for step in range(len(self._operands)) if step not in placed]
+            names = sorted({name for step in left for name in self._wildcards[step]})
+            steps = sorted({operand for step in left for operand in self._operands[step]} & whole)
+            needed = self._needed[whole] = (len(self._needed), names, steps)
+        number, names, steps = needed
+        return number, goals, tuple([bound.get(name) for name in names]), tuple([placed[step] for step in steps])
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, fx.Node) or isinstance(other, fx.Node):
+        return one is other
+    return type(one) is type(other) and bool(one == other)
+
+
+# All places of a pattern in one graph, one after the other.
+
+
+def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
+    """Yield the places of a pattern's forms in a graph, none of them sharing a node with another.
+
+    The first begins at the earliest possible node; of those that begin there, the one of the earliest form counts. The
+    next begins at the earliest node that still leaves one, and so on.
+
+    Returns:
+        the number of the form and the place, for each; how many placements were tried, which is what it costs.
+    """
+    matchers = {number: FormMatcher(form, index) for number, form in enumerate(forms) if _may_be_there(form, index)}
+    starts: dict[int, list[tuple[int, int]]] = {}
+    for number, matcher in matchers.items():
+        if matcher.is_possible:
+            for position, step in matcher.starts():
+                starts.setdefault(position, []).append((number, step))
+    taken: set[int] = set()
+    found = []
+    for position in sorted(starts):
+        if position in taken:
+            continue
+        for number, step in sorted(starts[position]):
+            embedding = matchers[number].first_at(position, step, taken)
+            if embedding is not None:
+                taken.update(embedding.positions)
+                found.append((number, embedding))
+                break
+    return found, sum(matcher.tried for matcher in matchers.values())
+
+
+def _may_be_there(form: Form, index: Indexed) -> bool:
+    """Whether the graph has each of the form's operations at all: what most forms of a long pattern end with."""
+    return all(step.target.kind != "call" or step.target.name in index.by_operation for step in form.steps)

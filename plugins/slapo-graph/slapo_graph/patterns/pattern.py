@@ -1,0 +1,274 @@
+"""`GraphPattern`: what ``find`` looks for, as plain data, and where a graph has it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.errors import ReplayError, SerializationError
+from slapo_core.internals import describe
+from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Target, Wildcard
+from slapo_graph.patterns.index import Indexed
+from slapo_graph.patterns.matcher import Embedding, embeddings, pairs_of
+
+# Patterns as what JSON can hold, and back.
+
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Form, Items, Result, Slice, Step, Target, Wildcard)}
+
+
+def _named(kind: type, name: str) -> Any:
+    found = getattr(torch, name)
+    if type(found) is not kind:
+        raise ValueError(f"torch.{name} is not a {kind.__name__}")
+    return found
+
+
+_KINDS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_CONSTANTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "float": (float, float.hex, float.fromhex),
+    "complex": (complex, repr, complex),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "ellipsis": (type(Ellipsis), bool, lambda _: Ellipsis),
+    "device": (torch.device, str, torch.device),
+    "set": (set, lambda value: _elements(value), lambda parts: set(map(_constant_from, parts))),
+    "frozenset": (frozenset, lambda value: _elements(value), lambda parts: frozenset(map(_constant_from, parts))),
+    **{
+        name: (kind, lambda value: str(value).removeprefix("torch."), partial(_named, kind))
+        for name, kind in _KINDS.items()
+    },
+}
+"""Constants that JSON has no form for: their class, and how they become text and back."""
+
+
+def to_data(value: Any) -> Any:
+    """Dictionaries, lists, text and numbers for a form, or for a part of one.
+
+    Raises:
+        SerializationError: it holds what cannot be named.
+    """
+    if isinstance(value, Constant):
+        return {"constant": _constant(value.value)}
+    if type(value).__name__ in _CLASSES and type(value) is _CLASSES[type(value).__name__]:
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        if isinstance(value, Target) and value.predicate is not None:
+            parts["predicate"] = {"function": _function(value.predicate)}
+            return {"Target": {name: part if name == "predicate" else to_data(part) for name, part in parts.items()}}
+        return {type(value).__name__: {name: to_data(part) for name, part in parts.items()}}
+    if isinstance(value, tuple):
+        return [to_data(part) for part in value]
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    return {"constant": _constant(value)}  # keys of dictionaries
+
+
+def _constant(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    for name, (kind, encode, _) in _CONSTANTS.items():
+        if type(value) is kind:
+            return {name: encode(value)}
+    raise SerializationError(f"a pattern holds {value!r}, which JSON cannot carry", hint="use numbers, text and dtypes")
+
+
+def _elements(value: Any) -> list[Any]:
+    return [_constant(part) for part in sorted(value, key=repr)]
+
+
+def _function(predicate: Callable[..., Any]) -> str:
+    if isinstance(predicate, FunctionType):
+        module = sys.modules.get(predicate.__module__)
+        if module is not None and vars(module).get(predicate.__qualname__) is predicate:
+            return f"{predicate.__module__}:{predicate.__qualname__}"
+    raise SerializationError(
+        f"where({predicate!r}) cannot be saved: only a function at the top level of a module can be named",
+        hint="def is_wanted(node): ...  at the top level, and where(is_wanted)",
+    )
+
+
+def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> tuple[tuple[Form, ...], str]:
+    """Forms and text of a saved pattern.
+
+    Raises:
+        ReplayError: it is none.
+    """
+    try:
+        forms = tuple(_from(form, find_function) for form in data["forms"])
+        if not forms or not all(isinstance(form, Form) and form.steps for form in forms):
+            raise TypeError("it has no forms, or one of them no steps")
+        return forms, str(data["text"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ReplayError(
+            f"not a saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
+        ) from error
+
+
+def _from(data: Any, find_function: Callable[[str], Any] | None) -> Any:
+    if isinstance(data, list):
+        return tuple(_from(part, find_function) for part in data)
+    if not isinstance(data, dict):
+        return data
+    ((name, value),) = data.items()
+    if name == "constant":
+        made = _constant_from(value)
+        return Constant(made)
+    if name == "function":
+        if find_function is None:
+            raise TypeError(f"it needs the function {value}")
+        return find_function(value)
+    parts = {key: _from(part, find_function) for key, part in value.items()}
+    if name == "Items":
+        parts["keys"] = tuple(key.value if isinstance(key, Constant) else key for key in parts["keys"])
+    return _CLASSES[name](**parts)
+
+
+def _constant_from(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((name, inner),) = value.items()
+    return _CONSTANTS[name][2](inner)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A place in one graph where a pattern stands.
+
+    Args:
+        nodes: that belong to it, in the graph's order.
+        inputs: the values it reads, in the order of the pattern's arguments. A parameter or buffer of the traced module
+            that no earlier node of the graph reads (a module of torch.nn reads it) is an
+            :class:`~slapo_graph.patterns.data.Attribute`.
+        outputs: those of its nodes whose values are used outside of it, in the graph's order.
+        captures: by name: a value as in ``inputs``, or a plain constant.
+        form: which of the pattern's forms it is.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node | Attribute, ...]
+    outputs: tuple[fx.Node, ...]
+    captures: dict[str, Any]
+    form: int = 0
+
+
+@dataclass(frozen=True)
+class GraphPattern:
+    """A pattern without live objects (but the function of a ``where``): comparable, hashable, to be saved.
+
+    Args:
+        forms: the alternatives; of two that begin at one node the earlier one counts.
+        text: how messages call it.
+        name: under which a plugin provides it; None if none does.
+    """
+
+    forms: tuple[Form, ...]
+    text: str = field(default="pattern", compare=False)
+    name: str | None = field(default=None, compare=False)
+
+    def matches(self, graph: fx.Graph, module: nn.Module) -> list[Found]:
+        """Where ``graph`` has the pattern; no node is in two matches.
+
+        The first match begins at the earliest possible node; of those that begin there, the one of the earliest form
+        counts. The next begins at the earliest node that still leaves one, and so on.
+
+        Args:
+            graph: of a traced module.
+            module: that module.
+        """
+        index = Indexed(graph, module)
+        known: list[Found] | None = index.found.get(self)
+        if known is None:
+            found, _ = embeddings(self.forms, index)
+            known = [_found(self.forms[number], number, embedding, index) for number, embedding in found]
+            if self._is_of_graphs:
+                index.found[self] = known
+        return list(known)
+
+    def nearest_miss(self, graph: fx.Graph, module: nn.Module) -> str | None:
+        """How what comes closest to the pattern in ``graph`` differs from it; None if nothing resembles it."""
+        from slapo_graph.patterns.misses import nearest_miss
+
+        return nearest_miss(self.forms, Indexed(graph, module))
+
+    def to_data(self) -> Any:
+        """As what JSON can hold.
+
+        Raises:
+            SerializationError: it has a predicate that is not a function at the top level of a module.
+        """
+        return {"forms": [to_data(form) for form in self.forms], "text": self.text}
+
+    @classmethod
+    def from_data(cls, data: Any, find_function: Any = None) -> GraphPattern:
+        """The pattern that :meth:`to_data` saved.
+
+        Args:
+            data: as read from JSON.
+            find_function: gives a predicate by its name, ``"module:name"``; imports nothing.
+
+        Raises:
+            ReplayError: it is not a pattern.
+        """
+        forms, text = pattern_from_data(data, find_function)
+        return cls(forms, text)
+
+    @cached_property
+    def slapo_described(self) -> str:
+        """The pattern as ranks compare it: some have hundreds of forms, and every layer a step with it."""
+        digest = hashlib.sha256(describe(self.forms).encode()).hexdigest()
+        return f"<{self.text}, sha256 {digest[:16]}>"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.forms)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # a hash is of this process
+
+    @cached_property
+    def _is_of_graphs(self) -> bool:
+        """Whether layers that share a graph have the same matches: nothing else is asked."""
+        steps = [step for form in self.forms for step in form.steps]
+        inner = [each for step in steps for _, operand in step.arguments for each, _ in pairs_of(operand, operand)]
+        return all(step.target.kind != "where" for step in steps) and not any(
+            isinstance(each, Wildcard) and each.shape is not None for each in inner
+        )
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _found(form: Form, number: int, embedding: Embedding, index: Indexed) -> Found:
+    positions = sorted(embedding.positions)
+    nodes = tuple(index.calls[position].node for position in positions)
+    inside = set(nodes)
+
+    def given(value: Any) -> Any:
+        if isinstance(value, Attribute):
+            read = index.reads.get(value)
+            return read if read is not None and index.position[read] < positions[0] else value
+        return value
+
+    if form.steps[0].target.kind in ("glob", "regex", "where"):
+        inputs = tuple(dict.fromkeys(given(value) for value in index.calls[positions[0]].values))
+    else:
+        inputs = tuple(given(embedding.bindings[name]) for name in form.inputs)
+    captures = {}
+    for name, operand in form.captures:
+        if isinstance(operand, Wildcard):
+            captures[name] = given(embedding.bindings[operand.name])
+        elif isinstance(operand, Constant):
+            captures[name] = operand.value
+        else:
+            captures[name] = index.calls[embedding.positions[operand.step]].node
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    return Found(nodes, inputs, outputs, captures, number)

@@ -1,0 +1,391 @@
+"""What a forward reads while it is recorded: attributes of modules and of the objects they hold, and global names."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.internals import module_index
+from slapo_graph.diagnostics import is_of_the_model
+from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
+from slapo_graph.leaves import LeafRule, inlined_modules
+from slapo_graph.private import TABLES, FakeTensor
+from slapo_graph.protocol import Flag, Location, Untraceable
+from slapo_graph.session import attributes_kept, put_back
+from slapo_graph.sizes import is_symbolic
+from slapo_graph.structure import Opaque
+
+Place = tuple[str, ...]
+_DEPTH = 4
+_NO_HOLDERS = (
+    nn.Module, torch.Tensor, list, tuple, dict, set, type, type(len), type(lambda: 0), types.ModuleType,
+    types.MethodType, types.SimpleNamespace, enum.Enum,
+)  # fmt: skip
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *dir(nn.Module)})
+_OWN_OF_EVERY_MODULE = frozenset(name for name in _OF_EVERY_MODULE if not name.startswith("__"))
+_SPIES = ("__getattribute__", "__setattr__")
+
+
+class AttributeReads:
+    """Notes the attributes that are read, by methods put on the classes for as long as a recording lasts.
+
+    Modules that stay calls are watched too: what they read decides whether another module's recording is the same.
+
+    Args:
+        refuse: makes the error for recorded code that sets an attribute.
+        line: where the forward is written.
+        is_paused: whether what runs now is a module that stays a call, and no recorded code.
+    """
+
+    def __init__(
+        self,
+        refuse: Callable[[str], Exception],
+        line: Location | None = None,
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._refuse, self._line, self._is_paused = refuse, line, is_paused
+        self._by_code: set[tuple[Place, str]] = set()
+        self._found: dict[tuple[Place, str], Any] = {}
+        self._written: set[tuple[Place | None, str]] = set()  # what is read after that comes from the forward itself
+        self._places: dict[int, Place] = {}
+        self._watched: list[Any] = []  # an id stands for one object only as long as that lives
+        self._spied: dict[type, dict[str, Any]] = {}
+        self._recorded: set[Place] = set()
+        self._is_known = True
+        self._logs: list[dict[tuple[Place, str], None]] = []
+
+    @contextlib.contextmanager
+    def logged(self) -> Iterator[dict[tuple[Place, str], None]]:
+        """What is read while this lasts, by place and name, also where it was read before."""
+        log: dict[tuple[Place, str], None] = {}
+        self._logs.append(log)
+        try:
+            yield log
+        finally:
+            self._logs.remove(log)
+
+    @property
+    def seen(self) -> tuple[Flag, ...]:
+        """What recorded code read, each attribute once; not the training mode, which decides between variants."""
+        return tuple(flag for flag in self._flags() if (flag.path, flag.attribute) in self._by_code)
+
+    @property
+    def read(self) -> tuple[Flag, ...] | None:
+        """What was read, by modules that stay calls too; None if that included what cannot be looked into."""
+        return self._flags() if self._is_known else None
+
+    def _flags(self) -> tuple[Flag, ...]:
+        return tuple(Flag(path, name, expected) for (path, name), expected in self._found.items())
+
+    @contextlib.contextmanager
+    def watching(self, root: nn.Module, leaves: LeafRule) -> Iterator[Callable[[], bool]]:
+        """Watch ``root``, all modules below, and plain objects that are read from them; what they set is taken back.
+
+        Gives a function that says whether all attributes are still as they were.
+
+        Raises:
+            Untraceable: recorded code changed what is in an attribute.
+        """
+        inlined = inlined_modules(root, leaves)
+        self._recorded = set(map(_place, inlined))
+        with attributes_kept(root, inlined.values(), lambda problem: Untraceable(problem, self._line)) as is_unchanged:
+            try:
+                for path, module in module_index.walk(root):  # a module that is there twice is known by its first path
+                    self._watch(module, _place(path))
+                yield is_unchanged
+            finally:
+                for cls, own in self._spied.items():
+                    for name in _SPIES:
+                        if name in own:
+                            setattr(cls, name, own[name])
+                        else:
+                            delattr(cls, name)
+
+    def _watch(self, value: Any, path: Place) -> None:
+        if id(value) not in self._places and self._spy(type(value)):
+            self._places[id(value)] = path
+            self._watched.append(value)
+
+    def _spy(self, cls: Any) -> bool:
+        """Put methods on a class that note reads and refuse writes; whether it takes them."""
+        if cls in self._spied:
+            return True
+        watch, own = self, {name: vars(cls)[name] for name in _SPIES if name in vars(cls)}
+        original = getattr(cls.__getattribute__, "slapo_original", cls.__getattribute__)
+        original_set = getattr(cls.__setattr__, "slapo_original", cls.__setattr__)
+
+        ignored = _OWN_OF_EVERY_MODULE if issubclass(cls, nn.Module) else ()
+
+        def read(this: Any, name: str) -> Any:
+            if name in ignored:
+                return original(this, name)
+            if name.startswith("__"):
+                is_watched = name == "__dict__" and id(this) in watch._places
+                if is_watched and is_of_the_model(sys._getframe(1).f_code.co_filename):
+                    watch._read_all(this)
+                return original(this, name)
+            try:
+                found = original(this, name)
+            except AttributeError:
+                watch._missed(this, name)
+                raise
+            watch._read(this, name, found)
+            return found
+
+        def write(this: Any, name: str, new: Any) -> None:
+            path = watch._places.get(id(this))
+            # `self.count += 1` on a tensor sets what is there already
+            if path in watch._recorded and (old := getattr(this, name, watch)) is not new:
+                refused = watch._refuse(f"sets {'.'.join(('self', *path, name))}")
+                if old is None and isinstance(new, (str, bool)):
+                    refused.settles = this, name, new  # type: ignore[attr-defined]
+                raise refused
+            watch._written.add((path, name))
+            original_set(this, name, new)
+
+        read.slapo_original, write.slapo_original = original, original_set  # type: ignore[attr-defined]
+        try:
+            cls.__getattribute__, cls.__setattr__ = read, write
+        except TypeError:  # written in C
+            return False
+        self._spied[cls] = own
+        return True
+
+    def _read(self, this: Any, name: str, found: Any) -> None:
+        path = self._places.get(id(this))
+        if path is None:
+            return
+        if self._logs and not isinstance(getattr(type(this), name, None), property):  # it reads what it is made of
+            for log in self._logs:
+                log[path, name] = None
+        if not self._is_paused():
+            self._by_code.add((path, name))
+        if hasattr(found, "__dict__") and not isinstance(found, _NO_HOLDERS):
+            self._hold(found, (*path, name), path)
+        if (path, name) in self._found or (path, name) in self._written:
+            return
+        if name not in object.__getattribute__(this, "__dict__"):
+            static = getattr(type(this), name, None)
+            if isinstance(static, property) or callable(static) or not is_setting(found):
+                return  # a property reads what it is made of; methods are code
+        self._note(path, name, found)
+
+    def _read_all(self, this: Any) -> None:
+        """Code asks for the dictionary of attributes: whatever setting is in it may matter."""
+        ignored = _OF_EVERY_MODULE if isinstance(this, nn.Module) else ()
+        for name, value in tuple(object.__getattribute__(this, "__dict__").items()):
+            if name not in ignored and is_setting(value):
+                self._read(this, name, value)
+
+    def _missed(self, this: Any, name: str) -> None:
+        path = self._places.get(id(this))
+        if path is None:
+            return
+        own = object.__getattribute__(this, "__dict__")
+        if not any(name in own.get(table, ()) for table in TABLES):
+            for log in self._logs:
+                log[path, name] = None
+        if not self._is_paused():
+            self._by_code.add((path, name))
+        if (path, name) in self._found:
+            return
+        if isinstance(this, nn.Module):
+            own = object.__getattribute__(this, "__dict__")
+            for table in TABLES:
+                if name in own[table]:
+                    if own[table][name] is None:
+                        self._note(path, name, None)
+                    return
+            if name in _OF_EVERY_MODULE or type(this).__getattr__ is not nn.Module.__getattr__:
+                return
+        elif hasattr(type(this), "__getattr__"):
+            return
+        self._found[path, name] = ABSENT
+
+    def _note(self, path: Place, name: str, found: Any) -> None:
+        self._found[path, name] = fingerprint(found)
+        self._is_known = self._is_known and (id(found) in self._places or is_told(found))
+
+    def _hold(self, value: Any, path: Place, reader: Place) -> None:
+        """Watch an object that is not a module: a configuration."""
+        if len(path) - len(reader) > 1 or len(path) > _DEPTH + max(map(len, self._recorded)):
+            return
+        known = self._places.get(id(value))
+        if known is None:
+            self._watch(value, path)
+        elif reader in self._recorded and known not in self._recorded:
+            self._places[id(value)] = path  # recorded code reads it from here
+        if reader in self._recorded and id(value) in self._places:
+            self._recorded.add(self._places[id(value)])
+
+
+def _place(path: str) -> Place:
+    return tuple(path.split(".")) if path else ()
+
+
+# -- global names -----------------------------------------------------------------------------------------------------
+
+_PYTHON = str(Path(sysconfig.__file__).parent)
+_MOST_FUNCTIONS = 300
+_MOST_PARTS = 16
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+
+
+class GlobalNames:
+    """The global names in the source of what a recording may run, with their values.
+
+    Names are taken from the code, not from what was executed: those of branches not taken are among them. Followed are
+    functions of the model's own files and methods of the recorded modules; not torch.
+
+    Args:
+        forward: that is recorded.
+        modules: whose code is recorded.
+    """
+
+    def __init__(self, forward: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
+        self._values: dict[tuple[str, Place, str], tuple[dict[str, Any], Any, Any, Any]] = {}
+        classes = {type(module) for module in modules}
+        waiting = [*_functions_in(forward), *(_function(getattr(cls, "forward", None)) for cls in classes)]
+        holders = (sys.modules.get(base.__module__) for cls in classes for base in cls.__mro__)
+        self._tables = {id(vars(each)): vars(each) for each in holders if each is not None and _is_source(each)}
+        seen: set[int] = set()
+        while waiting and len(seen) < _MOST_FUNCTIONS:
+            function = waiting.pop()
+            if function is None or id(function.__code__) in seen or not _is_followed(function.__code__.co_filename):
+                continue
+            seen.add(id(function.__code__))
+            names = _names(function.__code__)
+            waiting += [_function(getattr(cls, name, None)) for cls in classes for name in names]
+            waiting += [*_functions_in(function), *self._note_all(function, names)]
+            self._tables[id(function.__globals__)] = function.__globals__
+
+    @property
+    def flags(self) -> tuple[Flag, ...]:
+        """What a graph depends on."""
+        return tuple(Flag(path, name, found[2], owner) for (owner, path, name), found in self._values.items())
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give the names their values again, and lists and dictionaries their contents.
+
+        Meanwhile ``type`` is among them: it gives the class that a number or a tensor has outside of a recording.
+
+        Raises:
+            Untraceable: one of them was changed.
+        """
+        tables = [table for table in self._tables.values() if "type" not in table]
+        for table in tables:
+            table["type"] = _TypeOutside
+        try:
+            yield
+        finally:
+            for table in tables:
+                del table["type"]
+            changed = [key for key, held in self._values.items() if _put_back(key[2], *held)]
+        if changed:
+            owner, path, name = changed[0]
+            raise Untraceable(f"changes the global name {'.'.join((owner, *path, name))}")
+
+    def _note_all(self, function: FunctionType, names: set[str]) -> Iterator[FunctionType | None]:
+        """Note what ``function`` reads by ``names``; the functions among it."""
+        holder = sys.modules.get(function.__module__ or "")
+        if holder is None or holder.__dict__ is not function.__globals__:
+            return
+        for name in names.intersection(function.__globals__):
+            value = function.__globals__[name]
+            yield _function(value)
+            self._note(holder.__name__, (), name, function.__globals__)
+            if isinstance(value, ModuleType) and _is_followed(getattr(value, "__file__", None) or "<"):
+                for own in names.intersection(vars(value)):
+                    yield _function(vars(value)[own])
+                    self._note(value.__name__, (), own, vars(value))
+            elif not callable(value) and type(value).__module__ == holder.__name__:  # CONFIG = Config()
+                for own in names.intersection(getattr(value, "__dict__", {})):
+                    self._note(holder.__name__, (name,), own, value.__dict__)
+
+    def _note(self, owner: str, path: Place, name: str, table: dict[str, Any]) -> None:
+        value = table[name]
+        if isinstance(value, torch.Tensor) or _is_compared(value):
+            contents = value.copy() if isinstance(value, (list, dict, set)) else None
+            expected = Same(value) if isinstance(value, (torch.Tensor, tuple, list, dict)) else fingerprint(value)
+            self._values[owner, path, name] = (table, value, expected, contents)
+
+
+def _put_back(name: str, table: dict[str, Any], value: Any, _: Any, contents: Any) -> bool:
+    """Give a name its value and contents again; whether they had changed."""
+    is_other = table.get(name) is not value
+    table[name] = value
+    return (contents is not None and put_back(value, contents)) or is_other
+
+
+class _AnswersOutside(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        value = args[0]
+        if isinstance(value, FakeTensor):
+            return torch.Tensor
+        if type(value) is torch.SymBool and is_symbolic(value):
+            return bool
+        return value.__class__ if is_symbolic(value) or type(value) is Opaque else type(value)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+
+class _TypeOutside(type, metaclass=_AnswersOutside):
+    """``type`` for recorded code: of what stands for a number or a tensor, the class outside."""
+
+
+def _is_source(holder: ModuleType) -> bool:
+    """Whether a Python module is the model's; an interactive ``__main__`` has no file."""
+    return _is_followed(getattr(holder, "__file__", None) or holder.__name__)
+
+
+def _is_followed(file: str) -> bool:
+    is_of_python = file.startswith(_PYTHON) and "site-packages" not in file
+    return is_of_the_model(file) and not is_of_python
+
+
+def _is_compared(value: Any) -> bool:
+    """What is cheap to compare at every call: functions, numbers, texts, and a few of them."""
+    if isinstance(value, type | ModuleType):
+        return False
+    if isinstance(value, FunctionType):
+        return _is_followed(value.__code__.co_filename)
+    return is_told(value) and (not isinstance(value, _CONTAINERS) or len(value) <= _MOST_PARTS)
+
+
+def _functions_in(function: Any) -> Iterator[FunctionType | None]:
+    """A function, what it wraps, and the functions that it closes over."""
+    for one in (function, getattr(function, "__wrapped__", None)):
+        yield _function(one)
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # still empty
+            yield _function(cell.cell_contents)
+
+
+def _function(value: Any) -> FunctionType | None:
+    value = getattr(value, "__func__", value)
+    return value if isinstance(value, FunctionType) else None
+
+
+def _names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _names(constant)
+    return names

@@ -1,0 +1,358 @@
+"""Runs torch calls on fake tensors, and hands each of them to the recording."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from slapo_core.observers import Origin
+from slapo_graph.effects import Observer
+from slapo_graph.leaves import LeafRule, is_predefined
+from slapo_graph.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    call_uncompiled,
+    is_compiled,
+    set_grad_enabled,
+    write_count,
+)
+from slapo_graph.protocol import Untraceable
+from slapo_graph.recording import Recording, left
+from slapo_graph.regions import Regions
+from slapo_graph.session import drawn_back
+from slapo_graph.sharing import RepeatedCalls
+from slapo_graph.structure import concrete
+from slapo_graph.targets import query_of, writes_to_first
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+# Into how many parts a value is taken apart: a decision of the recorded code, held by a guard.
+
+_CUT = {"split": "split_size", "chunk": "chunks", "unsafe_split": "split_size", "unsafe_chunk": "chunks", "unbind": ""}
+
+
+def guard_elements(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Where ``func`` cuts a tensor into as many parts as its size makes, keep their number.
+
+    The guard asks the tensor that is cut, and not the parts, which only the code that was recorded uses.
+    """
+    name = getattr(func, "__name__", "")
+    if name not in _CUT:
+        return
+    given = dict(zip(("tensor", *filter(None, (_CUT[name],)), "dim"), args, strict=False)) | dict(kwargs)
+    tensor = given.get("tensor", given.get("input", given.get("self")))
+    if not isinstance(tensor, torch.Tensor):
+        return
+    by = given.get(_CUT[name], given.get("split_size_or_sections"))
+    if isinstance(by, tuple | list):
+        return  # given one by one
+    dim = int(concrete(given.get("dim", 0)))
+    length = recording.length(tensor, dim)
+    if name.endswith("chunk"):
+        by = -(-length // by)
+        if int(concrete(length)) == 0:
+            by = 1
+    chunks = length if name == "unbind" else -(-length // by)
+    recording.guard(getattr(chunks.node, "node", None), int(concrete(chunks)))
+
+
+def structure_of(value: Any) -> Any:
+    """The kind of a result of several parts, and which: ``("tuple", 2)``, ``("dict", ("hidden", "weights"))``."""
+    if isinstance(value, Mapping):
+        return type(value).__name__, tuple(value)
+    return type(value).__name__, len(value) if isinstance(value, tuple | list) else None
+
+
+def guard_structure(recording: Recording, value: Any, node: fx.Node) -> None:
+    """Keep the structure of a result that a module may give otherwise at another call."""
+    if isinstance(value, tuple | list | Mapping):
+        recording.guard(recording.compute(structure_of, (node,)), structure_of(value))
+
+
+# What autograd does that torch-function modes do not see: custom functions, and hooks on what is saved.
+
+_CHECKPOINTING = (
+    "checkpoints activations (torch.utils.checkpoint), which its graph would not do",
+    "take it out of the model's code (transformers: model.gradient_checkpointing_disable()) and call "
+    "sch['a.b'].checkpoint() of what it is to cover; or trace and cut where it lies inside of a module that stays a "
+    "call",
+)
+
+
+class ApplyFunction:
+    """``function.apply`` as a target of a graph: one call, with the backward that its author wrote.
+
+    Args:
+        function: the custom autograd function.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = f"{function.__name__}_apply"
+        self.__module__ = function.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ApplyFunction) and other.function is self.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+@contextlib.contextmanager
+def autograd_functions(recorder: Recorder) -> Iterator[None]:
+    """While this lasts, a call of a custom ``torch.autograd.Function`` is one call in the graph.
+
+    What its forward computes would be seen, but without its backward.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        call = original.__get__(None, cls)
+        if recorder.is_paused:
+            return call(*args, **kwargs)
+        if cls is CheckpointFunction:  # use_reentrant=True
+            raise recorder.recording.refusal(*_CHECKPOINTING)
+        return recorder.record_call(call, ApplyFunction(cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment, unused-ignore]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def checkpointing_refused(recorder: Recorder) -> Iterator[None]:
+    """While this lasts, recorded code that checkpoints activations is refused: the graph would keep them.
+
+    Raises:
+        Untraceable: it entered ``saved_tensors_hooks``, as ``torch.utils.checkpoint`` and ``save_on_cpu`` do.
+    """
+    enter = saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        if not recorder.is_paused and torch.is_grad_enabled():
+            raise recorder.recording.refusal(*_CHECKPOINTING)
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+# Calls of modules below the recorded one: one call in the graph, or looked into.
+
+
+@contextlib.contextmanager
+def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
+    """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
+    called, thread = nn.Module.__call__, threading.get_ident()
+    recording = recorder.recording
+
+    def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call it; one under ``module.compile()`` as it would be without: compilers want tensors with values."""
+        if is_compiled(module) and threading.get_ident() == thread:
+            return call_uncompiled(module, *args, **kwargs)
+        return called(module, *args, **kwargs)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_paused:
+            return original(module, *args, **kwargs)
+        path = recording.modules.get(id(module))
+        if path == "":
+            raise recording.refusal("calls itself")
+        if path is None and any(True for _ in module.parameters()):
+            raise recording.refusal(
+                f"calls a {type(module).__name__} outside the traced module",
+                "trace the module that holds both",
+            )
+        if path is None:
+            return original(module, *args, **kwargs)
+        if not leaves(module, path):
+            with recorder.inside(path):
+                out = original(module, *args, **kwargs)
+            if recording.notes is not None:
+                recording.compute(left, (path,))
+            return out
+        return recorder.record_module(path, original, module, args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+
+
+_SWITCHES = (set_grad_enabled,)
+"""Seen through the state that they change."""
+
+_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "__array__", "__bool__", "__complex__", "__contains__", "__dlpack__", "__float__", "__format__", "__index__",
+        "__int__", "__repr__", "data_ptr", "item", "numpy", "storage", "tolist", "untyped_storage",
+    )
+)  # fmt: skip
+"""Give values of a tensor that has some, also where a run is on tensors without values."""
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether it is real, or torch has computed it of real ones nevertheless, as it does for one element."""
+    return type(tensor) is not FakeTensor or tensor.constant is not None
+
+
+class NeedsValues(Untraceable):
+    """A forward does what a run on tensors without values cannot follow; one on real tensors may."""
+
+
+class Recorder(TorchFunctionMode):
+    """A mode in which every torch call is run and written down.
+
+    Args:
+        recording: where to.
+        memory_of: gives the fake tensor whose memory stands for that of a real one; None: each has its own.
+    """
+
+    slapo_is_recorder = True  # slapo_core.observers: is_recording
+
+    def __init__(self, recording: Recording, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self._memory_of = memory_of
+        self.recording = recording
+        self.regions = Regions(recording)
+        self.alike: RepeatedCalls | None = None
+        self._is_paused, self._thread = False, threading.get_ident()
+        self._path = ""  # of the module below whose own code runs
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what runs now is not written down: inside of a call that is one node, or in another thread."""
+        return self._is_paused or threading.get_ident() != self._thread
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused or func in _SWITCHES:
+            if func in _READS and self.recording.notes is not None and _has_values(args[0]):
+                self.recording.notes.value_reads += 1
+            return func(*args, **kwargs)
+        query = query_of(func)
+        if query is not None:
+            with self.paused():
+                return query(self.recording, func, args, kwargs)
+        return self.record_call(func, func, args, kwargs)
+
+    def record_call(self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``run``, and write it down as a call of ``func``.
+
+        One that writes to its first argument gives just that: a fake one may stand for a buffer while it runs.
+        """
+        if (from_hook := getattr(func, "slapo_from", None)) is not None and (hook := _running_hook()) is not None:
+            func = from_hook(Origin(self._path, hook))
+        with self.paused():
+            guard_elements(self.recording, func, args, kwargs)
+        out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
+        if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
+            return self.recording.know(args[0], self.recording.node(out))
+        return out
+
+    def record_module(
+        self, path: str, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module below the recorded one, and write it down as one call."""
+        is_observed = is_predefined(module)
+        alike = None if is_observed else self.alike
+        return self._record(
+            functools.partial(call, module) if alike is None else functools.partial(alike.call, call, path, module),
+            args,
+            kwargs,
+            lambda: self.recording.call_module(path, args, kwargs),
+            may_vary=True,
+            is_observed=is_observed,
+        )
+
+    def _record(
+        self,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        write: Callable[[], Any],
+        *,
+        may_vary: bool = False,
+        is_observed: bool = True,
+    ) -> Any:
+        self.regions.enter()
+        notes = self.recording.notes
+        with self.paused():  # asking for a version is a call too
+            before = notes.versions((args, kwargs)) if notes is not None else []
+        with self.paused(), drawn_back() if may_vary else contextlib.nullcontext():
+            observer = Observer(self._memory_of)
+            try:
+                with observer if is_observed else contextlib.nullcontext():
+                    out = run(*concrete(args), **concrete(kwargs))
+            except DataDependentOutputException as error:
+                raise self._needs_values(f"branches on the values of a tensor ({error.func})") from error
+            except DynamicOutputShapeException as error:
+                raise self._needs_values(f"makes a tensor whose shape depends on values ({error.func})") from error
+            node = write()
+            if is_observed:
+                node.meta["seen"] = observer.seen(args, kwargs, out)
+            if notes is not None:
+                with self.paused():
+                    written = [self.recording.node(one) for one, version in before if write_count(one) != version]
+                notes.note_writes(node, written)
+            if may_vary:
+                guard_structure(self.recording, out, node)
+            return None if out is None else self.recording.give(out, node)
+
+    def _needs_values(self, problem: str) -> NeedsValues:
+        refusal = self.recording.refusal(problem)
+        return NeedsValues(
+            refusal.problem, refusal.location, "give example inputs with values, and a model with values"
+        )
+
+    @contextlib.contextmanager
+    def inside(self, path: str) -> Iterator[None]:
+        """While this lasts, the code of the module at ``path`` runs, and that of its hooks."""
+        before, self._path = self._path, path
+        try:
+            yield
+        finally:
+            self._path = before
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this lasts, nothing is written down."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+
+def _running_hook() -> Any:
+    """The hook of a step, an object that a graph can hold, inside of which this is called; None outside of any."""
+    frame, found = sys._getframe(1), None
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        if getattr(type(first), "slapo_is_inlined", False):
+            found = first
+        frame = frame.f_back  # type: ignore[assignment]
+    return found

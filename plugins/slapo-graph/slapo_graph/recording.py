@@ -1,0 +1,300 @@
+"""The graph in the making: which node gives which value, and what every call becomes."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from slapo_core.internals import module_index
+from slapo_graph.diagnostics import expression, model_location
+from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, write_count
+from slapo_graph.protocol import Guard, Untraceable, check
+from slapo_graph.sizes import is_symbolic, symbolic
+from slapo_graph.structure import Opaque, children, is_plain, rebuild, tensors_in
+from slapo_graph.targets import target_of
+
+# What a recording saw besides the graph: the values of its nodes, what calls wrote to, which values share memory.
+
+
+def left(path: str) -> None:
+    """In a graph with notes: here ends a call of a module that was looked into."""
+
+
+class Notes:
+    """Filled while a module is recorded; it keeps the tensors of that run, so it is thrown away with what it is for.
+
+    Attributes:
+        values: of nodes, as far as they are known: tensors (without values, mostly), numbers, containers of such, and
+            an ``Opaque`` for any other object.
+        writes: for nodes that changed some of their arguments in place: which.
+        storages: for nodes that give tensors: a number that those share which lie in the same memory.
+        value_reads: how often the run looked into the values of a tensor that is there beside it: of a buffer, say.
+        is_real: whether the run was on values.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.storages: dict[fx.Node, int] = {}
+        self.value_reads = 0
+        self.is_real = False
+
+    def versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
+        """The tensors among the arguments of a call, each with how often it was written to."""
+        return [(tensor, write_count(tensor)) for tensor in tensors_in(given)]
+
+    def note_writes(self, node: fx.Node, written: list[Any]) -> None:
+        """After a call: the arguments that it wrote to."""
+        if written:
+            self.writes[node] = tuple(dict.fromkeys(written))
+
+    def note_storages(self, mode: Any) -> None:
+        """At the end of a recording: where the tensors lie; ``mode`` is that of fake tensors, or None."""
+        for node, value in self.values.items():
+            if isinstance(value, torch.Tensor):
+                own = value if mode is None else mode.fake(value)
+                self.storages[node] = storage_id(own)
+
+
+Modules = Sequence[tuple[str, nn.Module]]
+_NO_CONTAINERS = frozenset([bool, int, float, str, type(None), set])
+_NO_HOLDERS = _NO_CONTAINERS | {dict, list, tuple, OrderedDict}
+_COMPARABLE = (bool, int, float, str, type(None))
+
+
+class Recording:
+    """The graph in the making, and which of its nodes gives which value.
+
+    Args:
+        root: the recorded module; its parameters, buffers and modules are known by their names.
+        may_capture: whether tensors from elsewhere may become a part of the code.
+        notes: what else is to be known of the run.
+        home: the device for which the module's tensors on the meta device stand; None: they are there.
+    """
+
+    def __init__(
+        self, root: nn.Module, *, may_capture: bool = True, notes: Notes | None = None, home: torch.device | None = None
+    ) -> None:
+        self.graph = fx.Graph()
+        self.may_capture, self.notes, self.home = may_capture, notes, home
+        self.captured: list[torch.Tensor] = []
+        self.guards: list[Guard] = []
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Any] = []  # an id stands for one object only as long as that lives
+        self._devices: dict[int, fx.Node] = {}
+        self._guarded: set[tuple[fx.Node, Any]] = set()
+        modules = module_index.walk(root)
+        self._held = {
+            id(tensor): name
+            for name, tensor in (
+                *reversed(list(_registered(modules, parameters_of))),
+                *reversed(list(_registered(modules, buffers_of))),
+                *_plain_tensors(modules),
+            )
+        }
+        self._parts = {id(part): (name, key) for name, key, part in _tensors_in_containers(modules)}
+        self.modules = {id(module): path for path, module in reversed(modules)}
+
+    # -- values and their nodes -------------------------------------------------------------------------------
+
+    def know(self, value: Any, node: fx.Node) -> Any:
+        """Remember that ``node`` gives ``value``; what code gets in its place (numbers that stay symbolic)."""
+        self._alive.append(value)
+        self._nodes[id(value)] = node
+        if self.notes is not None:
+            self.notes.values[node] = value
+        if isinstance(value, torch.Tensor):
+            node.meta["example"] = (tuple(value.shape), value.dtype)
+            if isinstance(value, FakeTensor):
+                # Another object for each tensor, so that a device that is read from it is known again.
+                device = torch.device(str(value.fake_device))
+                value.fake_device = device
+                self._alive.append(device)
+                self._devices[id(device)] = node
+        return value
+
+    def give(self, value: Any, node: fx.Node) -> Any:
+        """Every part of a result, each known by a node that takes it out of ``node``; what code gets to see."""
+        if isinstance(value, torch.Tensor):
+            return self.know(value, node)
+        if type(value) in (int, float):
+            return symbolic(self, value, node)
+        parts = children(value)
+        if parts is None and is_plain(value):
+            self.guard(node, value)
+            return value
+        if parts is None:
+            opaque = Opaque(value, self.refusal)
+            self.know(opaque, node)
+            return opaque
+        taken = []
+        for how, key, part in list(parts):
+            if how == "item":
+                below = self.compute(operator.getitem, (node, key))
+            else:
+                below = self.compute(getattr, (node, key))
+            taken.append(self.give(part, below))
+        made = rebuild(value, taken)
+        return self.know(made, node)
+
+    def node(self, value: Any) -> Any:
+        """What an argument is in the graph: a node, or a constant, or a container of such."""
+        if is_symbolic(value):
+            node = value.node.node
+            return value.node.hint if node is None else node
+        known = self._nodes.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, torch.Tensor):
+            return self._held_or_captured(value)
+        if isinstance(value, torch.device) and id(value) in self._devices:
+            return self.compute(getattr, (self._devices[id(value)], "device"))
+        if type(value) is slice:
+            return slice(self.node(value.start), self.node(value.stop), self.node(value.step))
+        if isinstance(value, torch.Size):
+            return tuple(self.node(part) for part in value)
+        if is_plain(value):
+            return value
+        if isinstance(value, torch.Generator):
+            raise self.refusal("uses a random number generator of its own")
+        parts = children(value)
+        if parts is None:
+            return value
+        inner = [self.node(part) for _, _, part in list(parts)]
+        if type(value) in (tuple, list, dict):
+            return rebuild(value, inner)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self.compute(type(value), tuple(inner))
+        if isinstance(value, tuple | list):
+            return self.compute(type(value), (list(inner),))
+        keys = [key for _, key, _ in children(value) or ()]
+        return self.compute(type(value), (), dict(zip(keys, inner, strict=True)))
+
+    def _held_or_captured(self, tensor: torch.Tensor) -> fx.Node:
+        name = self._held.get(id(tensor))
+        if name is not None:
+            node = self.graph.get_attr(name)
+        elif id(tensor) in self._parts:
+            name, key = self._parts[id(tensor)]
+            node = self.compute(operator.getitem, (self.graph.get_attr(name), key))
+        else:
+            if isinstance(tensor, nn.Parameter):
+                raise self.refusal(
+                    f"reads a parameter of shape {tuple(tensor.shape)} outside the traced module",
+                    "trace the module that holds both",
+                )
+            if isinstance(tensor, FakeTensor) or not self.may_capture:
+                raise self.refusal("uses a tensor created outside the traced forward")
+            node = self.graph.placeholder(f"captured_{len(self.captured)}")
+            first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
+            if first is not node:  # behind those captured before: they are given in their order
+                first.prepend(node)
+            self.captured.append(tensor)
+        self._alive.append(tensor)
+        self._nodes[id(tensor)] = node
+        if self.notes is not None:
+            self.notes.values[node] = tensor
+        return node
+
+    # -- writing ----------------------------------------------------------------------------------------------
+
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+        """A call of ``function`` in the graph; ``args`` are nodes and constants already."""
+        return self._marked(self.graph.call_function(function, args, kwargs or {}))
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A call of a torch function in the graph."""
+        kind, target, order = target_of(func, self)
+        nodes = tuple(self.node(argument) for argument in args)
+        if order is not None:
+            nodes = tuple(nodes[position] for position in order)
+        named = {name: self.node(value) for name, value in kwargs.items()}
+        if kind == "attribute":
+            node = self.graph.call_function(getattr, (nodes[0], target))
+        elif kind == "method":
+            node = self.graph.call_method(target, nodes, named)
+        else:
+            node = self.graph.call_function(target, nodes, named)
+        return self._marked(node)
+
+    def call_module(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """A call of a module below the recorded one."""
+        nodes = tuple(self.node(argument) for argument in args)
+        named = {name: self.node(value) for name, value in kwargs.items()}
+        return self._marked(self.graph.call_module(path, nodes, named))
+
+    def guard(self, node: fx.Node | None, expected: Any) -> None:
+        """The recorded code went on because ``node`` gave ``expected``: check that at every call."""
+        if node is None:
+            return
+        key = (node, expected if isinstance(expected, _COMPARABLE) else repr(expected))
+        if key in self._guarded:
+            return
+        self._guarded.add(key)
+        guard = Guard(expression(node), expected, model_location())
+        self.guards.append(guard)
+        self._marked(self.graph.call_function(check, (node, expected, len(self.guards) - 1)))
+
+    def _marked(self, node: fx.Node) -> fx.Node:
+        node.meta["location"] = model_location()
+        return node
+
+    def size(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """Arithmetic on sizes: dropped again if nothing uses it."""
+        node = self.compute(function, args)
+        node.meta["is_size"] = True
+        return node
+
+    def length(self, tensor: torch.Tensor, dim: int) -> Any:
+        """The size of a tensor along ``dim``, which the graph reads at every call."""
+        node = self._marked(self.graph.call_method("size", (self.node(tensor), dim)))
+        return symbolic(self, int(tensor.size(dim)), node)
+
+    def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
+        """The error for what cannot be recorded, with the model's line."""
+        return Untraceable(problem, model_location(), hint)
+
+
+def _registered(modules: Modules, table: Callable[[nn.Module], Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters or buffers, under each of their names."""
+    for path, module in modules:
+        for name, tensor in table(module).items():
+            if tensor is not None:
+                yield (f"{path}.{name}" if path else name), tensor
+
+
+def _plain_tensors(modules: Modules) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are attributes and no buffers: read anew at every call, as the recorded code does."""
+    for path, module in modules:
+        for name, value in module.__dict__.items():
+            if type(value) in _NO_HOLDERS:
+                continue
+            here = f"{path}.{name}" if path else name
+            if isinstance(value, torch.Tensor):
+                yield here, value
+            elif not isinstance(value, nn.Module | type) and type(getattr(value, "__dict__", None)) is dict:
+                yield from (
+                    (f"{here}.{own}", part) for own, part in vars(value).items() if isinstance(part, torch.Tensor)
+                )
+
+
+def _tensors_in_containers(modules: Modules) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Tensors in lists, tuples and dictionaries that are attributes: the attribute, index or key, and the tensor."""
+    for path, module in modules:
+        for name, value in module.__dict__.items():
+            if type(value) in _NO_CONTAINERS:
+                continue
+            if isinstance(value, list | tuple):
+                pairs: Any = enumerate(value)
+            elif isinstance(value, dict) and not name.startswith("_"):
+                pairs = value.items()
+            else:
+                continue
+            for key, part in pairs:
+                if isinstance(part, torch.Tensor) and is_plain(key):
+                    yield (f"{path}.{name}" if path else name), key, part

@@ -1,0 +1,368 @@
+"""What may come in the place of a match: a call of its own region, or of something else."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from slapo_graph.effects import Effects, is_inert
+from slapo_graph.private import children_of, tree_map_only
+from slapo_graph.protocol import Flag
+from slapo_graph.rewriting.region import CannotPlace, refuse_changed, settings_of, take_out
+
+# Functions that a rewritten graph calls, under a name that the printed graph shows.
+
+
+class NamedCall:
+    """A function under another name, as the target of a call.
+
+    Args:
+        function: what is called.
+        name: what the printed graph shows: ``slapo_bias_gelu(x, bias)`` for ``"bias_gelu"``.
+        draws: whether it may use the RNG; None where that is not known, and neither what it writes to.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, *, draws: bool | None = None) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "slapo"
+        if draws is not None:
+            self.slapo_draws = draws
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedCall) and (other.function, other.__name__) == (self.function, self.__name__)
+
+    def __hash__(self) -> int:
+        return hash((self.function, self.__name__))
+
+
+def target_for(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``function`` as the target of a call: itself where code can name it, else under ``name``."""
+    module = getattr(function, "__module__", None) or ""
+    own = getattr(function, "__name__", "")
+    if module.partition(".")[0] in ("torch", "_operator"):
+        return function
+    is_named = isinstance(function, FunctionType) and "<" not in function.__qualname__ and own.isidentifier()
+    return function if is_named else NamedCall(function, name)
+
+
+# A replacement in another variant, whose match captured other things: a mask that is there now, one that is absent.
+
+Positional = tuple[str | int, ...]
+Keywords = tuple[tuple[str, str | int], ...]
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def given_by(place: Place) -> frozenset[str]:
+    """The names of what a match captured and does not compute itself."""
+    inside = set(place.nodes)
+    return frozenset(
+        name for name, value in place.captures.items() if not (isinstance(value, fx.Node) and value in inside)
+    )
+
+
+def adapted(
+    new: Callable[..., Any] | str, module: nn.Module, arguments: Positional, keywords: Keywords, place: Place
+) -> tuple[Positional, Keywords]:
+    """The arguments of a call of ``new`` in ``place``, by position and by name.
+
+    What is captured there and was not where the replacement was made is passed too, under its own name; what was, and
+    is not now, is left out where ``new`` has a default. For the alternatives of a pattern differ in what they compute
+    only by what they capture.
+
+    Args:
+        new: what is called: a function, or the path of a module.
+        module: the traced one.
+        arguments: what was passed by position.
+        keywords: what was passed by name.
+        place: where, with the names that were captured where the replacement was made.
+
+    Raises:
+        CannotPlace: ``new`` cannot be called so.
+    """
+    if place.captured_first is None:
+        return arguments, keywords
+    given = given_by(place)
+    gained, lost = given - place.captured_first, place.captured_first - given
+    if not gained and not lost:
+        return arguments, keywords
+    parameters = _parameters(module.get_submodule(new).forward if isinstance(new, str) else new)
+    optional = {name for name, each in parameters.items() if each.default is not inspect.Parameter.empty}
+    while arguments and arguments[-1] in lost and arguments[-1] in optional:
+        arguments = arguments[:-1]
+    kept = tuple((parameter, which) for parameter, which in keywords if which not in lost or parameter not in optional)
+    passed = (*arguments, *(which for _, which in kept))
+    if gained - parameters.keys() or any(which in lost or isinstance(which, int) for which in passed):
+        raise CannotPlace(
+            f"the match captured {_listed(place.captured_first)} where the replacement was made, and {_listed(given)} "
+            f"there, which the replacement does not accept",
+            "a function with parameters of these names, and defaults for those that may be absent",
+        )
+    return arguments, (*kept, *((name, name) for name in sorted(gained)))
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function in C
+        return {}
+    return {name: each for name, each in found.items() if each.kind in _BY_NAME}
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One match in one graph.
+
+    Args:
+        nodes: in the graph's order.
+        inputs: what it reads, in the order of the pattern's arguments: nodes and :class:`Read`.
+        captures: by name: a node, a :class:`Read`, or ``("constant", value)``.
+        captured_first: the names of what was captured where the rewrite was made; None if it is being made.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[Any, ...]
+    captures: dict[str, Any]
+    captured_first: frozenset[str] | None = None
+
+
+@dataclass
+class NewCall:
+    """What comes in the place of a match.
+
+    Args:
+        op: ``"call_function"`` or ``"call_module"``.
+        target: of the call.
+        args: nodes, :class:`Read` and constants.
+        kwargs: the same, by name.
+        then: called with what it gives, and gives the results; None where the call gives them itself.
+        results: nodes of the match for which the results stand, in order; None: those used outside, in the graph's.
+        flags: what the call takes for granted, besides those of the graph.
+        swallowed: modules that are called no more.
+    """
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    then: Callable[..., Any] | None = None
+    results: tuple[fx.Node, ...] | None = None
+    flags: tuple[Flag, ...] = ()
+    swallowed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A call of what ``transform`` makes of the match's region.
+
+    Args:
+        transform: called once for each distinct region.
+        name: of the call.
+        made: what it gave, by region.
+    """
+
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]]
+    name: str
+    results_only: ClassVar[bool] = False
+    made: dict[Callable[..., Any], NamedCall] = field(default_factory=dict, compare=False, repr=False)
+
+    def call(
+        self,
+        place: Place,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        module: nn.Module,
+        effects: Effects,
+    ) -> NewCall:
+        """The call that stands for ``nodes``, those of ``place`` that compute.
+
+        Raises:
+            CannotPlace: there is none.
+        """
+        copied = _written_operands(nodes, module, effects)
+        taken = take_out(nodes, place.inputs, outputs, module, effects, copied=copied)
+        target = self.made.get(taken.region)
+        if target is None:
+            target = NamedCall(self.transform(taken.region), self.name, draws=taken.draws)
+            self.made[taken.region] = target
+        return NewCall("call_function", target, taken.operands, flags=taken.flags, swallowed=taken.swallowed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"transform": self.transform, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in {**state, "made": {}}.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A call of something else.
+
+    Args:
+        new: a function, or the path of a module below the traced one.
+        arguments: names of captures, or numbers of inputs, by position.
+        keywords: the same, by keyword.
+        name: of the call.
+        results: names of captures for which the results stand; empty: the values used outside, in the graph's order.
+        then: called with what ``new`` gives, and gives the results.
+        undone: gives, for the traced module, a context in which what the matches call can run; None: it always can.
+        values: how many values of a match are used outside of it, which ``new`` gives; None: not looked at.
+        results_only: values of a match that the graph only gives out become None, all but the last.
+    """
+
+    new: Callable[..., Any] | str
+    arguments: tuple[str | int, ...]
+    keywords: tuple[tuple[str, str | int], ...]
+    name: str
+    results: tuple[str, ...] = ()
+    then: Callable[..., Any] | None = None
+    undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    values: int | None = None
+    results_only: bool = False
+
+    def call(
+        self,
+        place: Place,
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[fx.Node],
+        module: nn.Module,
+        effects: Effects,
+    ) -> NewCall:
+        inside = set(nodes)
+        _refuse_lasting_writes(nodes, module, effects)
+        arguments, keywords = adapted(self.new, module, self.arguments, self.keywords, place)
+        args = tuple(_operand(place, which, inside) for which in arguments)
+        kwargs = {name: _operand(place, which, inside) for name, which in keywords}
+        swallowed = tuple(refuse_changed(nodes, module))
+        results = tuple(place.captures[name] for name in self.results) or None
+        left = [node for node in outputs if results is not None and node not in results]
+        if left:
+            raise CannotPlace(
+                f"the value of '{left[0]}' is used outside the match, and the replacement does not return it"
+            )
+        if results is None and self.values not in (None, len(outputs)):
+            shown = ", ".join(f"'{node}'" for node in outputs)
+            raise CannotPlace(
+                f"{shown} are used outside of the match, where '{self.name}' gives {self.values} value(s)"
+            )
+        op, target = "call_module", self.new
+        if not isinstance(self.new, str):
+            op, target = "call_function", target_for(self.new, self.name)
+        then = self.then
+        if any(_is_written_later(node, effects) for node in outputs):
+            then = functools.partial(_cloned, then)
+        then = target_for(then, f"{self.name}_parts") if then is not None else None
+        flags = settings_of(nodes, module)
+        return NewCall(op, target, args, kwargs, then, results, flags=flags, swallowed=swallowed)
+
+
+Action = Outline | Replacement
+"""Says what comes in the place of a match."""
+
+
+@contextlib.contextmanager
+def as_before(action: Action, module: nn.Module) -> Iterator[None]:
+    """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
+    undone, new = (action.undone, action.new) if isinstance(action, Replacement) else (None, None)
+    with undone(module) if undone is not None else contextlib.nullcontext():
+        if not isinstance(new, str) or new not in children_of(module):
+            yield
+            return
+        # A forward that goes through all children must not meet the one that came with the rewrite.
+        children = dict(children_of(module))
+        del children_of(module)[new]
+        try:
+            yield
+        finally:
+            children_of(module).clear()
+            children_of(module).update(children)
+
+
+def _is_written_later(output: fx.Node, effects: Effects) -> bool:
+    """Whether the graph goes on to write to a value in place."""
+    memory, waiting, seen = effects.roots(output), [output], {output}
+    while waiting:
+        for user in waiting.pop().users:
+            if effects.writes(user) & memory:
+                return True
+            if user not in seen and effects.roots(user) & memory:
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+def _cloned(then: Callable[[Any], Any] | None, value: Any) -> Any:
+    """What a replacement gives, for a graph that writes to it: the replacement may keep its own for backward."""
+    return tree_map_only(torch.Tensor, torch.clone, value if then is None else then(value))
+
+
+def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
+    if isinstance(which, int):
+        if not 0 <= which < len(place.inputs):
+            raise CannotPlace(f"the match has {len(place.inputs)} inputs, and no input {which}")
+        found = place.inputs[which]
+    elif which not in place.captures:
+        known = ", ".join(map(repr, place.captures)) or "none"
+        raise CannotPlace(f"the match has no capture '{which}'; it has {known}")
+    else:
+        found = place.captures[which]
+    if isinstance(found, tuple) and len(found) == 2 and found[0] == "constant":
+        return found[1]
+    if found in inside:
+        raise CannotPlace(f"'{which}' is computed inside the match (as '{found}') and cannot be passed")
+    return found
+
+
+def _written_operands(nodes: Sequence[fx.Node], module: nn.Module, effects: Effects) -> tuple[fx.Node, ...]:
+    """What the match is given and writes to in place: its region works on copies of these.
+
+    Raises:
+        CannotPlace: others read it later, or the match is given the same memory twice.
+    """
+    _refuse_lasting_writes(nodes, module, effects)
+    inside = set(nodes)
+    given = dict.fromkeys(value for node in nodes for value in node.all_input_nodes if value not in inside)
+    copied: dict[fx.Node, None] = {}
+    for node in nodes:
+        written = effects.writes(node)
+        operands = [value for value in given if effects.roots(value) & written]
+        if len(operands) > 1:
+            shown = " and ".join(f"'{value}'" for value in operands)
+            raise CannotPlace(f"'{node}' may write in place to an input that the match receives twice: {shown}")
+        if operands and "example" not in operands[0].meta:
+            raise CannotPlace(f"'{node}' may write in place to a part of '{operands[0]}', an input of the match")
+        copied.update(dict.fromkeys(operands))
+    return tuple(copied)
+
+
+def _refuse_lasting_writes(nodes: Sequence[fx.Node], module: nn.Module, effects: Effects) -> None:
+    """What the match wrote to and others read later would not be written to any more."""
+    inside = set(nodes)
+    outside = Effects(effects.graph, module, fresh=inside)
+    for node in nodes:
+        written = effects.writes(node) - inside
+        later = node.next
+        while written and later.op != "root":
+            is_read = later.op == "output" or not is_inert(later)
+            if later not in inside and is_read and written & outside.reads(later):
+                raise CannotPlace(f"'{node}' writes in place to what '{later}' reads outside of the match")
+            later = later.next
+        if any(not isinstance(root, fx.Node) for root in written):
+            raise CannotPlace(f"'{node}' writes in place to an argument or a buffer of the module")

@@ -1,0 +1,264 @@
+"""State that a recording restores or refuses to change.
+
+What a graph would not do again is refused in recorded code, and put back for modules that stay calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.internals import module_index
+from slapo_graph import private
+from slapo_graph.diagnostics import first_line
+from slapo_graph.protocol import Untraceable
+from slapo_graph.structure import Opaque, children
+
+_CONTAINERS = (list, dict, set)
+_NO_HOLDERS = (
+    bool, int, float, str, type(None),
+    nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType,
+)  # fmt: skip
+_Cache = type(functools.lru_cache(abs))
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Disable the active torch-function modes of other code."""
+    others: list[Any] = []
+    while private.number_of_function_modes():
+        others.append(private.pop_function_mode())
+    for each in reversed(others):
+        if isinstance(each, private.DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
+            private.push_function_mode(each)
+    torch.clear_autocast_cache()
+    # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
+    # Emptied in the end: an operation that saves its own result would keep it, and the parameters behind, for ever.
+    boxes: list[list[torch.Tensor]] = []
+    saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _boxed(tensor, boxes), lambda box: box[0])
+    try:
+        with saved:
+            yield
+    finally:
+        for box in boxes:
+            box.clear()
+        torch.clear_autocast_cache()  # of weights cast without values
+        while private.number_of_function_modes():
+            private.pop_function_mode()
+        for each in reversed(others):
+            private.push_function_mode(each)
+
+
+def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    boxes.append([tensor])
+    return boxes[-1]
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restore at the end the buffers written in between.
+
+    Also where the run is fake: torch computes with small tensors for real there, to know their values.
+    """
+    kept = [buffer for buffer in module.buffers() if not buffer.is_meta]
+    before = [(buffer, private.write_count(buffer), buffer.detach().clone()) for buffer in kept]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in before:
+                if private.write_count(buffer) != version:
+                    buffer.copy_(value)
+
+
+# -- random numbers and caches ----------------------------------------------------------------------------------------
+
+
+def generators() -> tuple[Any, ...]:
+    """Return the RNG states of Python and NumPy."""
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, key, *rest = numpy.get_state()
+    return random.getstate(), (kind, key.tobytes(), *rest)
+
+
+@contextlib.contextmanager
+def drawn_back() -> Iterator[None]:
+    """Restore the RNG states of Python and NumPy."""
+    numpy: Any = sys.modules.get("numpy.random")
+    before, state = random.getstate(), numpy.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.set_state(state)
+
+
+@contextlib.contextmanager
+def caches_kept(root: nn.Module) -> Iterator[None]:
+    """Clear at the end every ``functools.lru_cache`` of the modules' code that was filled in between.
+
+    Known are those in the classes and in the files where the classes are written, decorated once more or not.
+    """
+    caches = {id(cache): (cache, cache.cache_info().misses) for cache in _caches(root)}
+    try:
+        yield
+    finally:
+        for cache, misses in caches.values():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+
+
+def _caches(root: nn.Module) -> Iterable[Any]:
+    classes = {cls for module in root.modules() for cls in type(module).__mro__}
+    files = {cls.__module__ for cls in classes if cls.__module__.partition(".")[0] not in ("torch", "builtins")}
+    for holder in (*(sys.modules.get(name) for name in files), *(cls for cls in classes if cls.__module__ in files)):
+        for value in list(vars(holder).values()) if holder is not None else ():
+            value = getattr(value, "__func__", value)  # of a static method or a class method
+            if isinstance(value, _Cache):
+                yield value
+            elif isinstance(value, types.FunctionType):
+                for cell in value.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # an empty cell
+                        if isinstance(cell.cell_contents, _Cache):
+                            yield cell.cell_contents
+
+
+# -- attributes and containers ----------------------------------------------------------------------------------------
+
+
+def is_unchanged(container: Any, before: Any) -> bool:
+    """Return whether a container holds the same objects as its copy ``before``."""
+    if len(container) != len(before):
+        return False
+    if not before:
+        return True
+    if isinstance(container, set):
+        return bool(container == before)
+    if isinstance(container, dict) and not all(map(operator.is_, container.values(), before.values())):
+        return False
+    return all(map(operator.is_, container, before))
+
+
+def put_back(container: Any, before: Any) -> bool:
+    """Restore a container from its copy; return whether it had changed."""
+    if is_unchanged(container, before):
+        return False
+    container.clear()
+    container.extend(before) if isinstance(container, list) else container.update(before)
+    return True
+
+
+@contextlib.contextmanager
+def attributes_kept(
+    root: nn.Module, recorded: Collection[nn.Module], refuse: Callable[[str], Exception]
+) -> Iterator[Callable[[], bool]]:
+    """Restore attributes, and containers and objects in them.
+
+    Gives a function that says whether nothing has changed so far.
+
+    Args:
+        root: with all its submodules.
+        recorded: modules whose own code becomes the graph.
+        refuse: makes the error for a change in one of those.
+    """
+    own = {id(module) for module in recorded}
+    held: dict[int, _Held] = {}
+    for path, module in module_index.walk(root):
+        _hold(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, held)
+    completed = False
+    try:
+        yield lambda: next(_changed(held), None) is None
+        completed = True
+    finally:
+        changed = list(_changed(held))
+        for value, before, _, _ in changed:
+            put_back(value, before)
+    first = next((keys for _, _, keys, is_own in changed if is_own), None)
+    if completed and first is not None:
+        raise refuse(f"changes {_name(first)} in place, which a graph would not do again")
+
+
+_Held = tuple[Any, Any, tuple[Any, ...], bool]
+"""A container, a copy of it, the keys by which it is reached, and whether it is part of a module that is recorded."""
+
+
+def _hold(value: Any, keys: tuple[Any, ...], is_own: bool, held: dict[int, _Held]) -> None:
+    """Note what is in a container, and in containers and objects in it."""
+    if id(value) in held:
+        return
+    before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
+    held[id(value)] = (value, before, keys, is_own)
+    if keys[-1] in private.HOOK_TABLES:  # what a hook holds is not the model's
+        return
+    for key, part in before.items() if isinstance(before, dict) else enumerate(before):
+        if isinstance(part, _CONTAINERS):
+            _hold(part, (*keys, key), is_own, held)
+        elif not isinstance(part, _NO_HOLDERS) and type(getattr(part, "__dict__", None)) is dict:
+            _hold(part.__dict__, (*keys, key), is_own, held)
+
+
+def _changed(held: dict[int, _Held]) -> Iterator[_Held]:
+    for each in held.values():
+        value, before, _, _ = each
+        if (value or before) and not is_unchanged(value, before):  # most are tables of hooks, and empty
+            yield each
+
+
+def _name(keys: tuple[Any, ...]) -> str:
+    name = "self"
+    for key in keys[1:]:
+        if key in private.TABLES:
+            name = f"the {key[1:]} of {name}"
+        elif isinstance(key, str) and key.isidentifier():
+            name = f"{name}.{key}"
+    return name
+
+
+def refusing_changes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a forward that changes container arguments or calls itself.
+
+    Args:
+        forward: takes the module first.
+    """
+    is_running = False
+
+    @functools.wraps(forward)
+    def kept(module: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [(container, container.copy()) for value in (*args, *kwargs.values()) for container in _within(value)]
+        nonlocal is_running
+        if is_running:
+            raise Untraceable("calls itself", first_line(forward))
+        is_running = True
+        try:
+            out = forward(module, *args, **kwargs)
+        finally:
+            is_running = False
+        for container, copied in before:
+            if not is_unchanged(container, copied):
+                given = inspect.signature(forward).bind(module, *args, **kwargs).arguments
+                holding = [name for name, value in given.items() if any(one is container for one in _within(value))]
+                raise Untraceable(f"changes the argument {holding[0]!r}", first_line(forward))
+        return out
+
+    return kept
+
+
+def _within(value: Any) -> Iterator[Any]:
+    if type(value) in (list, dict):
+        yield value
+    if type(value) is not Opaque and not hasattr(value, "shape"):
+        for _, _, part in children(value) or ():
+            yield from _within(part)

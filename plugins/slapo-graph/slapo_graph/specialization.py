@@ -1,0 +1,194 @@
+"""Specializations of a traced forward: the modules they were recorded with, and their code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_core.internals import module_index
+from slapo_graph import regions
+from slapo_graph.guards import Checks
+from slapo_graph.leaves import LeafRule, inlined_modules, is_changed
+from slapo_graph.private import TENSOR_TABLES, children_of
+from slapo_graph.protocol import Flag, Recorded
+
+# The function of a graph.
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Any]:
+    """Compile a graph to a function of its module and the placeholders, in order."""
+    module = fx.GraphModule({}, fx.Graph())
+    module.graph = graph  # code without copies of what the names stand for, which may be held by plain objects
+    return type(module).forward
+
+
+# `Plan`: which modules below a traced one a graph was recorded with, found again quickly at every call.
+
+
+class Plan:
+    """Record the module structure that a graph assumes, without the modules.
+
+    Args:
+        root: the traced module.
+        leaves: which modules below stay calls.
+    """
+
+    def __init__(self, root: nn.Module, leaves: LeafRule) -> None:
+        inlined = inlined_modules(root, leaves)
+        self.paths = tuple(inlined)
+        index = {path: number for number, path in enumerate(inlined)}
+        self._inlined = [
+            (
+                index[_parent(path)],
+                _name(path),
+                type(module),
+                len(children_of(module)),
+                module_index.around(module) if is_changed(module) else None,
+            )
+            for path, module in inlined.items()
+            if path
+        ]
+        self._root = (type(root), len(children_of(root)))
+        self._leaves = leaves
+        self._below: list[tuple[int, str, str, tuple[type[nn.Module], bool] | None]] = []
+        where = dict(index)
+        for path, module in root.named_modules(remove_duplicate=False):
+            if path not in where:
+                where[path] = len(where)
+                was = (type(module), is_changed(module)) if _parent(path) in index else None  # None: below a call
+                self._below.append((where[_parent(path)], _name(path), path, was))
+        self.index = index
+        by_path = dict(root.named_modules(remove_duplicate=False))
+        self._ties = _ties([by_path[path] for path in where])
+
+    def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
+        """Return the inlined modules in the order of :attr:`paths`, then all others.
+
+        None if another plan is needed: a module was replaced, put in or taken out; or one that is part of the graph
+        was hooked or got another forward, or one that was called would be looked into now.
+        """
+        found, children = [root], [children_of(root)]
+        if self._root != (type(root), len(children[0])):
+            return None
+        for parent, name, cls, count, steps in self._inlined:
+            module: Any = children[parent].get(name)
+            if type(module) is not cls or len(below := children_of(module)) != count or _differs(module, steps):
+                return None
+            found.append(module)
+            children.append(below)
+        for parent, name, path, was in self._below:
+            module = children[parent].get(name)
+            if module is None:
+                return None
+            is_new = was is not None and (was[1] or type(module) is not was[0] or is_changed(module))
+            if is_new and not self._leaves(module, path):
+                return None  # it would be looked into now
+            found.append(module)
+            children.append(children_of(module))
+        for (here, table, name), (there, other_table, other_name) in self._ties:
+            one = found[here] if not table else found[here].__dict__[table].get(name)
+            other = found[there] if not other_table else found[there].__dict__[other_table].get(other_name)
+            if one is not other:
+                return None
+        return found
+
+
+def _differs(module: nn.Module, steps: Any) -> bool:
+    """Return whether the hooks and forward of a module changed."""
+    if steps is None:
+        return is_changed(module)
+    return not is_changed(module) or module_index.around(module) != steps
+
+
+def _ties(modules: list[nn.Module]) -> list[tuple[Any, Any]]:
+    """Return pairs of places that hold the same module or tensor."""
+    first: dict[int, Any] = {}
+    found = []
+    for number, module in enumerate(modules):
+        places = [(id(module), (number, "", ""))]
+        for table in TENSOR_TABLES:
+            own = module.__dict__[table]
+            places += [(id(own[name]), (number, table, name)) for name in own if own[name] is not None]
+        for key, place in places:
+            if first.setdefault(key, place) is not place:
+                found.append((first[key], place))
+    return found
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+# `Specialization`: a recorded graph with the code that runs it.
+
+
+class Specialization:
+    """One graph of a traced module, as it runs.
+
+    Args:
+        recorded: the graph and what it holds for.
+        plan: its module structure.
+        surroundings: global names that the recorded code reads.
+        swallowed: modules that rewrites removed from the graph.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        plan: Plan,
+        surroundings: tuple[Flag, ...] = (),
+        swallowed: tuple[str, ...] = (),
+    ) -> None:
+        self.recorded, self.plan, self.surroundings, self.swallowed = recorded, plan, surroundings, swallowed
+        self.checks = Checks((*recorded.flags, *surroundings), plan.index)
+        self.code = compiled(recorded.graph)
+        self._rewritten: dict[Any, Specialization] = {}
+        self.used = 0  # when it was called last, as a number that grows
+        self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
+
+    def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Specialization | None:
+        """Return the rewritten specialization of an equal module, if known."""
+        try:
+            found = self._rewritten.get((rewrite, self._calls(module)))
+        except TypeError:  # it holds a function that cannot be hashed
+            found = None
+        if found is None:
+            return None
+        modules = found.plan.modules_of(module)
+        return found if modules is not None and found.checks.violated(modules) is None else None
+
+    def keep_rewritten(self, rewrite: Hashable, module: nn.Module, made: Specialization) -> None:
+        """Remember what a rewrite made of this variant, for modules that share it."""
+        with contextlib.suppress(TypeError):
+            self._rewritten[(rewrite, self._calls(module))] = made
+
+    def _calls(self, module: nn.Module) -> tuple[Any, ...]:
+        """Return class and hooks state of the modules that the graph calls."""
+        calls = dict.fromkeys(str(node.target) for node in self.recorded.graph.nodes if node.op == "call_module")
+        found = [module.get_submodule(path) for path in calls]
+        return tuple((type(below), is_changed(below)) for below in found)
+
+    def run(self, module: nn.Module, given: list[Any]) -> Any:
+        """Call it.
+
+        Args:
+            module: as the forward takes it first.
+            given: one value for each parameter of the forward that is not left out.
+
+        Raises:
+            GuardViolation: the graph is not valid for this call.
+        """
+        if not self.has_regions:
+            return self.code(module, *self.recorded.captured, *given)
+        before = regions.state()
+        try:
+            return self.code(module, *self.recorded.captured, *given)
+        finally:
+            regions.set_state(*before)

@@ -1,0 +1,189 @@
+"""The tracer ``record``: one run on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from slapo_core.layout import fork_rng
+from slapo_graph.arguments import call_of
+from slapo_graph.diagnostics import first_line
+from slapo_graph.effects import is_inert
+from slapo_graph.fake import FakeMode, home_of, with_own_values, without_values
+from slapo_graph.protocol import Recorded, Tracer, Untraceable, check
+from slapo_graph.reads import AttributeReads
+from slapo_graph.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
+from slapo_graph.recording import Notes, Recording
+from slapo_graph.session import alone, caches_kept, drawn_back, generators
+from slapo_graph.sharing import RepeatedCalls
+
+# Take out of a recorded graph what nothing uses; only what certainly has no effect.
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Remove unused reads of sizes, parts and parameters, and unused arithmetic on sizes.
+
+    Torch calls stay, used or not: the recorded code made them, and one may use the RNG or write to a tensor.
+    """
+    for node in reversed(list(graph.nodes)):
+        is_read = is_inert(node) and node.op not in ("placeholder", "output") and node.target is not check
+        if not node.users and (is_read or node.target is operator.getitem):
+            graph.erase_node(node)
+
+
+T = TypeVar("T")
+
+_RANDOM = "draw them with torch (torch.rand), or in a module below that stays a call"
+
+
+class RecordTracer(Tracer):
+    """Run the forward once on fake tensors, and record its torch calls.
+
+    The default. Sizes stay symbolic; what the forward decided on is
+    a guard. Where shapes or modules below depend on values it runs on the tensors themselves, if they have values; what
+    the recorded code itself decides on values of tensors is refused.
+    """
+
+    name = "record"
+
+    def trace(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        leaves: Callable[[nn.Module, str], bool],
+    ) -> Recorded:
+        return after_first_call(lambda: recorded(module, forward, arguments, leaves)[0])
+
+
+def recorded(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    leaves: Callable[[nn.Module, str], bool],
+    *,
+    noted: bool = False,
+    home: torch.device | None = None,
+) -> tuple[Recorded, Notes]:
+    """Record on fake tensors; where shapes or modules below depend on values, on the tensors themselves.
+
+    Args:
+        module: as of :func:`record`, like the others.
+        noted: whether the notes are filled.
+        home: as of :func:`record`.
+
+    Raises:
+        Untraceable: it cannot be recorded.
+    """
+    notes = Notes()
+    # In an empty context: what collects outputs of modules there must not collect those of a recording.
+    run = contextvars.Context().run
+    try:
+        return run(record, module, forward, arguments, leaves, notes=notes if noted else None, home=home), notes
+    except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise
+        notes, real = Notes(), with_own_values(dict(arguments))
+        notes.is_real = True
+        try:
+            with fork_rng():
+                return run(record, module, forward, real, leaves, fake=False, notes=notes if noted else None), notes
+        except Untraceable:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is: a compiler's own, where it is asked to run in a recording
+            raise fake_error from None
+
+
+def after_first_call(recording: Callable[[], T]) -> T:
+    """Record a later call, where the first one sets state, e.g. the loss type by its labels.
+
+    Settled are texts and truth values in the place of None; they stay, as after a call of the model. What is set again
+    is refused.
+    """
+    settled: list[tuple[Any, str]] = []
+    while True:
+        try:
+            return recording()
+        except Untraceable as error:
+            this, name, value = getattr(error, "settles", (None, "", None))
+            if this is None or any(this is one and name == other for one, other in settled):
+                for one, other in settled:
+                    setattr(one, other, None)
+                raise
+            settled.append((this, name))
+            setattr(this, name, value)
+
+
+def record(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    leaves: Callable[[nn.Module, str], bool],
+    *,
+    fake: bool = True,
+    notes: Notes | None = None,
+    home: torch.device | None = None,
+) -> Recorded:
+    """Run ``forward`` once, on fake tensors like those of ``arguments``, and record it.
+
+    Args:
+        module: whose forward it is.
+        forward: takes the module first.
+        arguments: by parameter.
+        leaves: says which modules below are called as they are.
+        fake: False runs on the tensors themselves, where an operation has no fake implementation.
+        notes: filled with the values and writes of the run.
+        home: tensors on the meta device are taken to be on this one; None takes them to be where the arguments are.
+
+    Raises:
+        Untraceable: it cannot be recorded.
+    """
+    home = (home or home_of(module, dict(arguments))) if fake else None
+    recording = Recording(module, may_capture=fake, notes=notes, home=home)
+    mode = FakeMode(home) if fake else None
+    recorder = Recorder(recording, mode.fake if mode is not None else None)
+    reads = AttributeReads(recording.refusal, first_line(forward), lambda: recorder.is_paused)
+    signature = inspect.signature(forward)
+    given: dict[str, Any] = {}
+    drawn = generators()
+    with (
+        alone(),
+        drawn_back(),
+        caches_kept(module),
+        mode or contextlib.nullcontext(),
+    ):
+        own = without_values(mode, dict(arguments)) if mode else arguments
+        for name, value in own.items():
+            given[name] = recording.give(value, recording.graph.placeholder(name))
+        args, kwargs = call_of(signature, given)
+        with (
+            reads.watching(module, leaves) as is_unchanged,
+            module_calls(recorder, leaves),
+            autograd_functions(recorder),
+            checkpointing_refused(recorder),
+            recorder,
+        ):
+            if fake and notes is not None:
+                recorder.alike = RepeatedCalls(reads, notes, is_unchanged)
+            try:
+                out = forward(module, *args, **kwargs)
+            except Exception as error:
+                error.slapo_read = reads.read  # type: ignore[attr-defined] # decides whether alike modules fail too
+                raise
+        if generators() != drawn:
+            raise Untraceable("uses an RNG other than torch's", first_line(forward), _RANDOM)
+        recorder.regions.finish()
+        recording.graph.output(recording.node(out))
+        if notes is not None:
+            notes.note_storages(mode)
+    graph = recording.graph
+    drop_unused(graph)
+    graph.lint()
+    return Recorded(graph, tuple(recording.guards), reads.seen, tuple(recording.captured), reads.read)

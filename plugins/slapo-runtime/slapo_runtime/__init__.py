@@ -1,0 +1,17 @@
+"""What running a schedule needs: build, state, initialization, ranks, the frame for dialects, and target "torch".
+
+A dialect author meets these names of ``slapo_core``: ``Dialect``, ``Plan``, ``Engine``, ``StepResult``, ``Schedule``,
+``Violation``, ``BuildError``, and ``BuildArguments`` of its module ``dialect``; and these of the modules here:
+
+- ``context``: ``BuildContext``, ``StagedBatch``
+- ``state``: ``ModelState``
+- ``storage``: ``LiveTensor``, ``Placement``, ``TensorStorage``, ``OptimizerStorage``
+- ``engine``: ``StatefulEngine``, ``StepInvariants``, ``UnusedParameters``
+- ``planning``: ``plan_of``, ``checked_axes``
+- ``partition``: ``Partition``
+- ``stages``: ``StagedModel``
+- ``stage_runner``: ``StageCache``, ``RankStages``, ``Work``
+
+The other modules of this level are shared with slapo-verify, slapo-estimate, slapo-tune and slapo-testing. ``native``
+is target "torch", which imports what any dialect may; ``weights`` is internal.
+"""

@@ -1,0 +1,274 @@
+"""A base class of engines, and checks between their training steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import BuildError
+from slapo_core.internals import parameters_of
+from slapo_runtime.private import write_count
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.state import ModelState
+    from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
+
+
+class StatefulEngine:
+    """State dicts and checkpoints by the context's state, and refusals of steps.
+
+    An engine that derives from it sets the two attributes, and has all members of
+    :class:`slapo_core.dialect.Engine` but ``module``, the steps and ``close``. One whose runtime keeps values
+    elsewhere calls ``context.state.keep_in``, and overrides the methods from :meth:`_kept_optimizer` on.
+
+    Attributes:
+        optimizer: None where the engine only evaluates, or is closed.
+        _state: ``context.state``.
+    """
+
+    optimizer: Any
+    _state: ModelState
+    _reason: str | None = None  # why it is closed
+
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+        """The reference model's state dict; ``include_added`` gives what a step added too, under its own name."""
+        return self._state.state_dict(rank0_only=rank0_only, include_added=include_added)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._state.load_state_dict(state)
+
+    def check_replicas(self, *, repair: bool = False) -> None:
+        self._state.check_replicas(optimizer=self._kept_optimizer(), repair=repair)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        self._state.save(directory, optimizer=self._kept_optimizer(), runtime=self._beside())
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        self._resume(self._state.load(directory, optimizer=self._kept_optimizer(), uses=self._uses()))
+
+    # -- for a runtime that keeps values elsewhere ------------------------------------------------------------
+
+    def _kept_optimizer(self) -> torch.optim.Optimizer | OptimizerStorage | None:
+        """The optimizer, as the state is given it."""
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = self.optimizer
+        return optimizer
+
+    def _beside(self) -> Mapping[str, Any]:
+        """Return the runtime's further state for checkpoints, as JSON, by name."""
+        return {}
+
+    def _uses(self) -> Collection[str]:
+        """Return the names of :meth:`_beside` that this engine loads; a warning names the others."""
+        return ()
+
+    def _resume(self, runtime: Mapping[str, Any]) -> None:
+        """Take what :meth:`_beside` of the engine that saved it gave, after weights and optimizer; ``{}``: nothing."""
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _closing(self, at: Callable[[], str]) -> Iterator[None]:
+        """Close the engine if a step fails midway: the ranks have diverged.
+
+        Other ranks may wait for this one then, until the launcher of the job ends them, or the timeout of the group.
+
+        Args:
+            at: tells what this rank does just now, e.g. ``"stage 1 in the forward of micro-batch 0"``.
+        """
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"a step of the pipeline failed here: {at()}")
+            self._reason = f"a step failed: {type(error).__name__}: {error}"
+            self.close()  # type: ignore[attr-defined]
+            raise
+
+    # -- refusals -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _refuse_without_gradients() -> None:
+        """Refuse a training step where torch computes no gradients."""
+        import torch
+
+        if not torch.is_grad_enabled():
+            raise BuildError(
+                "train_step() was called without gradients: inside of torch.no_grad() or torch.inference_mode()",
+                hint="call it outside of that block, or engine.eval_step(batch) inside",
+            )
+
+    @staticmethod
+    def _without_optimizer() -> BuildError:
+        return BuildError(
+            "this engine cannot train: it was built without an optimizer",
+            hint="build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))",
+        )
+
+    @staticmethod
+    def _closed(reason: str = "") -> BuildError:
+        return BuildError(
+            f"the engine is closed{reason and ', because '}{reason}",
+            hint="schedule and build a fresh model, with weights=engine.state_dict()",
+        )
+
+
+REBUILD = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
+
+
+class StepInvariants:
+    """Check that parameters were not replaced, frozen or modified since the last step.
+
+    Every rank checks its own, because all ranks run the same program. Only ranks that hold shards of a parameter
+    communicate: a change may lie in one shard.
+
+    Args:
+        context: of the build.
+        tensors: the storage, which knows whether a parameter matches its main copy.
+        runtime: its name, for messages.
+        groups: over which it partitions parameters; the ranks are the product of these.
+    """
+
+    def __init__(
+        self, context: BuildContext, tensors: TensorStorage, runtime: str, *, groups: Sequence[Any] = ()
+    ) -> None:
+        self._storage, self._runtime, self._groups = tensors, runtime, groups
+        self._parameters = [live for live in context.state.tensors() if live.is_parameter and live.is_local]
+        self._trained = [live.tensor.requires_grad for live in self._parameters]
+        trained = {id(live.tensor): live for live in self._parameters}
+        self._places = [
+            (trained[id(parameter)], parameters_of(module), name)
+            for module in context.schedule.model.modules()
+            for name, parameter in parameters_of(module).items()
+            if id(parameter) in trained
+        ]
+        self.note()
+
+    def note(self) -> None:
+        """Record the parameters' versions, after the build and after each step."""
+        self._stamps = [self.stamp(live) for live in self._parameters]
+
+    def check(self) -> None:
+        """Check the parameters, before a step.
+
+        Raises:
+            BuildError: a parameter was replaced, frozen, or unfrozen, or written into.
+        """
+        for live, table, name in self._places:
+            if table.get(name) is not live.tensor:
+                raise BuildError(
+                    f"'{live.name}' was replaced after build(): {self._runtime} still optimizes the old parameter",
+                    hint=REBUILD,
+                )
+        for live, trained in zip(self._parameters, self._trained, strict=True):
+            if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
+                raise self._other_trained(live, trained)
+        rows = zip(self._parameters, self._stamps, strict=True)
+        written = [live for live, stamp in rows if self.stamp(live) != stamp]
+        if not written:
+            return
+        names = self._of_all([live.name for live in written if not self._storage.is_current(live)])
+        if names:
+            raise BuildError(
+                f"'{names[0]}' no longer matches its main copy: it was modified in place since the last step, and the "
+                f"next step of {self._runtime} would overwrite it",
+                hint="state = engine.state_dict(), change it there, and engine.load_state_dict(state)",
+            )
+
+    # -- what differs from runtime to runtime -------------------------------------------------------------------
+
+    def stamp(self, live: LiveTensor) -> object:
+        """Return a value that changes with every in-place write to a parameter."""
+        return write_count(live.tensor)
+
+    def steps_frozen(self, live: LiveTensor) -> bool:
+        """Return whether the runtime still steps a parameter that was frozen, as runtimes with main copies do."""
+        return self._storage.working(live) is not None
+
+    def _of_all(self, names: list[str]) -> list[str]:
+        """Gather the names that any rank with a shard found."""
+        for group in self._groups:
+            import torch.distributed as dist
+
+            by_rank: list[list[str]] = [[]] * group.size()
+            dist.all_gather_object(by_rank, names, group=group)
+            names = list(dict.fromkeys(name for theirs in by_rank for name in theirs))
+        return names
+
+    def _other_trained(self, live: LiveTensor, trained: bool) -> BuildError:
+        if trained:
+            return BuildError(
+                f"'{live.name}' was frozen after build(): {self._runtime} would still step it, with zero gradients",
+                hint=REBUILD,
+            )
+        return BuildError(
+            f"'{live.name}' was unfrozen after build(): {self._runtime} has no optimizer state for it, and would not "
+            "step it",
+            hint=REBUILD,
+        )
+
+
+_SHOWN = 5
+_STEPS = 3
+
+
+class UnusedParameters:
+    """Warn of the first training step that gives some parameters no gradient.
+
+    It stops after three steps that gave each of them one, too: no later step pays for it.
+
+    Args:
+        context: of the build.
+        runtime: its name, for the warning, e.g. ``"DeepSpeed"``.
+        steps_with_zeros: whether it steps such parameters; else nothing is watched.
+    """
+
+    def __init__(self, context: BuildContext, runtime: str, *, steps_with_zeros: bool = True) -> None:
+        self._runtime = runtime
+        self._names: dict[int, str] = {}
+        self._seen: set[int] = set()
+        self._handles: list[Any] = []
+        self._steps = 0
+        if not steps_with_zeros:
+            return
+        for live in context.state.tensors():
+            if live.is_parameter and live.is_local and live.tensor.requires_grad:
+                self._names[id(live.tensor)] = live.reference_name
+                self._handles.append(live.tensor.register_post_accumulate_grad_hook(self.seen))
+
+    def seen(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter has a gradient."""
+        self._seen.add(id(parameter))
+
+    def step_begins(self) -> None:
+        """Forget the gradients of an earlier step that failed."""
+        self._seen.clear()
+
+    def step_is_over(self) -> None:
+        """Warn if this step is the first with unused parameters."""
+        self._steps += 1
+        if not self._names.keys() <= self._seen:
+            names = [name for key, name in self._names.items() if key not in self._seen]
+            self.stop()
+            which = "the first training step" if self._steps == 1 else f"training step {self._steps}"
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            warnings.warn(
+                f"{which} gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: {self._runtime} steps unused "
+                "parameters with zero gradients, so weight decay and momentum change them, unlike in torch; set "
+                "requires_grad=False on unused parameters before build",
+                stacklevel=3,
+            )
+        elif self._steps == _STEPS:
+            self.stop()
+        self._seen.clear()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._names.clear()

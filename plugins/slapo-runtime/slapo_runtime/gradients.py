@@ -1,0 +1,220 @@
+"""Gradients of a scheduled model across ranks: clipping and tied parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core.errors import BuildError
+from slapo_runtime.flat_shards import buckets
+from slapo_runtime.storage import sharded_over
+from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
+
+if TYPE_CHECKING:
+    from slapo_core.layout import Mesh
+    from slapo_runtime.correspondence import Correspondence
+    from slapo_runtime.storage import LiveTensor
+
+
+class GradientClipper:
+    """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
+
+    Shards of a parameter are counted on every rank of the mesh dimensions that split it; replicas once, and so
+    is a parameter that several pipeline stages use.
+
+    Args:
+        correspondence: of the scheduled model; the parameters are those that it holds now.
+        max_norm: the largest norm; ``math.inf`` only measures.
+        norm_type: p of the p-norm, positive; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: raise, on every rank, instead of scaling by a norm that is infinite or no number.
+    """
+
+    def __init__(
+        self,
+        correspondence: Correspondence,
+        max_norm: float,
+        *,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> None:
+        self._mesh: Mesh | None = correspondence.mesh
+        self._max_norm, self._norm_type, self._error_if_nonfinite = max_norm, norm_type, error_if_nonfinite
+        by_dims: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
+        self._again: list[nn.Parameter] = []  # copies that another rank counts
+        self._dtypes: set[torch.dtype] | None = set() if correspondence.placement is not None else None
+        for live in correspondence.live():
+            if isinstance(live.tensor, nn.Parameter):
+                holders = correspondence.holders(live)
+                dims = {mesh_dim for mesh_dim, _ in live.layout.shards()}
+                dims.update(sharded_over(live.tensor))
+                counted = by_dims.setdefault(self._running(*dims, *holders), [])  # in one order on every rank
+                if self._dtypes is not None and live.tensor.requires_grad:
+                    self._dtypes.add(live.tensor.dtype)
+                if live.is_local:
+                    (counted if self._is_first(holders) else self._again).append(live.tensor)
+        self._by_dims = by_dims
+
+    def _is_first(self, holders: Mapping[str, tuple[int, ...]]) -> bool:
+        return self._mesh is None or all(self._mesh.rank(dim) == ranks[0] for dim, ranks in holders.items())
+
+    def _running(self, *mesh_dims: str) -> tuple[str, ...]:
+        return tuple(dim for dim in sorted(set(mesh_dims)) if self._mesh is not None and self._mesh.size(dim) > 1)
+
+    def clip(self) -> torch.Tensor:
+        """Clip in place.
+
+        Returns:
+            the norm before, a scalar tensor, the same on every rank.
+
+        Raises:
+            RuntimeError: the norm is not finite, and that is an error.
+        """
+        norms = [self._norm_of(dims, parameters) for dims, parameters in self._by_dims.items()]
+        device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+        total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type)
+        total = total.to(self._dtype())
+        if self._error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the {self._norm_type}-norm of all gradients over all ranks is {total.item()}, so they cannot be "
+                "clipped; error_if_nonfinite=False scales them nevertheless"
+            )
+        everything = [parameter for parameters in (*self._by_dims.values(), self._again) for parameter in parameters]
+        held: Any = [SimpleNamespace(grad=gradient) for gradient in _gradients(everything)]
+        nn.utils.clip_grads_with_norm_(held, self._max_norm, total)
+        return total
+
+    def _norm_of(self, dims: tuple[str, ...], parameters: list[nn.Parameter]) -> torch.Tensor:
+        """The norm of gradients whose parameters are split over the same mesh dimensions, over those."""
+        norm = nn.utils.get_total_norm(_gradients(parameters), self._norm_type)
+        if not dims or self._mesh is None:
+            return norm
+        # In one type on every rank: one that holds none of these gradients does not know theirs, and takes part too.
+        home, norm = norm.device, norm.to(exchange_device(self._mesh), torch.float64)
+        largest = math.isinf(self._norm_type)
+        value = norm if largest else norm.pow(self._norm_type)
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        for mesh_dim in dims:
+            dist.all_reduce(value, operation, group=self._mesh.group(mesh_dim))
+        return (value if largest else value.pow(1.0 / self._norm_type)).to(home)
+
+    def _dtype(self) -> torch.dtype:
+        """Return the norm's type, as torch's own function: the widest type of the gradients."""
+        dtype = torch.float32
+        here = (p.grad.dtype for parameters in self._by_dims.values() for p in parameters if p.grad is not None)
+        for one in here if self._dtypes is None else self._dtypes:
+            dtype = torch.promote_types(dtype, one)
+        return dtype
+
+
+@torch.no_grad()
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients as plain tensors: of parameters under ``fully_shard``, this rank's shards."""
+    found: Iterator[Any] = (parameter.grad for parameter in parameters)
+    return [one.to_local() if hasattr(one, "to_local") else one for one in found if one is not None]
+
+
+_BUCKET = 32 << 20  # bytes that are sent at once; a larger gradient is sent alone, without a copy
+_NONE, _DENSE, _SPARSE = 0, 1, 2
+
+
+class TiedGradients:
+    """Sum gradients of tied parameters over the pipeline ranks that hold them; of shards, shard by shard.
+
+    All ranks have the same sum to the last bit, because each adds in the order of the ranks.
+
+    Args:
+        correspondence: of the scheduled model, every tensor of which is in its place.
+    """
+
+    def __init__(self, correspondence: Correspondence) -> None:
+        self._mesh: Mesh | None = correspondence.mesh
+        self._ties: dict[tuple[int, ...], list[LiveTensor]] = {}
+        if correspondence.placement is None or self._mesh is None:
+            return
+        anywhere = False
+        for live in correspondence.live():
+            places = correspondence.placement.holders(live)
+            if not isinstance(live.tensor, nn.Parameter) or len(places) < 2:
+                continue
+            anywhere = True
+            if live.is_local:
+                self._ties.setdefault(places, []).append(live)
+        if anywhere and exchange_device(self._mesh).type != "cpu":
+            import torch.distributed as dist
+
+            # NCCL connects a group with its first collective, which all of its ranks have to join.
+            dist.all_reduce(torch.zeros(1, device=exchange_device(self._mesh)), group=self._mesh.group("pp"))
+
+    @torch.no_grad()
+    def sum(self, attribute: str = "grad") -> None:
+        """Sum them in place: a collective among the ranks that hold the same parameter.
+
+        A rank without a gradient adds nothing to it, and gets the sum; where no rank has one there is none after it.
+
+        Args:
+            attribute: of parameters that has the gradient; missing or None: there is none.
+
+        Raises:
+            BuildError: on all of these ranks: a gradient is sparse.
+        """
+        for places in sorted(self._ties):
+            ties = [tie for tie in self._ties[places] if tie.tensor.requires_grad]
+            if ties:
+                self._sum(ties, places, attribute)
+
+    @torch.no_grad()
+    def sum_all(self) -> None:
+        """Sum all of them without asking other ranks, for estimates."""
+        for places in sorted(self._ties):
+            for tie in self._ties[places]:
+                if tie.tensor.requires_grad and tie.tensor.grad is None:
+                    tie.tensor.grad = torch.zeros_like(tie.tensor)
+            gradients = [tie.tensor.grad for tie in self._ties[places] if tie.tensor.grad is not None]
+            for bucket in buckets(gradients, _BUCKET):
+                self._sum_bucket(bucket, places)
+
+    def _sum(self, ties: list[LiveTensor], places: tuple[int, ...], attribute: str) -> None:
+        assert self._mesh is not None
+        gradients = [getattr(tie.tensor, attribute, None) for tie in ties]
+        own = torch.tensor(
+            [_state(gradient) for gradient in gradients], dtype=torch.uint8, device=exchange_device(self._mesh)
+        )
+        states = torch.stack(collect(own, self._mesh, "pp", places)).amax(0).tolist()
+        sparse = [tie.name for tie, state in zip(ties, states, strict=True) if state == _SPARSE]
+        if sparse:
+            raise BuildError(
+                f"the gradients of {', '.join(map(repr, sparse))}, which several pipeline stages use, are sparse, and "
+                "sparse ones are not summed over stages",
+                hint="nn.Embedding(..., sparse=False)",
+            )
+        there = []
+        for tie, gradient, state in zip(ties, gradients, states, strict=True):
+            if state != _DENSE:
+                continue
+            if gradient is None:
+                gradient = torch.zeros_like(tie.tensor)
+                setattr(tie.tensor, attribute, gradient)
+            there.append(gradient)
+        for bucket in buckets(there, _BUCKET):
+            self._sum_bucket(bucket, places)
+
+    def _sum_bucket(self, bucket: list[torch.Tensor], places: tuple[int, ...]) -> None:
+        assert self._mesh is not None
+        device = exchange_device(self._mesh)
+        flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
+        total = sum_among(flat.to(device), self._mesh, "pp", places)
+        sizes = [gradient.numel() for gradient in bucket]
+        for gradient, part in zip(bucket, total.split(sizes), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def _state(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NONE
+    return _DENSE if gradient.layout == torch.strided else _SPARSE

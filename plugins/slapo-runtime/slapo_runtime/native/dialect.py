@@ -1,0 +1,163 @@
+"""The dialect of target ``"torch"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slapo_core import BuildError, Dialect, Plan
+from slapo_runtime.native.schedules import schedule_named, schedule_of
+from slapo_runtime.planning import checked_axes
+
+if TYPE_CHECKING:
+    import torch
+
+    from slapo_core import Engine, Schedule
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.native.running_stage import Runner
+    from slapo_runtime.stages import StagedModel
+
+
+_REPLICATED: dict[str, Any] = {
+    "find_unused_parameters": False,
+    "gradient_as_bucket_view": True,
+    "bucket_cap_mb": 25,
+}
+_PIPELINED: dict[str, Any] = {
+    "pipeline_schedule": None,
+    "microbatches": None,
+    "batch_axes": None,
+    "bucket_cap_mb": 25,
+}
+_PRECISION = ("amp", "autocast", "bf16", "bfloat16", "dtype", "float16", "fp16", "precision")
+_PRECISION_HINT = (
+    'with torch.autocast("cuda", torch.bfloat16): engine.train_step(batch), or parameters in bfloat16 before '
+    "create_schedule: see 'Lower precision' in docs/training-a-live-model.md"
+)
+
+
+class TorchDialect(Dialect):
+    """Plain PyTorch: one process, a tensor-parallel group, a pipeline, and replicas.
+
+    Options with one rank along ``pp``, all of them DistributedDataParallel's own: ``find_unused_parameters`` (default
+    False), ``gradient_as_bucket_view`` (default True), ``bucket_cap_mb`` (default 25, in MiB).
+
+    Options with several ranks along ``pp``:
+
+    - ``pipeline_schedule``: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
+      ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"`` or ``"dualpipe_v"``. Default: ``"1f1b"`` with one stage a
+      rank, ``"interleaved_1f1b"`` with several.
+    - ``microbatches``: the number of equal micro-batches of a batch. Default: the smallest number from ``pp`` on
+      that the schedule runs.
+    - ``batch_axes``: for an argument of the forward, the axis of its tensors that counts the samples, None for one
+      that every micro-batch has as a whole, e.g. ``{"bias": None, "x": 1}``. Default: the first axis of every tensor.
+    - ``bucket_cap_mb``: of gradients that replicas exchange at once, after the schedule (default 25, in MiB).
+    """
+
+    name: ClassVar[str] = "torch"
+    supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
+    accumulates: ClassVar[bool] = True
+
+    def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
+        mesh = schedule.mesh
+        pp = mesh.size("pp") if mesh is not None else 1
+        known, other = (_PIPELINED, _REPLICATED) if pp > 1 else (_REPLICATED, _PIPELINED)
+        for name in sorted(set(config) - set(known)):
+            if name not in other:
+                hint = _PRECISION_HINT if name in _PRECISION else None
+                raise BuildError(f"target 'torch' has no option {name!r}; it has {', '.join(known)}", hint=hint)
+            why = "several ranks" if pp == 1 else "one rank"
+            given = "no mesh" if mesh is None else mesh
+            raise BuildError(
+                f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {given})",
+                hint=f"leave it out; the options here are {', '.join(known)}",
+            )
+        options = {**known, **config}
+        steps = [f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"]
+        if mesh is not None:
+            if pp > 1:
+                options |= _pipeline_options(options, pp)
+                steps += _pipeline_steps(options, pp)
+            steps += [
+                f"collectives over mesh_dim '{mesh_dim}' ({size} ranks), as the steps say"
+                for mesh_dim, size in mesh.sizes.items()
+                if mesh_dim not in ("dp", "pp") and size > 1
+            ]
+            if mesh.size("tp") > 1:
+                steps.append("one random state for the ranks of mesh_dim 'tp': that of the first of them")
+            if mesh.size("dp") > 1:
+                how = "the mean of gradients, exchanged after the schedule," if pp > 1 else "DistributedDataParallel"
+                steps.append(f"{how} over mesh_dim 'dp' ({mesh.size('dp')} ranks)")
+        return Plan("torch", tuple(steps), options)
+
+    def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
+        """Return ``(0, 1, 0, 1)`` for looped schedules, ``(0, 1, 1, 0)`` for V-shaped ones.
+
+        Raises:
+            BuildError: the schedule does not run this number of stages or micro-batches.
+        """
+        return schedule_of(plan.config, stages, pp).stage_ranks(stages, pp)
+
+    def stage_runner(
+        self, plan: Plan, stages: StagedModel, ranks: Sequence[int], rank: int, *, group: Any, device: torch.device
+    ) -> Runner:
+        """Make the runner of this rank's stages, for estimates too.
+
+        Args:
+            plan: with the options of the pipeline.
+            stages: of a micro-batch.
+            ranks: which rank along ``pp`` runs each stage.
+            rank: this one.
+            group: of the ranks along ``pp``.
+            device: where stages compute.
+        """
+        from slapo_runtime.native.running_stage import Runner
+
+        schedule = schedule_of(plan.config, len(ranks), len(set(ranks)))
+        count = plan.config["microbatches"]
+        return Runner(stages.partition, stages.liveness, schedule, ranks, rank, group=group, device=device, count=count)
+
+    def average_gradients(self, plan: Plan, parameters: Sequence[torch.Tensor], group: Any) -> None:
+        """Give replicas the mean of the gradients of a pipeline, after its schedule; a collective."""
+        from slapo_runtime.native.pipeline_engine import average_gradients
+
+        average_gradients(parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
+
+    def build(self, plan: Plan, context: BuildContext) -> Engine:
+        if context.stage_ranks:
+            from slapo_runtime.native.pipeline_engine import PipelineEngine
+
+            return PipelineEngine(plan, context)
+        from slapo_runtime.native.engine import TorchEngine
+
+        return TorchEngine(plan, context)
+
+
+def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:
+    """Checked, with the number of micro-batches."""
+    name, cap = options["pipeline_schedule"], options["bucket_cap_mb"]
+    schedule = schedule_named("1f1b" if name is None else name)
+    count = options["microbatches"]
+    if name is None:  # what runs several stages a rank takes other numbers, and the stages are not known yet
+        schedule_named("gpipe").check_micro_batches(schedule.default(pp) if count is None else count, pp)
+    elif count is not None:
+        schedule.check_micro_batches(count, pp)
+    axes = checked_axes(options["batch_axes"])
+    if type(cap) is not int or cap < 1:
+        raise BuildError(f"bucket_cap_mb must be a positive number of MiB (got {cap!r})", hint="bucket_cap_mb=25")
+    return {"microbatches": schedule.default(pp) if count is None else count, "batch_axes": axes}
+
+
+def _pipeline_steps(options: Mapping[str, Any], pp: int) -> list[str]:
+    name, count = options["pipeline_schedule"], options["microbatches"]
+    shown = name or "1f1b with one stage a rank, interleaved_1f1b with several"
+    steps = [f"a pipeline over mesh_dim 'pp' ({pp} ranks): {count} micro-batches a step, schedule {shown}"]
+    if name is not None:
+        schedule = schedule_named(name)
+        stages = "one stage" if schedule.per_rank == 1 else "two stages" if schedule.per_rank == 2 else "stages in turn"
+        steps.append(f"{stages} on each of its ranks" + (", there and back" if schedule.shape == "v" else ""))
+        if schedule.splits_backward:
+            steps.append(
+                "gradients of weights after those of inputs; not where it checkpoints, hooks tensors or is compiled"
+            )
+    return steps

@@ -1,0 +1,344 @@
+"""The engine of target ``"torch"`` for a model that is cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slapo_core import BuildError, StepResult
+from slapo_runtime.engine import StatefulEngine
+from slapo_runtime.flat_shards import buckets
+from slapo_runtime.native.running_stage import Runner
+from slapo_runtime.native.schedules import schedule_of
+from slapo_runtime.stage_runner import StageCache, advance, step_seed
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from slapo_core import Plan
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.native.running_stage import Work
+    from slapo_runtime.partition import Partition
+    from slapo_runtime.stages import StagedModel
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_bytes: int) -> None:
+    """Give every replica the mean of the gradients: a collective.
+
+    A replica without a gradient of some parameter adds nothing to it; where none has one there is none after it.
+
+    Args:
+        parameters: the same on every replica, in the same order.
+        group: of the replicas.
+        bucket_bytes: that are sent at once; a larger gradient alone.
+
+    Raises:
+        BuildError: a gradient is sparse.
+    """
+    size = group.size()
+    for bucket in buckets(parameters, bucket_bytes):
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+        there = torch.tensor([one.grad is not None for one in bucket]).to(gradients[0])
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            raise BuildError("sparse gradients are not averaged over replicas", hint="nn.Embedding(..., sparse=False)")
+        flat = torch.cat([*[gradient.reshape(-1) for gradient in gradients], there])
+        dist.all_reduce(flat, group=group)
+        *means, there = flat.split([*[one.numel() for one in bucket], len(bucket)])
+        for number, (parameter, gradient, mean) in enumerate(zip(bucket, gradients, means, strict=True)):
+            if parameter.grad is None:
+                if not there[number]:
+                    continue
+                parameter.grad = gradient
+            gradient.copy_(mean.view(gradient.shape)).div_(size)
+
+
+class PipelineRuntime:
+    """The runtime of a pipeline of target ``"torch"``.
+
+    A manual step, with the gradients of several batches::
+
+        for batch in batches:
+            loss = engine.torch.forward_backward(batch)
+        engine.torch.clip_gradients()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    Attributes:
+        forward_backward: all micro-batches of a batch forward and backward: gives their mean loss, and adds its
+            gradients, averaged over replicas and summed over ties, to those that are there. A collective.
+        clip_gradients: scales all gradients to ``max_grad_norm``, a collective; gives the norm, or None without one.
+    """
+
+    def __init__(
+        self,
+        forward_backward: Callable[[Any], torch.Tensor],
+        clip_gradients: Callable[[], torch.Tensor | None],
+        sent: Mapping[int, Sequence[int]],
+    ) -> None:
+        self.forward_backward = forward_backward
+        self.clip_gradients = clip_gradients
+        self._sent = sent
+
+    def sent_bytes(self) -> dict[int, tuple[int, int]]:
+        """Return the bytes sent to other ranks, by stage of this rank: to the next stage, and to the one before it."""
+        return {stage: (forward, back) for stage, (forward, back) in self._sent.items()}
+
+
+def gather_output(
+    partition: Partition,
+    whole: Partition,
+    work: Work,
+    ranks: Sequence[int],
+    rank: int,
+    group: Any,
+    *,
+    device: torch.device,
+    count: int,
+) -> tuple[Any, str]:
+    """The output for the whole batch, on every rank: a collective over the stages.
+
+    Args:
+        partition: for a micro-batch.
+        whole: for the whole batch, which gives the shapes of the output values.
+        work: the outputs of this rank's stages.
+        ranks: which rank along ``pp`` runs each stage.
+        rank: this one.
+        group: of these ranks.
+        device: where stages compute.
+        count: of micro-batches.
+
+    Returns:
+        the output, and, the same on every rank, why it cannot be assembled; "" if it can.
+    """
+    values, problem = {}, ""
+    for name in partition.output.names:
+        value, owner = partition.values[name], ranks[partition.values[name].producer]
+        shape = whole.values[name].shape
+        axis = _axis(value.shape, shape, count)
+        parts = [work.outputs[name][number] for number in range(count)] if rank == owner else []
+        fits = axis is not None or shape == value.shape
+        if fits and axis is None and value.shape and count > 1:  # what each micro-batch has as a whole
+            alike = torch.tensor([all(torch.equal(part, parts[0]) for part in parts)], device=device)
+            _broadcast(alike, owner, group)
+            fits = bool(alike)
+        if not fits:
+            problem = problem or (
+                f"output '{name}' has shape {value.shape} for a micro-batch and {shape} for the whole batch: the "
+                "outputs of the micro-batches cannot be combined"
+            )
+            continue
+        joined = _together(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
+        _broadcast(joined, owner, group)
+        values[name] = joined
+    return (None, problem) if problem else (partition.output.assemble(values), "")
+
+
+def _together(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
+    if axis is not None:
+        return torch.cat(parts, axis)
+    if parts[0].dim() == 0 and parts[0].is_floating_point():
+        return torch.stack(parts).mean(0)  # a loss
+    return parts[0]
+
+
+def _axis(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
+    """The one axis along which micro-batches make the whole batch; None where there is none."""
+    if len(shape) != len(whole):
+        return None
+    axes = [axis for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] != sizes[1]]
+    return axes[0] if len(axes) == 1 and shape[axes[0]] * count == whole[axes[0]] else None
+
+
+def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
+    """Broadcast a tensor of any type, as bytes."""
+    if tensor.numel():
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class PipelineEngine(StatefulEngine):
+    """The implementation of :class:`slapo_core.dialect.Engine` by torch.distributed.pipelining.
+
+    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
+    is closed.
+
+    Args:
+        plan: the plan of the build; ``plan.config`` holds the options of the pipeline.
+        context: from ``build``.
+    """
+
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
+        assert mesh is not None
+        if context.accumulate > 1:
+            raise BuildError(
+                f"a pipeline accumulates gradients over its micro-batches (got accumulate={context.accumulate})",
+                hint=f"microbatches={context.accumulate * plan.config['microbatches']}, and no accumulate",
+            )
+        self.plan, self._context, self._mesh = plan, context, mesh
+        self._state = context.state
+        self.optimizer = context.make_optimizer()
+        self._ranks, self._rank = context.stage_ranks, mesh.rank("pp")
+        self._count: int = plan.config["microbatches"]
+        here = [live for live in self._state.tensors() if live.is_local]
+        self._parameters = [live.tensor for live in here if live.is_parameter]
+        self._device = context.device or next((live.tensor.device for live in here), torch.device("cpu"))
+        self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
+        self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
+        self._forms = StageCache(context, self._count, self._axes, "", self._runner)
+        self._sent: dict[int, list[int]] = {}  # bytes, by stage
+        self._part: nn.Module | None = None
+        self._at = "nothing"  # of a step, for the message of an error
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the scheduled model; made when it is first asked for."""
+        if self._part is None:
+            example = self._context.staged_example(self._count, axes=self._axes)
+            self._part = self._context.part(example.staged.partition)
+        return self._part
+
+    @property
+    def torch(self) -> PipelineRuntime:
+        """The parts of a training step, for manual loops.
+
+        Raises:
+            BuildError: the engine is closed.
+        """
+        self._require_open()
+        return PipelineRuntime(self._passes, self._context.clip_gradients, self._sent)
+
+    # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        self._require_open()
+        if self.optimizer is None:
+            raise self._without_optimizer()
+        loss = self._passes(batch, zero=self.optimizer)
+        with self._closing(lambda: self._at):
+            self._at = "clipping gradients"
+            norm = self._context.clip_gradients()
+            self._at = "the step of the optimizer"
+            self.optimizer.step()
+        return StepResult(loss, None, norm)
+
+    def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
+        """Forward only, of all micro-batches.
+
+        Args:
+            batch: the whole one, as for ``train_step``.
+            gather_outputs: give the output for the whole batch, on every rank.
+        """
+        self._require_open()
+        with self._context.evaluating(batch):
+            cut, runner = self._forms.of(batch, training=False)
+            whole = self._whole(batch, runner.partition) if gather_outputs else runner.partition
+            with self._closing(lambda: self._at):
+                work = runner.run(cut.inputs, cut.loss, backward=False, keep_outputs=gather_outputs, at=self._stand)
+                loss, output, problem = self._loss(work), None, ""
+                if gather_outputs:
+                    self._at = "gathering the output"
+                    output, problem = gather_output(
+                        runner.partition,
+                        whole,
+                        work,
+                        self._ranks,
+                        self._rank,
+                        self._mesh.group("pp"),
+                        device=self._device,
+                        count=self._count,
+                    )
+        if problem:
+            raise BuildError(problem, hint="eval_step(batch) without gather_outputs")
+        return StepResult(loss, output)
+
+    def _passes(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are those of the batch of all replicas then."""
+        self._require_open()
+        self._refuse_without_gradients()
+        with self._context.training(batch):
+            cut, runner = self._forms.of(batch, training=True)
+            with self._closing(lambda: self._at):
+                if zero is not None:
+                    zero.zero_grad(set_to_none=True)
+                earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
+                for parameter, _ in earlier:
+                    parameter.grad = None  # which is exchanged already
+                with step_seed(self._device) as seed:
+                    work = runner.run(cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand)
+                loss = self._loss(work)
+                self._at = "summing gradients"
+                replicas = self._mesh.group("dp")
+                if replicas is not None:
+                    average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
+                self._context.sum_tied_gradients()
+                for parameter, gradient in earlier:
+                    parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        return loss
+
+    def _runner(self, staged: StagedModel, training: bool) -> Runner:
+        """Make the runner of this rank's stages for one input signature."""
+        runner = Runner(
+            staged.partition,
+            staged.liveness,
+            self._schedule,
+            self._ranks,
+            self._rank,
+            group=self._mesh.group("pp"),
+            device=self._device,
+            count=self._count,
+        )
+        for stage in runner.stages:
+            stage.sent_bytes = self._sent.setdefault(stage.stage_index, [0, 0])
+        return runner
+
+    def _whole(self, batch: Any, partition: Partition) -> Partition:
+        """Return the stages for the uncut batch, which say the shapes of the whole output."""
+        whole = self._context.staged(batch, 1, training=False, axes=self._axes).staged.partition
+        if whole.output.names != partition.output.names:
+            raise BuildError(
+                "the output of the whole batch has other tensors than that of a micro-batch: the outputs of the "
+                "micro-batches cannot be combined",
+                hint="eval_step(batch) without gather_outputs",
+            )
+        return whole
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _loss(self, work: Work) -> Tensor:
+        """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
+        self._at = "exchanging the loss"
+        message = torch.zeros(3, dtype=torch.float64, device=self._device)
+        message[2] = work.drew
+        if self._ranks[-1] == self._rank:
+            own = torch.stack([work.losses[number] for number in range(self._count)]).mean()
+            message[0], message[1] = own, _DTYPES.index(own.dtype)
+        dist.all_reduce(message, group=self._mesh.group("pp"))
+        loss, kind, drew = message.unbind()
+        if drew:
+            advance()
+        return loss.to(_DTYPES[int(kind)])
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def _stand(self, what: str) -> None:
+        self._at = what
+
+    def close(self) -> None:
+        """Let go of the optimizer and the stages; the model and its state stay."""
+        if self._reason is None:
+            self._reason = ""
+        self._forms.close()
+        self.optimizer = None
+
+    def _require_open(self) -> None:
+        if self._reason is not None:
+            raise self._closed(self._reason)

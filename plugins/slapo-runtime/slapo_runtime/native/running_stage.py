@@ -1,0 +1,419 @@
+"""Stages of a pipeline rank under torch's schedules: their passes, and a step of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slapo_core import BuildError
+from slapo_runtime.native.split_backward import Watch, backward_of_inputs
+from slapo_runtime.native.torch_pipelining import StageBase, make_schedule, step
+from slapo_runtime.p2p_packing import check_sent
+from slapo_runtime.private import storage_id
+from slapo_runtime.stage_runner import start_stream, was_used
+
+if TYPE_CHECKING:
+    from slapo_runtime.native.schedules import Schedule
+    from slapo_runtime.partition import Liveness, Partition, Value
+
+
+class Received:
+    """One value of one micro-batch.
+
+    The tensor that the stage's module reads is not a leaf, so the module may write to it; nor a copy. Its gradient is
+    kept here instead of going into a leaf: of the stage's own uses, of later writes to it, and of what comes back for
+    it from behind where it is relayed.
+
+    Args:
+        buffer: what came; not used by others.
+        carries_gradient: whether one is wanted.
+    """
+
+    def __init__(self, buffer: torch.Tensor, *, carries_gradient: bool) -> None:
+        self.gradient: torch.Tensor | None = None
+        self._like = (buffer.shape, buffer.dtype, buffer.device)
+        self.start: torch.Tensor | None = None
+        if carries_gradient and torch.is_grad_enabled():
+            self.start = torch.empty(0, device=buffer.device, requires_grad=True)
+            buffer = _Arrival.apply(self.start, [buffer], self)  # type: ignore[no-untyped-call]
+        self._tensor: torch.Tensor | None = buffer
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor that the stage reads, once."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        return tensor
+
+    def give_back(self) -> torch.Tensor:
+        """The gradient, contiguous; zeros where nothing used the value."""
+        gradient, self.gradient = self.gradient, None
+        if gradient is None:
+            shape, dtype, device = self._like
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return gradient.contiguous()
+
+
+class _Arrival(torch.autograd.Function):
+    """Makes of a buffer a tensor with a history, which begins here."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, buffer: list[torch.Tensor], received: Received) -> torch.Tensor:
+        ctx.received = received
+        return buffer.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        received = ctx.received
+        received.gradient = gradient if received.gradient is None else received.gradient + gradient
+        return None, None, None
+
+
+@dataclass
+class Work:
+    """Inputs and results of one step of a rank's stages.
+
+    Args:
+        inputs: for each micro-batch: the model's arguments by parameter.
+        loss: the loss of a micro-batch, by its number and the output values by name; the last stage calls it.
+        at: is told what runs, for the message of an error.
+        seed: of random numbers; None leaves torch's RNG as it is.
+        keep_outputs: whether the output values of stages are kept.
+        drew: whether a stage drew random numbers.
+        losses: by micro-batch, where the last stage is.
+        outputs: by name and micro-batch.
+    """
+
+    inputs: Sequence[Mapping[str, Any]]
+    loss: Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor]
+    at: Callable[[str], None]
+    seed: int | None = None
+    keep_outputs: bool = False
+    drew: bool = False
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class _Flight:
+    """One micro-batch from its arrival to its backward pass."""
+
+    buffers: list[torch.Tensor] = field(default_factory=list)  # what came
+    received: dict[str, Received] = field(default_factory=dict)
+    sent: list[torch.Tensor] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    gradients: list[torch.Tensor] = field(default_factory=list)  # of what was sent, as they come
+
+
+class RunningStage(StageBase):
+    """A stage of a :class:`~slapo_runtime.partition.Partition` on the rank that runs it.
+
+    Shapes are known from the partition, so nothing is exchanged before the first step. Values that carry no gradient
+    go forward, and nothing comes back for them.
+
+    Args:
+        partition: the stages.
+        liveness: what each sends to the next.
+        index: which one this is.
+        ranks: which rank along ``pp`` runs each stage.
+        group: over which values are sent: the ranks along ``pp``, in their order.
+        device: where the stage computes.
+        count: how many micro-batches a step has.
+        splits: whether the schedule asks for backward passes in two parts.
+
+    Attributes:
+        work: of the step that runs.
+        sent_bytes: forward and backward, since it was made; what goes to a stage on the same rank is not counted.
+    """
+
+    work: Work
+
+    def __init__(
+        self,
+        partition: Partition,
+        liveness: Liveness,
+        index: int,
+        ranks: Sequence[int],
+        *,
+        group: Any,
+        device: torch.device,
+        count: int,
+        splits: bool = False,
+    ) -> None:
+        stage = partition.stages[index]
+        super().__init__(stage.module, index, len(partition.stages), device, group)
+        self._stage, self._ranks, self._count = stage, tuple(ranks), count
+        self._coming = [partition.values[name] for name in liveness.received(index)]
+        self._going = [partition.values[name] for name in liveness.sent(index)]
+        self._output_names = partition.output.names
+        self._kept = _storages(stage.module)
+        self._flights: dict[int, _Flight] = {}
+        self._back: dict[int, list[torch.Tensor]] = {}  # gradients that go back
+        self._later: dict[int, Callable[[], None]] = {}  # second parts of backward passes
+        self._watch = Watch(stage.module, f"stage {index}") if splits else None
+        self.sent_bytes = [0, 0]
+
+    @property
+    def whole(self) -> str:
+        """Why the backward pass is not split although the schedule asks for it; "" if it is."""
+        return "" if self._watch is None else self._watch.reason
+
+    # -- what comes and goes; each in the order of liveness -----------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        flight.buffers = [self._empty(value) for value in self._coming]
+        return self._operations(dist.irecv, flight.buffers, self.stage_index - 1, forward=True, number=fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        if self.is_last:
+            return []
+        flight = self._flights[fwd_chunk_id]
+        tensors = [self._own(one) for one in flight.sent]
+        self.sent_bytes[0] += sum(tensor.nbytes for tensor in tensors)
+        if not self.has_backward:
+            del self._flights[fwd_chunk_id]
+        return self._operations(dist.isend, tensors, self.stage_index + 1, forward=True, number=fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if not self.has_backward or self.is_last:
+            return []
+        flight = self._flights[bwd_chunk_id]
+        flight.gradients = [self._empty(value) for value in self._going if value.requires_grad]
+        return self._operations(dist.irecv, flight.gradients, self.stage_index + 1, forward=False, number=bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        if not self.has_backward or self.is_first:
+            return []
+        tensors = self._back.pop(bwd_chunk_id)
+        self.sent_bytes[1] += sum(tensor.nbytes for tensor in tensors)
+        return self._operations(dist.isend, tensors, self.stage_index - 1, forward=False, number=bwd_chunk_id)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Sequence[torch.Tensor], mb_index: int) -> None:
+        flight = self._flights.setdefault(mb_index, _Flight())
+        flight.buffers = [one.detach().clone(memory_format=torch.contiguous_format) for one in prev_stage_outputs]
+
+    def get_local_bwd_output(self, mb_index: int) -> list[torch.Tensor]:
+        return self._back.pop(mb_index) if self.has_backward else []
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: list[torch.Tensor], mb_index: int) -> None:
+        if self.has_backward:
+            self._flights[mb_index].gradients = next_stage_bwd_outputs
+
+    def _empty(self, value: Value) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.dtype, device=self.device)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor to send that the stage does not write to."""
+        one = tensor.detach()
+        if storage_id(one) in self._kept:
+            return one.clone(memory_format=torch.contiguous_format)
+        return one.contiguous()
+
+    def _operations(
+        self, operation: Any, tensors: Sequence[torch.Tensor], stage: int, *, forward: bool, number: int
+    ) -> list[Any]:
+        """One for each tensor that has elements; tags keep messages of different boundaries apart."""
+        boundary = max(stage, self.stage_index)
+        tag = (2 * boundary + forward) * self._count + number
+        peer = self._ranks[stage]
+        return [
+            dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
+            for tensor in tensors
+            if tensor.numel()
+        ]
+
+    # -- the passes ---------------------------------------------------------------------------------------------------
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        self._at("the forward", fwd_chunk_id)
+        flight = self._flights.setdefault(fwd_chunk_id, _Flight())
+        for value, buffer in zip(self._coming, flight.buffers, strict=True):
+            flight.received[value.name] = Received(buffer, carries_gradient=value.requires_grad and self.has_backward)
+        flight.buffers = []
+        there = {name: one.take() for name, one in flight.received.items()}
+        made = self._made(fwd_chunk_id, there)
+        there.update(made)
+        if self.work.keep_outputs:
+            for name in self._output_names:
+                if name in made:
+                    self.work.outputs.setdefault(name, {})[fwd_chunk_id] = made[name].detach()
+        if self.is_last:
+            self._at("the loss", fwd_chunk_id)
+            values = {name: there[name] for name in self._output_names if name in there}
+            flight.loss = self.work.loss(fwd_chunk_id, values)
+            self.work.losses[fwd_chunk_id] = flight.loss.detach()
+            if not self.has_backward:
+                del self._flights[fwd_chunk_id]
+            return flight.loss
+        for value in self._going:
+            check_sent(value, there[value.name], f"stage {self.stage_index}")
+        flight.sent = [there[value.name] for value in self._going]
+        if not self.has_backward and self._ranks[self.stage_index + 1] == self._ranks[self.stage_index]:
+            return tuple(self._flights.pop(fwd_chunk_id).sent)
+        return tuple(flight.sent)
+
+    def _at(self, what: str, number: int) -> None:
+        self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
+
+    def _made(self, number: int, there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Run the stage with its own RNG stream."""
+        inputs = self.work.inputs[number]
+        own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
+        values = {name: there[name] for name in self._stage.uses}
+        seed = self.work.seed
+        stream = None if seed is None else start_stream(seed, self.stage_index, number, self.device)
+        with contextlib.nullcontext() if self._watch is None else self._watch.looking():
+            made: Mapping[str, torch.Tensor] = self.submod(own, values)
+        if stream is not None and not self.work.drew:
+            self.work.drew = was_used(stream, self.device)
+        return made
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        self._at("the backward", bwd_chunk_id)
+        flight = self._flights.pop(bwd_chunk_id)
+        roots, gradients = self._roots(flight)
+        starts = [one.start for one in flight.received.values() if one.start is not None]
+        if self._watch is not None:
+            self._watch.look_back(roots)
+        if not roots:
+            pass
+        elif full_backward or self.whole:
+            torch.autograd.backward(roots, gradients)
+        elif not starts:  # no stage waits for anything
+            self._later[bwd_chunk_id] = lambda: torch.autograd.backward(roots, gradients)
+        else:
+            self._later[bwd_chunk_id] = backward_of_inputs(roots, gradients, starts)
+        if not self.is_first:
+            self._back[bwd_chunk_id] = [
+                flight.received[value.name].give_back() for value in self._coming if value.requires_grad
+            ]
+
+    def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the roots of the backward pass, and their gradients."""
+        if flight.loss is not None:
+            if not flight.loss.requires_grad:
+                return [], []
+            return [flight.loss], [torch.full_like(flight.loss, 1.0 / self._count)]
+        with_gradient = [one for one, value in zip(flight.sent, self._going, strict=True) if value.requires_grad]
+        pairs = [
+            (one if one.grad_fn is not None else one.view_as(one), gradient)
+            for one, gradient in zip(with_gradient, flight.gradients, strict=True)
+            if one.requires_grad
+        ]
+        return [one for one, _ in pairs], [gradient for _, gradient in pairs]
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        later = self._later.pop(bwd_chunk_id, None)
+        if later is not None:
+            self._at("the backward", bwd_chunk_id)
+            later()
+
+    def clear_runtime_states(self) -> None:
+        for kept in (self._flights, self._back, self._later):
+            kept.clear()
+
+
+def _storages(module: nn.Module) -> frozenset[int]:
+    """Return the storages of a module's tensors: a sent value may be a view of one."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return frozenset(storage_id(one) for one in tensors if one.numel() and not one.is_meta)
+
+
+class Runner:
+    """Runs a step's forwards and backwards; every rank along ``pp`` has one, with the same arguments but ``rank``.
+
+    Args:
+        partition: for one input signature and one mode.
+        liveness: what each stage sends to the next.
+        schedule: by which they run.
+        ranks: which rank along ``pp`` runs each stage.
+        rank: this one.
+        group: of the ranks along ``pp``.
+        device: where the stages compute.
+        count: of micro-batches.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        liveness: Liveness,
+        schedule: Schedule,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        group: Any,
+        device: torch.device,
+        count: int,
+    ) -> None:
+        self.partition = partition
+        self._count, self._group = count, group
+        self.stages = [
+            RunningStage(
+                partition,
+                liveness,
+                index,
+                ranks,
+                group=group,
+                device=device,
+                count=count,
+                splits=schedule.splits_backward,
+            )
+            for index in range(len(partition.stages))
+            if ranks[index] == rank
+        ]
+        stages: Any = self.stages[0] if schedule.is_single else self.stages
+        try:
+            self._schedule = make_schedule(schedule.class_name, stages, count, loss_fn=_as_it_is, scale_grads=False)
+        except RuntimeError as error:  # of zero-bubble schedules, and modules in torch.compile's wrapper
+            raise BuildError(
+                f"pipeline_schedule='{schedule.name}' does not run these stages: {error}",
+                hint='compile modules in place, module.compile(), or pipeline_schedule="1f1b"',
+            ) from error
+
+    def run(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        loss: Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor],
+        *,
+        backward: bool,
+        at: Callable[[str], None] = lambda what: None,
+        seed: int | None = None,
+        keep_outputs: bool = False,
+    ) -> Work:
+        """One step; gradients are added to those of the parameters.
+
+        Args:
+            inputs: the arguments of each micro-batch.
+            loss: of a micro-batch, by its number and the output values.
+            backward: whether gradients are computed: of the mean of the losses.
+            at: is told what runs.
+            seed: of the stages' RNG streams; None leaves torch's RNG as it is.
+            keep_outputs: whether the output values of this rank's stages are kept.
+        """
+        work = Work(inputs, loss, at, seed, keep_outputs)
+        for stage in self.stages:
+            stage.work = work
+        try:
+            step(self._schedule, self._count, backward=backward)
+        finally:
+            for stage in self.stages:
+                stage.clear_runtime_states()
+                stage.work = Work((), loss, at)
+        return work
+
+
+def _as_it_is(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """The last stage's forward gives the loss already."""
+    return loss

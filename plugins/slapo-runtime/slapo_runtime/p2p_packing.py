@@ -1,0 +1,263 @@
+"""Pack the values of a stage boundary into P2P messages, for runtimes that send few tensors of few types.
+
+Everything with a gradient goes as one flat floating tensor, and everything else, whatever its type, as bytes: as a
+second tensor, for a runtime that sends a tuple of tensors (DeepSpeed), or behind the first in the same memory, for one
+that sends a single tensor (Megatron). A runtime runs one backward pass for the floating tensor, needs a gradient for
+it, and gives one back for nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import BuildError
+
+if TYPE_CHECKING:
+    from slapo_runtime.partition import Value
+
+__all__ = ["P2PMessage", "attached", "check_sent", "common_dtype"]
+
+
+_ALIGNMENT = 16  # bytes: of the largest element, complex128
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+
+
+class P2PMessage:
+    """The format of a boundary's P2P message.
+
+    Args:
+        values: what crosses, in an order that both ranks have.
+        backward: whether something goes back: a floating tensor is sent then, even if no value has a gradient, where
+            the sender itself was sent one, which has to get its gradient (all zeros).
+        joined: whether everything goes in one floating tensor, which is sent then even if there is nothing in it.
+        dtype: of the floating tensor; None: the smallest that holds all values exactly.
+
+    Attributes:
+        carries_gradient: whether a floating tensor is sent.
+        dtype: of it.
+        length: its elements.
+    """
+
+    def __init__(
+        self, values: Sequence[Value], *, backward: bool, joined: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        # Complex ones first: torch takes two reals for a complex number at even places only.
+        self._with = sorted((value for value in values if value.requires_grad), key=lambda one: one.dtype not in _REAL)
+        self._without = [value for value in values if not value.requires_grad]
+        self.carries_gradient = bool(self._with) or backward or joined
+        self.dtype = dtype or common_dtype(values)
+        elements = sum(math.prod(_real_shape(value)) for value in self._with)
+        self._offsets: list[int] = []  # of bytes
+        end = 0
+        for value in self._without:
+            self._offsets.append(end)
+            end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._bytes, self._joined = end, joined
+        if joined and end:  # behind the numbers
+            before = -(-elements * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            elements = (before + end) // self.dtype.itemsize
+        self.length = max(elements, 1)
+
+    def empty(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Make the tensors to receive the message in."""
+        found = []
+        if self.carries_gradient:
+            found.append(torch.zeros(self.length, dtype=self.dtype, device=device))
+        if self._bytes and not self._joined:
+            found.append(torch.zeros(self._bytes, dtype=torch.uint8, device=device))
+        return tuple(found)
+
+    def pack(
+        self,
+        there: Mapping[str, torch.Tensor],
+        link: torch.Tensor | None,
+        *,
+        sender: str,
+        device: torch.device,
+        backward_begins: Callable[[], None] = lambda: None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Pack the values into the tensors that are sent.
+
+        Args:
+            there: the values by name.
+            link: of what the sender was sent itself; see :meth:`unpack`.
+            sender: for messages, e.g. ``"stage 1"``.
+            device: of what is sent.
+            backward_begins: called when the gradient has come back.
+
+        Raises:
+            BuildError: a value has another shape, type or need of a gradient than its receiver expects.
+        """
+        for value in (*self._with, *self._without):
+            check_sent(value, there[value.name], sender)
+        found = []
+        message = self._attachment(there, device)
+        if self.carries_gradient:
+            if link is None and torch.is_grad_enabled():
+                link = torch.empty(0, device=device, requires_grad=True)
+            tensors = [_as_real(there[value.name]) for value in self._with]
+            flat = torch.zeros(self.length, dtype=self.dtype, device=device)
+            if self._joined and message is not None:
+                flat.view(torch.uint8)[-self._bytes :] = message
+            found.append(_Packed.apply(flat, backward_begins, link, *tensors))  # type: ignore[no-untyped-call]
+        if message is not None and not self._joined:
+            found.append(message)
+        return tuple(found)
+
+    def _attachment(self, there: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor | None:
+        """Pack the values without a gradient as bytes; None if there are none."""
+        if not self._bytes:
+            return None
+        message = torch.zeros(self._bytes, dtype=torch.uint8, device=device)
+        for value, offset in zip(self._without, self._offsets, strict=True):
+            _place(message, value, offset).copy_(there[value.name].detach())
+        return message
+
+    def unpack(self, message: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """Unpack the values by name, each with memory of its own.
+
+        Also the link: an empty tensor. What is computed from it lets the whole message get its gradient, zeros for
+        values that nothing used; None where no gradient goes back.
+        """
+        rest = list(message)
+        values, link = {}, None
+        attachment = rest[-1].detach().view(torch.uint8)[-self._bytes :] if self._bytes else None
+        if self.carries_gradient:
+            shapes = [_real_shape(value) for value in self._with]
+            dtypes = [_REAL.get(value.dtype, value.dtype) for value in self._with]
+            link, *views = _Unpacked.apply(rest.pop(0), shapes, dtypes)  # type: ignore[no-untyped-call]
+            for value, view in zip(self._with, views, strict=True):
+                values[value.name] = torch.view_as_complex(view) if value.dtype in _REAL else view
+        for value, offset in zip(self._without, self._offsets, strict=True):
+            assert attachment is not None
+            values[value.name] = _place(attachment, value, offset).clone()
+        return values, link
+
+
+def attached(loss: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
+    """Attach a link to a loss, so that its backward pass reaches the received message."""
+    if link is None or not link.requires_grad:
+        return loss
+    return _Attached.apply(loss, link)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Packed(torch.autograd.Function):
+    """Tensors after one another, flat."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        flat: torch.Tensor,
+        begins: Callable[[], None],
+        link: torch.Tensor | None,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.begins, ctx.link = begins, None if link is None else link.dtype
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.mark_dirty(flat)
+        for tensor, place in zip(tensors, _views(flat, ctx.shapes), strict=True):
+            place.copy_(tensor)
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.begins()
+        gradient = gradient.clone()  # a runtime may receive the next one in the same memory
+        views = _views(gradient, ctx.shapes)
+        found = [view.to(dtype) for view, dtype in zip(views, ctx.dtypes, strict=True)]
+        link = None if ctx.link is None else gradient.new_zeros(0, dtype=ctx.link)
+        return None, None, link, *found
+
+
+class _Unpacked(torch.autograd.Function):
+    """The reverse; the first output is the link."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flat: torch.Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.shapes = (flat.shape, flat.dtype, flat.device), shapes
+        views = [view.to(dtype, copy=True) for view, dtype in zip(_views(flat, shapes), dtypes, strict=True)]
+        return flat.new_zeros(0), *views
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        shape, dtype, device = ctx.like
+        flat = torch.zeros(shape, dtype=dtype, device=device)
+        for place, gradient in zip(_views(flat, ctx.shapes), gradients, strict=True):
+            if gradient is not None:
+                place.copy_(gradient)
+        return flat, None, None
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, link: torch.Tensor) -> torch.Tensor:
+        ctx.link = (link.dtype, link.device)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype, device = ctx.link
+        return gradient, torch.zeros(0, dtype=dtype, device=device)
+
+
+def _views(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    found, start = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        found.append(flat[start : start + size].view(tuple(shape)))
+        start += size
+    return found
+
+
+def _place(message: torch.Tensor, value: Value, offset: int) -> torch.Tensor:
+    return message[offset : offset + value.nbytes].view(value.dtype).view(value.shape)
+
+
+def common_dtype(values: Iterable[Value]) -> torch.dtype:
+    """The smallest floating type that holds all those values exactly that have a gradient."""
+    dtypes = [_REAL.get(value.dtype, value.dtype) for value in values if value.requires_grad]
+    found = dtypes[0] if dtypes else torch.float32
+    for dtype in dtypes[1:]:
+        found = torch.promote_types(found, dtype)
+    return found
+
+
+def _real_shape(value: Value) -> tuple[int, ...]:
+    return (*value.shape, 2) if value.dtype in _REAL else value.shape
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def check_sent(value: Value, tensor: torch.Tensor, sender: str) -> None:
+    """Refuse a tensor that a stage sends as another one than its receiver expects.
+
+    Args:
+        value: the expected shape and type.
+        tensor: that the stage made.
+        sender: for messages, e.g. ``"stage 1"``.
+
+    Raises:
+        BuildError: another shape or type, or a gradient that would be lost.
+    """
+    if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
+        raise BuildError(
+            f"{sender} made '{value.name}' as {tuple(tensor.shape)} of {tensor.dtype}, but the next stage expects "
+            f"{value.shape} of {value.dtype}: its shape depends on values of the batch",
+            hint="cut the model after another module",
+        )
+    if tensor.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
+        raise BuildError(
+            f"'{value.name}', sent by {sender}, requires grad, but did not when the stages were made: its gradient "
+            "would be lost",
+            hint="set requires_grad of parameters before build()",
+        )

@@ -1,0 +1,147 @@
+"""Parts of plans that several dialects make: options, devices, topology, what crosses stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.dialect import BuildArguments, Dialect, Plan
+from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
+from slapo_core.layout import Mesh
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+    from slapo_runtime.partition import Value
+    from slapo_runtime.stages import StagedModel
+
+
+def plan_of(dialect: Dialect, schedule: Schedule, options: Mapping[str, Any], **given: Any) -> Plan:
+    """Return the plan of a build with a dialect, without building.
+
+    Args:
+        dialect: whose plan it is.
+        schedule: with a mesh that may be only declared.
+        options: of the dialect, as the user gave them.
+        given: ``optimizer``, ``loss``, ``max_grad_norm``, ``device`` and ``accumulate``, as for ``build``; of the first
+            two, whether they are there is all that is asked.
+
+    Raises:
+        BuildError: the options contradict the schedule or one of the arguments, or the runtime refuses them.
+    """
+    import torch
+
+    for mesh_dim, size in schedule.mesh.sizes.items() if schedule.mesh is not None else ():
+        if size > 1 and mesh_dim not in dialect.supports:
+            raise BuildError(
+                f"target '{dialect.name}' cannot run this schedule: it does not run mesh_dim '{mesh_dim}' "
+                f"(size {size}); it runs {', '.join(sorted(dialect.supports)) or 'none'}"
+            )
+    device = given.pop("device", None)
+    arguments = BuildArguments(
+        has_optimizer=given.pop("optimizer", None) is not None,
+        has_loss=given.pop("loss", None) is not None,
+        device=None if device is None else torch.device(device),
+        **given,
+    )
+    return dialect.plan(schedule, dialect.options(options, arguments))
+
+
+def checked_axes(axes: Any) -> dict[str, int | None]:
+    """The option ``batch_axes`` of dialects.
+
+    Args:
+        axes: as the user gave it; None for none.
+
+    Raises:
+        BuildError: it is something else than an axis, or None, for names of arguments.
+    """
+    axes = axes if axes is not None else {}
+    is_right = isinstance(axes, Mapping) and all(
+        isinstance(key, str) and (axis is None or type(axis) is int) for key, axis in axes.items()
+    )
+    if not is_right:
+        raise BuildError(
+            f"batch_axes must be an axis, or None, for arguments of the forward (got {axes!r})",
+            hint='batch_axes={"bias": None, "x": 1}',
+        )
+    return dict(axes)
+
+
+def device_of(schedule: Schedule, asked: str | None) -> str:
+    """The type of the device that a model is going to train on, e.g. ``"cpu"``.
+
+    Args:
+        schedule: the schedule to build.
+        asked: the user's choice; None without one.
+    """
+    if asked is not None:
+        return asked
+    mesh = schedule.mesh
+    if mesh is not None and mesh.device_mesh is not None:
+        return str(mesh.device_mesh.device_type)
+    found = {tensor.device.type for tensor in schedule.model.parameters()} - {"meta"}
+    return sorted(found)[-1] if found else "cpu"
+
+
+def parameter_types(schedule: Schedule) -> frozenset[str]:
+    """The types of the parameters that are floating-point numbers, e.g. ``{"float32"}``."""
+    return frozenset(
+        str(one.dtype).removeprefix("torch.") for one in schedule.model.parameters() if one.dtype.is_floating_point
+    )
+
+
+def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
+    """Return the number of samples in a batch; None if its tensors differ.
+
+    Args:
+        inputs: a batch in any form of ``train_step``.
+        axes: as :func:`checked_axes` gives them.
+    """
+    import torch
+
+    from slapo_runtime.private import tree_leaves
+
+    items = inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]
+    found = set()
+    for name, value in items:
+        axis = axes.get(name, 0) if isinstance(name, str) else 0
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and axis is not None and leaf.dim() > axis:
+                found.add(leaf.shape[axis])
+    return found.pop() if len(found) == 1 else None
+
+
+def boundaries(schedule: Schedule, ask: Callable[[], StagedModel]) -> Iterator[str]:
+    """Describe the values that each stage sends to the next, by the example inputs.
+
+    Args:
+        schedule: the planned schedule, with several ranks along ``pp``.
+        ask: for its stages, e.g. ``lambda: slapo_core.stages(schedule)``.
+    """
+    if schedule.example_inputs is None:
+        yield "what crosses stages is known with the first batch: there are no example inputs"
+        return
+    try:
+        asked = ask()
+    except (ArgumentError, HookError, TraceError) as error:  # build says it, and ends there
+        yield f"what crosses stages is not known: {error.message}"
+        return
+    values = asked.partition.values
+    for number, names in enumerate(asked.liveness.boundaries):
+        sent = ", ".join(_shown(values[name]) for name in names)
+        yield f"stage {number} sends stage {number + 1}: {sent or 'nothing'}"
+
+
+def topology(mesh: Mesh) -> str:
+    """``0: pp 0, dp 0; 1: pp 0, dp 1; ...``: which rank is which stage's, replica's and shard's."""
+    lines = []
+    for rank in range(mesh.world_size):
+        place = Mesh(mesh.sizes, rank=rank)
+        where = ", ".join(f"{name} {place.rank(name)}" for name, size in mesh.sizes.items() if size > 1)
+        lines.append(f"{rank}: {where}")
+    return "; ".join(lines)
+
+
+def _shown(value: Value) -> str:
+    """``transformer_h_3 (batch, 16, 32) float32``."""
+    return f"{value.name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

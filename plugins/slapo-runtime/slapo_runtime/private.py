@@ -1,0 +1,103 @@
+"""Wrap the private names of torch that this distribution uses; its tests check them against the installed version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch.distributed import distributed_c10d
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "TorchDispatchMode",
+    "pytree",
+    "top_saved_tensors_hooks",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Return whether functorch wraps a tensor (vmap, grad), so that its values cannot be read."""
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    return bool(functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def new_group_among(original: Any, store: Any, name: str, timeout: timedelta) -> Any:
+    """Make a process group with the ranks and backend of another one, called by its members only.
+
+    All processes must call ``torch.distributed.new_group``, or it derives the group's name from the number of groups of
+    each process. Such a name returns with a later group, which then finds the addresses of the closed one.
+    """
+    ranks = dist.get_process_group_ranks(original)
+    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[attr-defined]
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        distributed_c10d._world.pg_map[original][0],
+        store,
+        name,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of a group's collectives."""
+    distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
+
+
+def non_persistent_buffers_of(module: nn.Module) -> set[str]:
+    """Return the live table of the names of a module's buffers that state dicts leave out."""
+    return module._non_persistent_buffers_set
+
+
+HOOK_TABLES = {
+    "forward_pre": ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    "forward": ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "full_backward_pre": ("_backward_pre_hooks",),
+    "full_backward": ("_backward_hooks",),
+    "state_dict_pre": ("_state_dict_pre_hooks",),
+    "load_state_dict_pre": ("_load_state_dict_pre_hooks",),
+}
+"""Kind of hook -> the tables of a module that its registration writes to, the functions' first."""
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Convert a module's parameters and buffers in place, as ``module.to`` does."""
+    return module._apply(function)
+
+
+def active_ddp() -> Any:
+    """Return the DistributedDataParallel whose forward runs; None outside."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module  # type: ignore[attr-defined]
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Return a number that changes with every in-place write to a tensor or its views."""
+    return tensor._version
+
+
+def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
+    """Return the identity of a storage, which views share; of a tensor itself if it is not strided."""
+    if isinstance(holder, torch.Tensor):
+        return holder.untyped_storage()._cdata if holder.layout is torch.strided else id(holder)
+    return holder._cdata
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None

@@ -1,0 +1,224 @@
+"""Run one rank process of `slapo_runtime.launcher`."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """The instructions of a run for every rank.
+
+    Args:
+        payload: the pickled ``(function, args, kwargs)``.
+        origin: the name and the file of the module that defines the function; None where there is no file.
+        world_size: the number of ranks.
+        backend: of ``torch.distributed.init_process_group``; empty for no process group.
+        timeout: seconds for the whole run.
+        directory: private to the run; holds the store and the tracebacks.
+        environment: the caller's environment variables.
+    """
+
+    payload: bytes
+    origin: tuple[str, str] | None
+    world_size: int
+    backend: str
+    timeout: float
+    directory: str
+    environment: Mapping[str, str]
+
+
+def trace_file(directory: Path, rank: int) -> Path:
+    """Return the file for a rank's traceback when it is ended or crashes."""
+    return directory / f"rank-{rank}.traceback"
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """The function's full name for messages, e.g. ``'tests.core.test_launcher.add'``."""
+    name = getattr(function, "__qualname__", None)
+    return repr(function) if name is None else f"'{function.__module__}.{name}'"
+
+
+def origin(function: Callable[..., Any]) -> tuple[str, str] | None:
+    """The module that a rank must be able to import before it unpickles the function."""
+    name = getattr(function, "__module__", None)
+    file = getattr(sys.modules.get(name or ""), "__file__", None)
+    return None if name in (None, "__main__") or file is None else (str(name), os.path.abspath(file))
+
+
+def run_rank(rank: int, connection: Connection, job: Job) -> None:
+    """Join the group, call the function, report, and stay until the caller closes the connection.
+
+    A rank that has returned or failed keeps its group open until then, so that no other rank sees a lost
+    connection in place of its own result or its own error.
+    """
+    os.setpgrp()  # the caller ends all of the group
+    _leave_with_the_caller()
+    with trace_file(Path(job.directory), rank).open("w") as trace:
+        faulthandler.enable(trace)
+        # Chained to the default action: the traceback is written even inside a blocking collective, then the
+        # process ends, which tells the caller that the file is complete.
+        faulthandler.register(signal.SIGUSR1, trace, all_threads=True, chain=True)
+        try:
+            function, args, kwargs = _prepare(rank, job)
+            _send(connection, "called")
+            result = function(*args, **kwargs)
+            connection_message = _result_message(result)
+        except BaseException as error:  # noqa: BLE001 - sent to the caller, SystemExit and the like too
+            _send(connection, "failed", _format(error), _portable(error))
+            _wait_for_release(connection)
+            os._exit(1)
+        connection.send_bytes(connection_message)
+        _wait_for_release(connection)
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.disable()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    _set_environment(rank, job)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if job.backend not in ("", "gloo", "mpi") and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    if job.backend:
+        dist.init_process_group(
+            job.backend,
+            init_method=Path(job.directory, "store").as_uri(),
+            rank=rank,
+            world_size=job.world_size,
+            # Longer than the run: the caller ends a hung rank and shows where it stood.
+            timeout=timedelta(seconds=job.timeout + 60),
+        )
+    if job.origin is not None:
+        make_importable(*job.origin)
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.loads(job.payload)
+    return call
+
+
+def _set_environment(rank: int, job: Job) -> None:
+    # The server that forked this process may have been started under other variables than the caller's of now.
+    os.environ.clear()
+    os.environ.update({k: v for k, v in job.environment.items() if not k.startswith("TORCHELASTIC_")})
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+    )
+    # All ranks are on this machine: the loopback device needs no host name that resolves.
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(loopback))
+
+
+def make_importable(name: str, file: str) -> None:
+    """Import the function's module by name, or else from its file."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise
+    else:
+        found = getattr(module, "__file__", None)
+        if found is not None and os.path.abspath(found) == file:
+            return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {name!r} from {file}")
+    parent = name.rpartition(".")[0]
+    while parent:  # unpickling imports every parent of a dotted name
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(parent)
+        sys.modules.setdefault(parent, ModuleType(parent))
+        parent = parent.rpartition(".")[0]
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _send(connection: Connection, *message: object) -> None:
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _result_message(result: object) -> bytes:
+    # Plain pickle, not Connection.send: that one shares tensors through file descriptors of a process that ends.
+    try:
+        return pickle.dumps(("returned", pickle.dumps(result)))
+    except Exception as error:
+        raise TypeError(
+            f"the result, of type {type(result).__name__}, cannot be sent back: {error}; "
+            "return plain values and tensors"
+        ) from error
+
+
+def _portable(error: BaseException) -> bytes | None:
+    """The exception pickled, if it survives that; its text is sent in any case."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - whatever its class raises: the caller then chains nothing
+        return None
+    return data
+
+
+def _format(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _without_our_frames(error.__traceback__)))
+
+
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    theirs = trace
+    while theirs is not None and theirs.tb_frame.f_code.co_filename == __file__:
+        theirs = theirs.tb_next
+    return theirs or trace
+
+
+def _wait_for_release(connection: Connection) -> None:
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        return
+
+
+def _leave_with_the_caller() -> None:
+    """End this process and its children when the caller is gone, even during a collective."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+    if sys.platform == "linux":  # no thread runs while C code keeps the interpreter's lock: SIGIO ends the group
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def watch() -> None:
+        wait([sentinel])
+        with contextlib.suppress(ProcessLookupError):  # by its number: a rank may be in another group for a moment
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="caller-watch", daemon=True).start()

@@ -1,0 +1,241 @@
+"""Trials over ranks: process groups with a timeout, and the exceptions of ranks as text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+from slapo_core.errors import RankFailedError
+from slapo_core.layout import Mesh
+from slapo_runtime.private import new_group_among, set_timeout
+
+T = TypeVar("T")
+
+# What gloo and NCCL say to a rank whose partner is gone; neither has an exception class of its own for it.
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|was aborted)|broken pipe", re.IGNORECASE)
+_INSIDE = ("/slapo_verify/", "/slapo_runtime/", "/torch/")
+_SIGN_OF_LIFE = 3.0  # seconds that the other ranks get to say that they have lost the connection too
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of some rank, as text that can travel.
+
+    Args:
+        rank: the global one.
+        kind: the exception's class, e.g. ``"ValueError"``.
+        text: what it says.
+        where: the line of the user's code, e.g. ``"train.py:12"``; "" if there is none.
+        lost: whether it only says that another rank broke off a collective.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    where: str
+    lost: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}" + (f" ({self.where})" if self.where else "")
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """The outcome of a function that every rank called.
+
+    Args:
+        result: this rank's; None if it raised.
+        error: this rank's own exception.
+        failures: what ranks raised by themselves, in the order of ranks; the same on every rank. Left out are those
+            that only lost the connection to a rank that had failed.
+    """
+
+    result: T | None
+    error: BaseException | None
+    failures: tuple[Failure, ...]
+
+    def value(self) -> T:
+        """This rank's result, where no rank failed."""
+        assert not self.failures
+        return self.result  # type: ignore[return-value]
+
+
+def describe_failure(rank: int, error: BaseException) -> Failure:
+    """The exception as text, with the innermost line that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in _INSIDE)]
+    where = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    return Failure(rank, type(error).__name__, _text(error), where, lost=any(map(_says_lost, chain_of(error))))
+
+
+def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Failure, ...]:
+    """Return the failures that are not consequences of another rank's; all, if every rank lost a connection.
+
+    Args:
+        failures: of each of ``ranks``; None of one that went well.
+        ranks: all of them.
+    """
+    found = tuple(failure for failure in failures if failure is not None)
+    own = tuple(failure for failure in found if not failure.lost)
+    done = [str(rank) for rank, failure in zip(ranks, failures, strict=True) if failure is None]
+    if own or not done:
+        return own or found
+    text = f"it waits in a collective, while rank{'s' * (len(done) > 1)} {', '.join(done)} finished without entering it"
+    return tuple(dataclasses.replace(failure, text=f"{text} ({failure.text})") for failure in found)
+
+
+def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:
+    """Make the error of a rank that lost the connection: it names the ranks that left or died.
+
+    Args:
+        store: where a rank that leaves early has written why, as ``"left <rank>"``.
+        rank: this process's.
+        ranks: all of them.
+    """
+    failures: dict[int, str] = {}
+    try:
+        store.set(f"lost {rank}", "")
+        deadline = time.monotonic() + _SIGN_OF_LIFE
+        while True:
+            left = {other: store.get(f"left {other}").decode() for other in ranks if store.check([f"left {other}"])}
+            failures = {other: text for other, text in left.items() if not text.startswith(RankFailedError.__name__)}
+            silent = [other for other in ranks if other not in left and not store.check([f"lost {other}"])]
+            if failures or not silent or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        failures = failures or dict.fromkeys(silent, "no sign of life: the process ended, or hangs")
+    except RuntimeError as error:  # the process that keeps the store is gone too
+        failures = {min(ranks): f"the store of the process group is gone, which rank 0 keeps: {error}"}
+    told = "; ".join(f"rank {other}: {text}" for other, text in failures.items()) or "no rank says why"
+    first = min(failures, default=None)
+    return RankFailedError(f"the connection to another rank is lost; {told}", failures=failures, first=first)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as inner:  # noqa: BLE001 - the class of a user: its own text is what fails
+        return f"(str(error) raised {type(inner).__name__})"
+
+
+def _says_lost(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, ConnectionError)) and _LOST.search(_text(error)) is not None
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception and those that it was raised from, or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+SECONDS = 60.0
+"""That a rank waits in a collective for another one, at least."""
+
+_TIMES = 10.0  # as long as what ran before
+_LOOK = 0.05  # seconds between two looks at what the others have published
+
+
+class TrialMesh(Mesh):
+    """The dimensions and ranks of a mesh, over new process groups with a timeout.
+
+    A rank that raises leaves the others waiting in a collective. It drops its groups, which ends the others' wait at
+    once (gloo: unless something else holds them), or the timeout does. All ranks make them again then, under the same
+    names.
+
+    Args:
+        mesh: of several running ranks, which all make it together.
+        store: in which no other code writes.
+        seconds: the timeout; None: the larger of 60 and ten times what :meth:`allow` was told.
+    """
+
+    def __init__(self, mesh: Mesh, store: Any, seconds: float | None) -> None:
+        super().__init__(mesh.sizes, rank=mesh.global_rank, device_mesh=mesh.device_mesh)
+        self._original, self._store = mesh.device_mesh, store
+        self._is_given, self._seconds = seconds is not None, seconds or SECONDS
+        self._groups: list[Any] = []
+        self._made = 0
+        self.open()
+
+    def open(self) -> None:
+        """Make the groups again."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+
+        assert self._original is not None
+        self.drop()
+        self._made += 1
+        for mesh_dim in self.sizes:
+            original = self._original.get_group(mesh_dim)
+            ranks = dist.get_process_group_ranks(original)
+            store = dist.PrefixStore(f"{self._made} {mesh_dim} {'-'.join(map(str, ranks))}", self._store)
+            self._groups.append(new_group_among(original, store, f"{original.group_name} of a trial", self._timeout()))
+        self._device_mesh = DeviceMesh.from_group(
+            self._groups, self._original.device_type, self._original.mesh, mesh_dim_names=tuple(self.sizes)
+        )
+
+    def drop(self) -> None:
+        """Drop the groups, so that ranks waiting for this one raise."""
+        import torch.distributed as dist
+
+        self._device_mesh = None
+        while self._groups:
+            group = self._groups.pop()
+            group.abort()  # NCCL
+            dist.destroy_process_group(group)
+
+    def allow(self, seconds: float) -> None:
+        """Raise the timeout to ten times a duration."""
+        if not self._is_given and _TIMES * seconds > self._seconds:
+            self._seconds = _TIMES * seconds
+            for group in self._groups:
+                set_timeout(group, self._timeout())
+
+    @contextlib.contextmanager
+    def watched(self, store: Any) -> Iterator[None]:
+        """Abort this rank's groups when another rank fails in a trial: for waits on the GPU.
+
+        NCCL waits on the GPU, and hears nothing of a group that another rank dropped: a thread of this rank looks into
+        the store, and ends its own groups before NCCL's watchdog would end the process.
+
+        Args:
+            store: of this trial alone.
+        """
+        if not any("nccl" in group.name() for group in self._groups):
+            yield
+            return
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(store.clone(), over), daemon=True)
+        thread.start()
+        try:
+            yield
+            store.set("done", "")
+        except BaseException:
+            store.set("failed", "")
+            raise
+        finally:
+            over.set()
+            thread.join()
+
+    def _watch(self, store: Any, over: threading.Event) -> None:
+        deadline = float("inf")  # for those that wait for a rank that is done
+        while not over.wait(_LOOK):
+            if deadline == float("inf") and store.check(["done"]):
+                deadline = time.monotonic() + 0.9 * self._seconds
+            if store.check(["failed"]) or time.monotonic() > deadline:
+                for group in self._groups:
+                    group.abort()
+                return
+
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._seconds)

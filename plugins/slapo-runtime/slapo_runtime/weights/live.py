@@ -1,0 +1,201 @@
+"""Train a scheduled model in your own loop: clip gradients, read, load and export its weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slapo_core import Schedule
+from slapo_core.errors import ArgumentError, ReplicaError, SealedError
+from slapo_core.internals import parameters_of
+from slapo_runtime.gradients import GradientClipper
+from slapo_runtime.state import ModelState
+from slapo_runtime.weights.checkpoint import as_written, writing
+from slapo_runtime.weights.files import export_plain, write_configurations
+from slapo_runtime.world import together
+
+if TYPE_CHECKING:
+    import torch
+
+
+def live_state(schedule: Schedule, call: str) -> ModelState:
+    """Return the state of a schedule's model, by the reference model's names and shapes.
+
+    Args:
+        schedule: not built.
+        call: the function that was called, e.g. ``"clip_grad_norm_"``, for messages.
+
+    Raises:
+        ArgumentError: not a schedule, e.g. its model.
+        SealedError: the schedule was built, or sealed before any of these functions was called; or it is taken back
+            for the time of a ``with`` block.
+        WeightsError: an unexplained tensor.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"{call} takes the schedule (got {type(schedule).__name__})",
+            hint=f"sch = slapo_core.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
+        )
+    kept = schedule._core.kept(call)
+    state = kept.get(_STATE_KEY)
+    if state is None:
+        if schedule.is_sealed:
+            raise SealedError(
+                f"cannot call {call}: the schedule was built or sealed, and its engine owns the correspondence now",
+                hint="of a built model: engine.state_dict(), engine.load_state_dict(), build(..., max_grad_norm=1.0); "
+                f"of one that is trained without build: call {call} once before sch.seal()",
+            )
+        state = kept[_STATE_KEY] = ModelState.of(schedule)
+    assert isinstance(state, ModelState)
+    return state
+
+
+_STATE_KEY = "slapo_runtime.weights.live"
+
+
+def clip_grad_norm_(
+    sch: Schedule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip the gradients of a scheduled model by their norm over all ranks.
+
+    In place of ``torch.nn.utils.clip_grad_norm_``, which sees the shards of one rank only: another norm on every rank.
+    Shards are counted on all ranks that share a tensor, replicas and tied tensors once. A collective: every rank calls
+    it, after the gradients of the replicas (``dp``) were averaged.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        max_norm: the largest norm, not negative; ``math.inf`` only measures.
+        norm_type: p of the p-norm, positive; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: raise instead of scaling by a norm that is infinite or no number.
+
+    Returns:
+        the norm before, a scalar tensor, the same on every rank.
+
+    Raises:
+        ArgumentError: not a schedule, or a number that cannot be meant.
+        SealedError: the schedule was built; ``build(max_grad_norm=...)`` clips there.
+        WeightsError: an unexplained tensor.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank, and nothing was scaled.
+    """
+    correspondence = live_state(sch, "clip_grad_norm_").correspondence
+    if math.isnan(max_norm) or max_norm < 0:
+        raise ArgumentError(f"max_norm must not be negative (got {max_norm})", hint="clip_grad_norm_(sch, 1.0)")
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ArgumentError(
+            f"norm_type must be positive (got {norm_type})", hint="norm_type=2.0, or math.inf for the largest value"
+        )
+    kept, modules = sch._core.kept("clip_grad_norm_"), correspondence.tree.index.modules.values()
+    held = [
+        tuple(map(id, parameters_of(module).values())) for module in modules
+    ]  # others after load_state_dict(assign)
+    settings = (float(max_norm), norm_type, error_if_nonfinite)
+    if kept.get(_CLIPPER_KEY, ())[:2] != (held, settings):
+        clipper = GradientClipper(
+            correspondence, settings[0], norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+        kept[_CLIPPER_KEY] = (held, settings, clipper)
+    norm: torch.Tensor = kept[_CLIPPER_KEY][2].clip()
+    return norm
+
+
+_CLIPPER_KEY = "slapo_runtime.weights.live.clipper"
+
+
+def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+    """The reference model's state dict, with the values that the scheduled model has now.
+
+    In place of ``model.state_dict()``, which gives this rank's shards. A collective: every rank calls it.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        rank0_only: other ranks take part but return an empty dictionary.
+        include_added: also give what a step added, under its own name; without, a warning names it once.
+
+    Returns:
+        copies on the CPU, with the reference model's keys in its order; tied names share one tensor.
+
+    Raises:
+        ArgumentError: not a schedule.
+        SealedError: the schedule was built; ``engine.state_dict()`` gives the weights there.
+        WeightsError: an unexplained tensor, or one on the meta device.
+        ReplicaError: replicas differ between ranks; its ``state_dict`` holds this rank's.
+    """
+    return live_state(sch, "state_dict").state_dict(rank0_only=rank0_only, include_added=include_added)
+
+
+def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
+    """Give a scheduled model the weights of a reference model; every rank keeps its own shards.
+
+    In place of ``model.load_state_dict()``, which wants this rank's shards. A collective: every rank calls it, with the
+    same state. The tensors of the model stay the same objects, so that its optimizer goes on.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        state: full tensors by the reference model's names, as of its ``state_dict()``.
+
+    Raises:
+        ArgumentError: not a schedule.
+        SealedError: the schedule was built; ``engine.load_state_dict()`` loads there.
+        WeightsError: missing or unexpected names, or other shapes; nothing was changed.
+    """
+    live_state(sch, "load_state_dict").load_state_dict(state)
+
+
+def save_pretrained(
+    sch: Schedule, directory: str | os.PathLike[str], *, max_shard_size: int | str | None = None
+) -> None:
+    """Save the weights of a scheduled model as safetensors, in the reference model's format.
+
+    A model with a ``save_pretrained`` of its own (transformers') writes itself, as the reference model: with its
+    ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the reference model with the trained values.
+    Of any other model the directory holds ``model.safetensors``, or several files and their index. A collective: every
+    rank calls it, and the first one writes.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        directory: made if it is not there.
+        max_shard_size: the largest file, in bytes, or as in ``"5GB"``; None is transformers' own limit, or no limit.
+
+    Raises:
+        ArgumentError: not a schedule, or an invalid size.
+        SealedError: the schedule was built; ``engine.save()`` saves there.
+        WeightsError: an unexplained tensor, or one on the meta device.
+        ReplicaError: replicas differ between ranks; the values of the first rank were written.
+        BuildError: writing failed on the first rank.
+    """
+    state = live_state(sch, "save_pretrained")
+    if not os.fspath(directory):
+        raise ArgumentError("the directory to write to is empty", hint='slapo_core.save_pretrained(sch, "trained")')
+    differing = None
+    try:
+        weights = state.state_dict(rank0_only=True)
+    except ReplicaError as error:
+        differing, weights = as_written(error, directory), error.state_dict or {}
+    with together(state.mesh, f"writing the model into '{os.fspath(directory)}'"):
+        if state.mesh is None or state.mesh.is_first_rank:
+            with writing(directory):
+                _write(sch, weights, directory, max_shard_size)
+    if differing is not None:
+        raise differing
+
+
+def _write(
+    sch: Schedule,
+    weights: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str | None,
+) -> None:
+    if sch.is_sealed:  # the reference model cannot be had any more, to write itself
+        export_plain(weights, directory, max_shard_size)
+        write_configurations(sch.model, Path(directory))
+    elif callable(getattr(sch.model, "save_pretrained", None)):
+        options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        with sch.reference() as model:
+            own: Any = model
+            own.save_pretrained(directory, state_dict=dict(weights), **options)
+    else:
+        export_plain(weights, directory, max_shard_size)

@@ -1,0 +1,209 @@
+"""Materialize a scheduled model: read meta tensors from weights, or initialize them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from slapo_core import Edit
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.initialization import Initializer, cannot_initialize
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import LiveTensor
+from slapo_runtime.weights.exchange import exchange_device
+from slapo_runtime.weights.files import Source, check_names, read_tensor
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+    from slapo_runtime.storage import Placement
+
+
+class Materialization:
+    """Give the model its values, one tensor after the other; it can be taken back.
+
+    The largest things in memory beside the local shards are one full tensor, or those that a plugin merges into one.
+
+    Args:
+        schedule: not sealed.
+        source: weights with the reference model's names, for every tensor of its state dict; None initializes what is
+            on the meta device.
+        device: where the tensors shall be; None leaves real ones where they are and puts the others beside them, or on
+            the mesh's device type.
+        seed: mixed into the seed of every tensor that is initialized.
+
+    Raises:
+        WeightsError: the weights do not fit, or a tensor is unexplained.
+    """
+
+    def __init__(
+        self, schedule: Schedule, source: Source | None, *, device: torch.device | None = None, seed: int = 0
+    ) -> None:
+        self.correspondence, self._reference = Correspondence.of(schedule)
+        self.correspondence.check()
+        self.state = ModelState(self.correspondence)
+        self.state.built = {live.name: live.tensor.dtype for live in self.correspondence.live()}
+        self.is_complete = False
+        self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
+        self._names = check_names(self.correspondence.survey, source) if source is not None else {}
+        self._target = device or _usual_device(schedule, self.correspondence)
+        self._edit = Edit(schedule._core.tree)
+        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._failed: list[str] = []
+        self._initializers: dict[str, Initializer] = {}
+
+    @property
+    def reference(self) -> dict[str, torch.Tensor]:
+        """The reference model's tensors by first name: its own, not copies."""
+        return self._reference
+
+    def place(self, placement: Placement) -> None:
+        """Let this rank hold the tensors of its pipeline stages only, until it is taken back."""
+        self._schedule._core.tree.tensors.placement = placement
+
+    def run(self) -> Iterator[LiveTensor]:
+        """Materialize the tensors in registration order, and yield each.
+
+        Those that only other ranks hold do not come: a placeholder without memory takes the place of one with values.
+
+        Raises:
+            WeightsError: tensors on the meta device cannot be initialized; all of them are named, after the others.
+            HookError: a plugin's answer does not fit.
+        """
+        self._schedule._core.tree.tensors.keep_shapes(True)
+        if any(self._reference[name].is_meta for name in self._wanted() if name not in self._names):
+            with self._schedule.reference() as model:  # before anything is installed
+                self._initializers["reference"] = Initializer(model, self._schedule._core.hooks, seed=self._seed)
+        for live in self.correspondence.live():
+            if not live.is_local:
+                if not live.tensor.is_meta:
+                    self._install(live, torch.empty_like(live.tensor.detach(), device="meta"))
+                continue
+            value = self._value(live)
+            if value is not None:
+                yield self._install(live, value)
+            elif live.name not in self._failed:
+                yield live
+        for spec in self.correspondence.dropped():
+            whole = self._whole(spec.name)
+            if whole is not None:
+                self.state.dropped[spec.name] = whole.to("cpu", copy=True)
+        self._initializers.clear()
+        if self._failed:
+            raise cannot_initialize(list(dict.fromkeys(self._failed)))
+        self.is_complete = True
+
+    def take_back(self) -> None:
+        """Leave the model as it was before."""
+        with torch.no_grad():
+            for tensor, before in self._overwritten:
+                tensor.copy_(before)
+        self._overwritten.clear()
+        self._edit.rollback()
+        self._schedule._core.tree.tensors.placement = None
+        self._schedule._core.tree.tensors.keep_shapes(False)
+
+    def keep(self) -> None:
+        """End it; what taking back would need is released."""
+        self._overwritten.clear()
+        self._reference.clear()
+        self._source = None
+        self._edit.close()
+        self._edit.entries.clear()
+
+    def _wanted(self) -> Iterator[str]:
+        """First names of the reference tensors whose values this rank needs."""
+        for live in self.correspondence.live():
+            if live.is_local:
+                yield from live.reference_names
+        yield from (spec.name for spec in self.correspondence.dropped())
+
+    # -- one tensor -------------------------------------------------------------------------------------------
+
+    def _value(self, live: LiveTensor) -> torch.Tensor | None:
+        """Return the value to install; None if the tensor stays or cannot be initialized."""
+        if not live.tensor.is_meta:
+            moved = self._device is not None and live.tensor.device != self._device
+            if (
+                self._source is not None
+                and all(name in self._names for name in live.reference_names)
+                and live.reference_names
+            ):
+                shard = self._shard(live)
+                assert shard is not None
+                if moved:
+                    return shard.to(self._device, live.tensor.dtype)
+                with torch.no_grad():
+                    self._overwritten.append((live.tensor, live.tensor.detach().clone()))
+                    live.tensor.copy_(shard)
+                return None
+            return live.tensor.detach().to(self._device) if moved else None
+        shard = self._shard(live)
+        return shard.to(self._target, live.tensor.dtype) if shard is not None else None
+
+    def _shard(self, live: LiveTensor) -> torch.Tensor | None:
+        """This rank's shard, on the device where it was read or made."""
+        mesh, explained = self.correspondence.mesh, live.layout.origin in self.correspondence.survey.origins
+        if not live.reference_names:
+            whole = self._initialize("scheduled", live.name, tuple(live.layout.shape))
+        elif explained:
+            name = live.reference_names[0]
+            if self._source is not None and name in self._names:
+                return self._source.read(self._names[name], live.layout, mesh)
+            if self._reference[name].is_meta:
+                shard = self._initializers["reference"].shard(name, live.layout, mesh)
+                if shard is None:
+                    self._failed += [name, live.name]
+                return shard
+            whole = self._whole(name)
+        else:
+            parts = {name: self._whole(name) for name in live.reference_names}
+            if any(part is None for part in parts.values()):
+                self._failed.append(live.name)
+                return None
+            tensors = {name: part for name, part in parts.items() if part is not None}
+            whole = self.correspondence.translations.from_reference(live, tensors)
+        if whole is None:
+            self._failed.append(live.name)
+            return None
+        return live.layout.local(whole, mesh)
+
+    def _whole(self, name: str) -> torch.Tensor | None:
+        """A reference tensor at its full size; None where no initializer fills it."""
+        spec = self.correspondence.survey.specs[name]
+        if self._source is not None and name in self._names:
+            return read_tensor(self._source, self._names[name], spec)
+        reference = self._reference[name]
+        if not reference.is_meta:
+            return reference.detach()
+        whole = self._initialize("reference", name, spec.shape)
+        if whole is None:
+            self._failed.append(name)
+        return whole
+
+    def _initialize(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Initialize a tensor of the reference model, or an added one of the scheduled model."""
+        if which not in self._initializers:
+            self._initializers[which] = Initializer(
+                self._schedule.model, self._schedule._core.hooks, seed=self._seed, is_reference=False
+            )
+        return self._initializers[which].value(name, shape)
+
+    def _install(self, live: LiveTensor, value: torch.Tensor) -> LiveTensor:
+        node = self._schedule._core.tree.node(live.path)
+        if live.is_parameter:
+            self._edit.set_parameter(node, live.own_name, value)
+            tensor: torch.Tensor = node.parameters[live.own_name]
+        else:
+            self._edit.set_buffer(node, live.own_name, value)
+            tensor = node.buffers[live.own_name]
+        return dataclasses.replace(live, tensor=tensor)
+
+
+def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.device:
+    for live, _ in correspondence.carried():
+        if not live.tensor.is_meta:
+            return live.tensor.device
+    return exchange_device(schedule.mesh) if schedule.mesh is not None else torch.device("cpu")

@@ -1,0 +1,159 @@
+"""Make the optimizer, and check that it trains the engine's parameters and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import OptimizerError
+from slapo_core.internals import describe
+from slapo_runtime.world import RankFact, World
+
+if TYPE_CHECKING:
+    from slapo_core.layout import Mesh
+
+
+_ELEMENTWISE = {
+    "torch": ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adagrad"],
+    "deepspeed": ["FusedAdam", "FusedLion", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"],
+    "apex": ["FusedAdam", "FusedSGD", "FusedAdagrad"],
+    "transformer_engine": ["FusedAdam", "FusedSGD"],
+}
+"""Optimizers, by package, whose update of an element depends on that element alone; exact classes, not subclasses."""
+
+_BY_PARAMETER = {"torch": ("Adafactor", "Muon"), "transformers": ("Adafactor",)}
+"""Those whose update of a parameter depends on that parameter alone."""
+
+_SAME_GROUPS = "let the factory make the same groups with the same settings on every rank, empty ones too"
+_CALL = "build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))"
+
+
+def make_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter],
+    factory: Callable[[list[torch.nn.Parameter]], Any] | None,
+    originals: Mapping[int, str],
+    split: Mapping[int, Sequence[int]],
+    *,
+    is_part: bool = False,
+    elementwise: bool = False,
+) -> torch.optim.Optimizer | None:
+    """Call the factory with the engine's parameters, and check what it made.
+
+    Args:
+        parameters: those to train, each once, by name.
+        factory: the user's; None makes none.
+        originals: tensors that it must not take, by their identity: what to call them.
+        split: the axes along which parameters are split over running ranks, by the parameters' identity.
+        is_part: whether other ranks train other parameters of the same model. Where this one has none, the optimizer
+            has the groups that the factory makes of any, all of them empty.
+        elementwise: whether the user says that an element's update depends on that element alone.
+
+    Raises:
+        OptimizerError: it made something else, left out parameters that need training, took foreign ones, or is not
+            known to be element-wise where a parameter is split, or where other ranks train other parameters.
+    """
+    if factory is None:
+        return None
+    optimizer = factory(list(parameters.values())) if parameters or not is_part else _without_parameters(factory)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})", hint=_CALL
+        )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {id(parameter) for parameter in parameters.values()}
+    foreign = [parameter for parameter in held if id(parameter) not in own]
+    if foreign:
+        of_stages = is_part and any(parameter.is_meta for parameter in foreign)
+        raise OptimizerError(
+            f"the optimizer holds {len(foreign)} parameters that are not the engine's: "
+            + ", ".join(_names_of(originals, foreign)),
+            hint="leave out what only other ranks hold: [p for name, p in model.named_parameters() if not p.is_meta]"
+            if of_stages
+            else f"use the parameters that the factory is given: {_CALL}",
+        )
+    in_optimizer = {id(parameter) for parameter in held}
+    left_out = [
+        name for name, parameter in parameters.items() if parameter.requires_grad and id(parameter) not in in_optimizer
+    ]
+    if left_out:
+        raise OptimizerError(
+            f"the optimizer does not hold {len(left_out)} parameters that require a gradient: {', '.join(left_out)}",
+            hint="give it all that the factory is given, or set requires_grad=False on those to freeze",
+        )
+    if not elementwise:
+        _require_elementwise(optimizer, parameters, split, is_part=is_part)
+    return optimizer
+
+
+def same_groups(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers of pipeline stages with different groups, whose states cannot be merged.
+
+    Args:
+        mesh: of the schedule.
+        optimizer: this rank's.
+
+    Raises:
+        RankMismatchError: on every rank.
+    """
+    facts = list(_group_facts(optimizer))
+    with World(mesh) as world:
+        world.agree(facts, hint=_SAME_GROUPS)
+
+
+def _group_facts(optimizer: torch.optim.Optimizer) -> Iterator[RankFact]:
+    kind = type(optimizer).__name__
+    yield RankFact("the optimizer that the factory made", kind)
+    yield RankFact(f"the number of groups of parameters of {kind}", str(len(optimizer.param_groups)))
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                plain = value.item() if isinstance(value, torch.Tensor) and not value.dim() else value
+                yield RankFact(f"'{key}' of group {number} of {kind}", describe(plain))
+
+
+def _without_parameters(factory: Callable[[list[torch.nn.Parameter]], Any]) -> Any:
+    """Make an optimizer with empty groups, by way of an empty parameter."""
+    nothing = torch.nn.Parameter(torch.empty(0, 0))
+    optimizer = factory([nothing])
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if one is not nothing]
+    return optimizer
+
+
+def _require_elementwise(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    split: Mapping[int, Sequence[int]],
+    *,
+    is_part: bool,
+) -> None:
+    """Refuse an optimizer that is not element-wise for sharded parameters."""
+    kind, package = type(optimizer), type(optimizer).__module__.partition(".")[0]
+    if kind.__name__ in _ELEMENTWISE.get(package, ()):
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    name = next(
+        (name for name, parameter in parameters.items() if id(parameter) in held and id(parameter) in split), None
+    )
+    if name is not None:
+        where, instead = f"'{name}' is split over ranks, and each updates its shard alone", 'mesh={"dp": ...}'
+    elif is_part and kind.__name__ not in _BY_PARAMETER.get(package, ()):
+        where, instead = "each pipeline stage updates its own parameters alone", "a mesh without 'pp'"
+    else:
+        return
+    raise OptimizerError(
+        f"{kind.__name__} is not known to be element-wise: {where}, which is right only where an element's update "
+        "depends on that element's own gradients",
+        hint="use an element-wise optimizer (SGD, AdamW), or keep the parameters together: "
+        f"{instead}; if {kind.__name__} is element-wise, say so: build(..., elementwise=True)",
+    )
+
+
+def _names_of(originals: Mapping[int, str], foreign: list[torch.Tensor]) -> list[str]:
+    return [
+        originals[id(tensor)] if id(tensor) in originals else f"one of shape {tuple(tensor.shape)}"
+        for tensor in foreign
+    ]

@@ -1,0 +1,124 @@
+"""An optimizer that is not known to be element-wise is refused where parameters are split, and used where none is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_core.errors import OptimizerError
+from slapo_runtime.launcher import run_ranks
+from slapo_runtime.weights.optimizer import make_optimizer
+from tests.messages import Messages
+from tests.support.building import batches, real, split
+
+
+class OwnSGD(torch.optim.SGD):
+    """Element-wise, but nobody knows."""
+
+
+ELEMENTWISE = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adagrad"]
+
+
+def made(factory: Any, *, is_split: bool = True, **options: Any) -> Any:
+    parameter = nn.Parameter(torch.ones(4, 4))
+    axes = {id(parameter): (0,)} if is_split else {}
+    return make_optimizer({"weight": parameter}, factory, {}, axes, **options)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_torch_s_element_wise_optimizers_take_shards_and_compute_shards_of_their_steps(name: str) -> None:
+    factory = getattr(torch.optim, name)
+    assert isinstance(made(factory), factory)
+    torch.manual_seed(0)
+    full, gradients = torch.randn(4, 4), torch.randn(3, 4, 4)
+
+    def stepped(rows: slice) -> torch.Tensor:
+        parameter = nn.Parameter(full[rows].clone())
+        optimizer = factory([parameter])
+        for gradient in gradients:
+            parameter.grad = gradient[rows].clone()
+            optimizer.step()
+        return parameter.detach()
+
+    assert torch.equal(torch.cat([stepped(slice(0, 2)), stepped(slice(2, 4))]), stepped(slice(0, 4)))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+def test_those_that_are_not_are_refused_where_a_parameter_is_split(name: str, message: Messages) -> None:
+    with pytest.raises(OptimizerError) as refused:
+        made(getattr(torch.optim, name))
+    message(refused, name, "'weight'", "elementwise=True")
+    assert made(getattr(torch.optim, name), is_split=False) is not None
+
+
+def test_an_unknown_one_is_taken_at_the_user_s_word() -> None:
+    for factory in (OwnSGD, lambda parameters: OwnSGD(parameters, lr=0.1)):
+        with pytest.raises(OptimizerError, match="OwnSGD"):
+            made(factory)
+        assert isinstance(made(factory, elementwise=True), OwnSGD)
+
+
+def test_pipeline_stages_need_one_that_goes_by_single_parameters() -> None:
+    for name in ("SGD", "Adafactor", "Muon"):
+        assert made(getattr(torch.optim, name), is_split=False, is_part=True) is not None
+    for factory in (torch.optim.LBFGS, OwnSGD):
+        with pytest.raises(OptimizerError, match="pipeline stage"):
+            made(factory, is_split=False, is_part=True)
+    assert made(OwnSGD, is_split=False, is_part=True, elementwise=True) is not None
+
+
+def build_with(factory: Any, mesh: Any, splits: bool, directory: str | None, **options: Any) -> str:
+    schedule = slapo.create_schedule(real("mlp"), mesh=mesh)
+    if splits:
+        split(schedule, "mlp")
+    try:
+        engine = slapo.build(schedule, optimizer=factory, **options)
+    except slapo.SlapoError as error:
+        schedule.undo(to=0)
+        return f"{type(error).__name__}: {error}"
+    batch = next(batches(1))
+    engine.train_step(batch)
+    if directory is None:
+        return "fine"
+    engine.save(directory)
+    expected = engine.train_step(batch).loss
+    engine.load(directory)
+    return "fine" if torch.equal(engine.train_step(batch).loss, expected) else "resumed elsewhere"
+
+
+def build_all(directory: str) -> dict[str, str]:
+    from transformers.optimization import Adafactor as TheirAdafactor
+
+    adafactor = torch.optim.Adafactor
+    return {
+        "split": build_with(adafactor, {"tp": 2}, True, None),
+        "theirs, split": build_with(TheirAdafactor, {"tp": 2}, True, None),
+        "replicas": build_with(adafactor, {"dp": 2}, True, f"{directory}/replicas"),
+        "theirs, replicas": build_with(TheirAdafactor, {"dp": 2}, False, f"{directory}/theirs"),
+        "nothing split": build_with(adafactor, {"tp": 2}, False, f"{directory}/whole"),
+        "elementwise": build_with(torch.optim.AdamW, {"tp": 2}, True, f"{directory}/elementwise"),
+        "unknown": build_with(OwnSGD, {"tp": 2}, True, None, elementwise=True),
+    }
+
+
+@pytest.mark.ranks
+def test_build_refuses_it_where_something_is_split_and_only_there(tmp_path: Path, message: Messages) -> None:
+    first, second = run_ranks(build_all, str(tmp_path), world_size=2)
+    [refused] = {result[case] for result in (first, second) for case in ("split", "theirs, split")}
+    message(refused, "OptimizerError: Adafactor", "'fc1.weight'", 'mesh={"dp": ...}')
+    for result in (first, second):
+        for case in ("replicas", "theirs, replicas", "nothing split", "elementwise", "unknown"):
+            assert result[case] == "fine", case
+
+
+@pytest.mark.parametrize("mesh", [None, {"tp": 1}], ids=str)
+def test_what_keeps_rows_is_saved_and_resumed_where_nothing_is_split(mesh: Any, tmp_path: Path) -> None:
+    from transformers.optimization import Adafactor as TheirAdafactor
+
+    for number, factory in enumerate((torch.optim.Adafactor, TheirAdafactor)):
+        assert build_with(factory, mesh, mesh is not None, str(tmp_path / str(number))) == "fine"

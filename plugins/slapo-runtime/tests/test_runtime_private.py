@@ -1,0 +1,115 @@
+"""The private names of torch exist, and behave as slapo_runtime expects."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from slapo_runtime import private
+from slapo_runtime.launcher import run_ranks
+from tests.support.private_names import private_names
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    """But for where schedules infer shapes: tests/core/test_pipeline_torch.py checks that with all that they call."""
+    found = private_names(Path(private.__file__).parent)
+    assert found == ["torch_pipelining.py: '_initialize_stages'", "torch_pipelining.py: '_initialize_stage'"]
+
+
+def test_functorch_s_wrappers_are_recognized() -> None:
+    seen: list[bool] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.is_functorch_wrapped(x))
+        return x * x
+
+    torch.func.vmap(square)(torch.ones(2))
+    square(torch.ones(2))
+    assert seen == [True, False]
+
+
+@pytest.mark.ranks
+def test_a_group_is_made_by_its_members_alone() -> None:
+    """Rank 2 does not call; the others reduce over their group, with another timeout, and under a reused name."""
+    assert run_ranks(_group_of_two, world_size=3, timeout=60.0) == [(0, 1, 3.0), (0, 1, 3.0), None]
+
+
+def _group_of_two() -> tuple[int, int, float] | None:
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return None
+    for number in range(2):
+        store = dist.PrefixStore(f"test {number}", private.default_store())
+        group = private.new_group_among(pair, store, "again", timedelta(seconds=30))
+        private.set_timeout(group, timedelta(seconds=20))
+        x = torch.full((1,), dist.get_rank() + 1.0)
+        dist.all_reduce(x, group=group)
+        first, second = dist.get_process_group_ranks(group)
+        dist.destroy_process_group(group)
+    return first, second, x.item()
+
+
+def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert private.non_persistent_buffers_of(module) == {"scratch"}
+    module.register_forward_pre_hook(len, with_kwargs=True)
+    module.register_forward_hook(len, with_kwargs=True)
+    module.register_full_backward_pre_hook(len)
+    module.register_full_backward_hook(len)
+    module.register_forward_hook(len, with_kwargs=True, always_call=True)
+    module.register_state_dict_pre_hook(len)
+    module.register_load_state_dict_pre_hook(len)
+    found = {table: len(getattr(module, table)) for tables in private.HOOK_TABLES.values() for table in tables}
+    assert [*found.values()] == [1, 1, 2, 2, 1, 1, 1, 1, 1]
+
+
+def test_tensors_count_their_writes_and_name_their_storage() -> None:
+    x = torch.zeros(4)
+    count = private.write_count(x)
+    x.add_(1)
+    assert private.write_count(x) == count + 1
+    assert private.storage_id(x[1:]) == private.storage_id(x.untyped_storage()) != private.storage_id(torch.zeros(4))
+    sparse = x.to_sparse()
+    assert private.storage_id(sparse) == id(sparse)
+
+
+def test_modules_convert_their_tensors_in_place() -> None:
+    module = nn.Linear(2, 3)
+    assert private.apply_to_tensors(module, lambda tensor: tensor.double()) is module
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
+
+
+@pytest.mark.ranks
+def test_the_running_data_parallel_wrapper_is_known() -> None:
+    assert run_ranks(_active_ddp, world_size=1, timeout=60.0) == [(True, True)]
+
+
+def _active_ddp() -> tuple[bool, bool]:
+    model = nn.Linear(2, 2)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(private.active_ddp()))
+    wrapper(torch.ones(1, 2))
+    return seen[0] is wrapper, private.active_ddp() is None
+
+
+def test_compiled_modules_and_hooks_of_saved_tensors_are_seen() -> None:
+    module = nn.Linear(2, 2)
+    assert not private.is_compiled(module)
+    module.compile()
+    assert private.is_compiled(module)
+    assert private.top_saved_tensors_hooks(True) is None
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert private.top_saved_tensors_hooks(True) is not None
+
+
+def test_trees_are_mapped_and_have_leaves() -> None:
+    assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    assert private.tree_map_only(int, lambda value: -value, ["x", 1]) == ["x", -1]

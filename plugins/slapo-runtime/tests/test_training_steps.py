@@ -1,0 +1,205 @@
+"""A training step trains: in training mode, with gradients, on the whole batch, whatever was done in between."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_runtime.batches import labels_left_out, micro_batches
+from slapo_runtime.engine import UnusedParameters
+from tests.messages import Messages
+from tests.support.building import Cnn, adam, batches, bert, real, sgd
+
+
+def cross_entropy(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def test_a_model_that_comes_in_evaluation_mode_is_trained_with_dropout(tmp_path: Path, message: Messages) -> None:
+    bert().save_pretrained(tmp_path)
+    model = type(bert()).from_pretrained(tmp_path)
+    assert not model.training
+    engine = slapo.build(slapo.create_schedule(model), optimizer=adam)
+    tokens = torch.arange(12).reshape(2, 6)
+    batch = {"input_ids": tokens, "labels": tokens}
+    dropped: list[bool] = []
+    dropout = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    dropout.register_forward_hook(lambda module, args, output: dropped.append(bool((output == 0).any())))
+    for _ in range(2):  # as it comes, and after somebody's own evaluation
+        with pytest.warns(UserWarning, match="evaluation mode") as caught:
+            engine.train_step(batch)
+        message(caught[0].message, "BertForMaskedLM", "model.train()")
+        assert all(module.training for module in model.modules())
+        model.eval()
+    assert dropped == [True, True]
+
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.train_step(batch)
+        engine.eval_step(batch)
+    assert dropped == [True, True, True, False]
+
+
+def test_modules_in_evaluation_mode_by_choice_stay_so() -> None:
+    model = Cnn()
+    model.norm.eval()
+    engine = slapo.build(slapo.create_schedule(model), optimizer=sgd, loss=cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.train_step((torch.randn(6, 3, 8, 8), torch.arange(6) % 5))
+    assert not model.norm.training
+    assert int(model.norm.num_batches_tracked) == 0
+    model.eval()
+    model.head.train()  # a choice too, for a head that is trained alone
+    engine.train_step((torch.randn(6, 3, 8, 8), torch.arange(6) % 5))
+    assert [name for name, module in model.named_modules() if module.training] == ["head"]
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused(block: Any, message: Messages) -> None:
+    engine = slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd)
+    with block(), pytest.raises(slapo.BuildError) as error:
+        engine.train_step(next(batches(1)))
+    message(error, "train_step()", "torch.no_grad()")
+
+
+@pytest.mark.parametrize("what", ["detached", "frozen"])
+def test_a_loss_without_a_gradient_is_refused_and_can_be_evaluated(what: str, message: Messages) -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.detach() if what == "detached" else output
+
+    model = real("mlp").requires_grad_(what != "frozen")
+    engine = slapo.build(slapo.create_schedule(model), optimizer=sgd, loss=loss)
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step(next(batches(1)))
+    message(error, "does not require grad")
+    assert engine.eval_step(next(batches(1))).loss.isfinite()
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_accumulated_steps_are_those_of_the_whole_batch_also_under_a_schedule_of_the_learning_rate(count: int) -> None:
+    model = real("mlp").double()
+    optimizer, losses, norms = sgd(list(model.parameters())), [], []
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3)
+    engine = slapo.build(
+        slapo.create_schedule(real("mlp").double()), optimizer=sgd, max_grad_norm=0.1, accumulate=count
+    )
+    own_rates = torch.optim.lr_scheduler.LinearLR(engine.optimizer, 0.1, 1.0, 3)
+    for batch in batches(4):
+        batch = {name: value.double() for name, value in batch.items()}
+        loss = model(**batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        rates.step()
+        result = engine.train_step(batch)
+        own_rates.step()
+        assert not result.loss.requires_grad
+        losses.append((loss.item(), result.loss.item()))
+        assert result.grad_norm.item() == pytest.approx(norms[-1], rel=1e-12)
+    assert [a for _, a in losses] == pytest.approx([b for b, _ in losses], rel=1e-12)
+    for key, tensor in engine.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[key], rtol=1e-12, atol=1e-14)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_batches_of_every_form_are_cut_along_the_first_axis() -> None:
+    x, y, scale = torch.arange(8).reshape(4, 2), torch.arange(4), torch.tensor(3.0)
+    assert micro_batches({"x": x}, 1) == [{"x": x}]
+    first, second = micro_batches({"x": x, "scale": scale, "flag": True, "none": None, "deep": [{"y": y}]}, 2)
+    assert torch.equal(second["x"], x[2:])
+    assert (first["scale"] is scale, first["flag"], first["none"]) == (True, True, None)
+    assert torch.equal(first["deep"][0]["y"], y[:2])
+    assert [piece.tolist() for piece in micro_batches(y, 4)] == [[0], [1], [2], [3]]
+    assert [piece.y.tolist() for piece in micro_batches(Pair(x, y), 2)] == [[0, 1], [2, 3]]
+    assert [(len(a), len(b), c) for a, b, c in micro_batches((x, y, "mean"), 2)] == [(2, 2, "mean")] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "word"),
+    [
+        ({"x": torch.ones(9, 2)}, "9 samples"),
+        ({"x": torch.ones(8, 2), "positions": torch.ones(1, 2)}, "batch['x']: 8, batch['positions']: 1"),
+        ({"x": torch.ones(2, 2), "names": ["a", "b"]}, "batch['names'], a list"),
+        ({"x": torch.ones(2, 2), "extra": {1, 2}}, "batch['extra'], a set"),
+        ({"x": torch.tensor(1.0)}, "no tensor"),
+        (torch.ones(0, 2), "0 samples"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(batch: Any, word: str, message: Messages) -> None:
+    with pytest.raises(slapo.BuildError) as error:
+        micro_batches(batch, 2)
+    message(error, word)
+    assert error.value.hint
+
+
+def test_an_uneven_last_batch_changes_nothing() -> None:
+    engine = slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd, accumulate=4)
+    engine.train_step(next(batches(1)))
+    before = engine.state_dict()
+    with pytest.raises(slapo.BuildError, match="accumulate=4"):
+        engine.train_step(next(batches(1, 6)))
+    assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
+    assert engine.eval_step(next(batches(1, 6))).loss.isfinite()
+
+
+def test_labels_that_are_left_out_unevenly_are_told(message: Messages) -> None:
+    labels = torch.tensor([[1, 2], [3, -100], [1, 2], [3, 4]])
+    told = labels_left_out(micro_batches({"labels": labels}, 2))
+    assert told is not None
+    message(told, "3, 4 labels other than -100")
+    assert labels_left_out(micro_batches({"labels": labels.abs(), "x": labels.double()}, 2)) is None
+    model = bert()
+    engine = slapo.build(slapo.create_schedule(model), optimizer=adam, accumulate=2)
+    batch = {"input_ids": labels.abs() % 96, "labels": labels}
+    with pytest.warns(UserWarning, match="labels other than -100"):
+        engine.train_step(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.train_step(batch)  # said once
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, True, 2.0, "2"])
+def test_a_bad_number_of_micro_batches_is_refused(accumulate: Any, message: Messages) -> None:
+    with pytest.raises(slapo.BuildError) as error:
+        slapo.build(slapo.create_schedule(real("mlp")), accumulate=accumulate)
+    message(error, f"got {accumulate!r}")
+
+
+def test_the_pieces_of_a_step_hang_on_one_attribute() -> None:
+    engine = slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd, max_grad_norm=0.1)
+    assert engine.torch.module is engine.module
+    with engine.torch.no_sync():
+        engine.torch.module(**next(batches(1))).backward()
+    norm = engine.torch.clip_gradients()
+    assert norm is not None
+    assert float(norm) > 0.1
+    engine.optimizer.step()
+    engine.close()
+    with pytest.raises(slapo.BuildError, match="the engine is closed"):
+        engine.torch  # noqa: B018 - asking for it is what fails
+
+
+def test_after_three_steps_that_used_all_parameters_no_hook_is_left_on_them() -> None:
+    model = real("mlp")
+    engine = slapo.build(slapo.create_schedule(model))
+    unused = UnusedParameters(SimpleNamespace(state=engine._state), "a runtime")  # type: ignore[arg-type, attr-defined]
+    for step in range(4):
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
+        assert all(hooks) == (step < 3)
+        unused.step_begins()
+        model(torch.ones(4, 6), torch.ones(4, 4)).backward()
+        unused.step_is_over()

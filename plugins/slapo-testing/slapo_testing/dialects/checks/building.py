@@ -1,0 +1,374 @@
+"""Check what building promises: installation, plans, members of the engine, failures."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo_core.dialect import BuildArguments, Dialect, Engine, Plan
+from slapo_core.errors import BuildError, OptimizerError, SlapoError, WeightsError
+from slapo_core.plugins import current_registry
+from slapo_testing.bench import seeded
+from slapo_testing.check import CheckError, NotApplicable
+from slapo_testing.checks.atomicity import InjectedFault
+from slapo_testing.checks.declarations import require_entry_point, require_light_import
+from slapo_testing.dialects.bench import (
+    Before,
+    DialectBench,
+    differences,
+    evaluate_in_plain_torch,
+    process_group_of_one,
+)
+from slapo_testing.dialects.case import DialectCase
+from slapo_testing.snapshot import listed
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
+
+def entry_point_agrees(case: DialectCase) -> None:
+    """The installed entry point of the dialect's name loads this very class, of that name."""
+    require_entry_point(_class(case), "dialects")
+
+
+def light_import(case: DialectCase) -> None:
+    """A fresh process imports the module silently, without frameworks, and without doing or changing anything."""
+    require_light_import(_class(case))
+
+
+def _class(case: DialectCase) -> type[Dialect]:
+    if not isinstance(case.target, str):
+        return case.target
+    cls: type[Dialect] = current_registry().load(case.target, "dialects")
+    return cls
+
+
+_UNKNOWN = "no_such_option"
+
+
+def plan_changes_nothing(bench: DialectBench) -> None:
+    """Planning and checking a schedule change nothing and use no RNG."""
+    schedule, config = bench.schedule(steps=True), dict(bench.case.config)
+    before = Before(schedule)
+    with seeded():
+        random = torch.get_rng_state()
+        violations = list(bench.dialect().check(schedule) or ())
+        bench.dialect().plan(schedule, bench.dialect().options(config, BuildArguments()))
+        lines = before.differences()
+        if not torch.equal(random, torch.get_rng_state()):
+            lines.append("torch's random state: advanced")
+    if config != dict(bench.case.config):
+        lines.append(f"the options given: {dict(bench.case.config)!r} -> {config!r}")
+    if lines:
+        raise CheckError(
+            "check(), options() or plan() changes its arguments",
+            required="they only look: a refusal leaves everything as it was",
+            got=listed(lines),
+            hint="move every change into build()",
+        )
+    if violations:
+        raise CheckError(
+            "check() refuses the case's own schedule",
+            required="no violation",
+            got="; ".join(map(str, violations)),
+            hint="give the case a model= and schedule= that the runtime can run",
+        )
+
+
+def plan_is_the_same_again(bench: DialectBench) -> None:
+    """The same options give an equal plan, with every default filled in, and one line for each thing to be done."""
+    schedule, config = bench.schedule(steps=True), bench.case.config
+    plan = _plan(bench, schedule, config)
+    lines = [repr(step) for step in plan.steps if not isinstance(step, str) or not step.strip() or "\n" in step]
+    if plan.target != bench.dialect.name or not isinstance(plan.steps, tuple) or not plan.steps or lines:
+        raise CheckError(
+            "the plan does not say what will be done",
+            required=f"target '{bench.dialect.name}', and a tuple of lines of text",
+            got=f"target {plan.target!r}, steps {plan.steps!r}",
+            hint='return Plan(self.name, ("wrap the model in ...",), {...})',
+        )
+    for what, options in (("for the second time", config), ("with its own config", plan.config)):
+        again = _plan(bench, schedule, options)
+        if again != plan:
+            raise CheckError(
+                f"asked {what}, the dialect plans something else",
+                required=repr(plan),
+                got=repr(again),
+                hint="compute the plan from the schedule and the options alone; put the options, with defaults filled "
+                "in, into the plan's config",
+            )
+    try:
+        defaults = _plan(bench, schedule, {}).config
+    except BuildError:
+        defaults = plan.config  # an option without a default
+    missing = [name for name in config if name not in plan.config or name not in defaults]
+    if missing:
+        raise CheckError(
+            f"the plan does not tell option {', '.join(map(repr, missing))}",
+            required="a config that holds every option, the defaults of those that were not given",
+            got=f"{dict(plan.config)!r}; without options given {dict(defaults)!r}",
+            hint="Plan(self.name, steps, {**defaults, **config}): ranks compare it",
+        )
+
+
+def unknown_option_is_refused(bench: DialectBench) -> None:
+    """An option that the dialect does not have is a BuildError that names it, and the schedule can be used on."""
+    _require_refusal(bench, {**bench.case.config, _UNKNOWN: 1}, names=[_UNKNOWN], listed_in="")
+
+
+def bad_options_are_refused(bench: DialectBench) -> None:
+    """Every value of rejects= is a BuildError that names an option of it, and the schedule can be used on."""
+    if not bench.case.rejects:
+        raise NotApplicable("the case has no rejects=[...]: options that must be refused")
+    for options in bench.case.rejects:
+        _require_refusal(bench, options, names=list(options), listed_in=" of rejects=")
+
+
+def _plan(bench: DialectBench, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
+    plan: Any = bench.dialect().plan(schedule, dict(config))
+    if not isinstance(plan, Plan):
+        raise CheckError(
+            "plan() gives no plan", required="a slapo_core.Plan", got=repr(plan), hint="return Plan(self.name, steps)"
+        )
+    return plan
+
+
+def _require_refusal(bench: DialectBench, options: Mapping[str, Any], *, names: list[str], listed_in: str) -> None:
+    schedule = bench.schedule(steps=True)
+    before, shown = Before(schedule), ", ".join(f"{name}={value!r}" for name, value in options.items())
+    hint = "in plan(): if bad: raise BuildError(f\"target '{self.name}' has no option 'x'; it has ...\")"
+    try:
+        # The options alone: the case's config must not override them.
+        bench.build_with(schedule, options)
+    except BuildError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, SlapoError):
+            raise _other_error(shown, listed_in, error.__cause__, hint) from error
+        if not any(name in str(error) for name in names):
+            raise CheckError(
+                f"the refusal of {shown} does not name the mistake",
+                required=f"a message with the name of the option: {' or '.join(names)}",
+                got=str(error),
+                hint=hint,
+            ) from error
+    except Exception as error:
+        raise _other_error(shown, listed_in, error, hint) from error
+    else:
+        raise CheckError(f"{shown}{listed_in} was accepted", required="BuildError", got="an engine", hint=hint)
+    before.require(f"refusing {shown}")
+
+
+def _other_error(shown: str, listed_in: str, error: BaseException, hint: str) -> CheckError:
+    return CheckError(
+        f"{shown}{listed_in} is refused by another error",
+        required="BuildError",
+        got=f"{type(error).__name__}: {error}",
+        hint=hint,
+    )
+
+
+def engine_has_every_member(bench: DialectBench) -> None:
+    """The engine has every member of slapo_core.Engine, and its methods take what that says."""
+    engine: Any = bench.engine(bench.schedule(steps=True))
+    methods = {name: value for name, value in vars(Engine).items() if inspect.isfunction(value) and name[0] != "_"}
+    missing = [name for name in ("module", *methods) if not hasattr(engine, name)]
+    if missing:
+        raise CheckError(
+            f"the engine has no {', '.join(missing)}",
+            required="every member of slapo_core.Engine",
+            got=f"a {type(engine).__name__} without {', '.join(missing)}",
+            hint="context.state has state_dict, load_state_dict, save and load; slapo_core.engine says the rest",
+        )
+    for name, declared in methods.items():
+        parameters = list(inspect.signature(declared).parameters.values())[1:]
+        positional = [parameter for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+        keywords = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        for given in ({}, keywords):
+            _require_call(engine, name, [None] * len(positional), given)
+
+
+def _require_call(engine: Any, name: str, positional: list[None], keywords: dict[str, None]) -> None:
+    signature = inspect.signature(getattr(engine, name))
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise CheckError(
+            f"{name}() of the engine cannot be called as every engine's is",
+            required=f"{name}{inspect.signature(getattr(Engine, name))}",
+            got=f"{name}{signature}: {error}",
+            hint="take the arguments that slapo_core.engine documents",
+        ) from error
+
+
+def module_keeps_the_paths(bench: DialectBench) -> None:
+    """engine.module is the scheduled model: every path of the reference model leads to a module."""
+    unchanged, schedule = bench.model(), bench.schedule(steps=True)
+    module = bench.engine(schedule).module
+    present = {path for path, _ in module.named_modules(remove_duplicate=False)}
+    lost = [path for path, _ in unchanged.named_modules(remove_duplicate=False) if path not in present]
+    if lost or module is not schedule.model:
+        raise CheckError(
+            "the module of the engine is not the scheduled model",
+            required="schedule.model itself, with the reference model's paths",
+            got=f"no {', '.join(map(repr, lost[:5]))}" if lost else f"another {type(module).__name__}",
+            hint="keep a wrapper of the runtime on an attribute of its own; module = context.schedule.model",
+        )
+
+
+def without_optimizer_it_only_evaluates(bench: DialectBench) -> None:
+    """Without an optimizer the engine evaluates, and training is a BuildError with the corrected call."""
+    (batch,) = bench.batches(1)
+    engine = bench.evaluator(bench.schedule(steps=True))
+    expected, _ = evaluate_in_plain_torch(bench.model(), batch, bench.case.loss)
+    got = engine.eval_step(batch).loss
+    lines = differences({"the loss": expected}, {"the loss": got}, tolerance=bench.case.allowed)
+    if lines:
+        raise CheckError(
+            "an engine without an optimizer evaluates something else than the plain model",
+            required="the loss of the plain model in evaluation mode",
+            got=lines[0],
+            hint="eval_step needs no optimizer",
+        )
+    error = _refusal(lambda: engine.train_step(batch), "train_step() of an engine without an optimizer")
+    if "optimizer=" not in str(error):
+        raise CheckError(
+            "training without an optimizer is refused without a way out",
+            required="a hint with the corrected call: build(sch, ..., optimizer=...)",
+            got=str(error),
+            hint='raise BuildError("this engine cannot train: ...", hint="build(sch, optimizer=...)")',
+        )
+
+
+def closed_engine_says_so(bench: DialectBench) -> None:
+    """After close() steps are refused in words, closing again does nothing, and the caller's process group stays."""
+    import torch.distributed as dist
+
+    (batch,) = bench.batches(1)
+    with process_group_of_one():
+        engine = bench.engine(bench.schedule(steps=True))
+        engine.train_step(batch)
+        engine.close()
+        engine.close()
+        gone = not dist.is_initialized()
+    if gone:
+        raise CheckError(
+            "close() ends the process group of the caller",
+            required="torch.distributed is initialized as before",
+            got="torch.distributed is not initialized",
+            hint="destroy only the groups that the dialect made itself",
+        )
+    for step in ("train_step", "eval_step"):
+        error = _refusal(lambda step=step: getattr(engine, step)(batch), f"{step}() of a closed engine")  # type: ignore[misc]
+        if "closed" not in str(error):
+            raise CheckError(
+                f"{step}() does not say that the engine is closed",
+                required="a BuildError that says so",
+                got=str(error),
+                hint='raise BuildError("the engine is closed")',
+            )
+
+
+def _refusal(call: Callable[[], Any], what: str) -> BuildError:
+    try:
+        call()
+    except BuildError as error:
+        return error
+    except Exception as error:
+        raise CheckError(
+            f"{what} fails with another error",
+            required="BuildError, in words that say what to do",
+            got=f"{type(error).__name__}: {error}",
+            hint="ask before anything is done, and raise BuildError",
+        ) from error
+    raise CheckError(f"{what} is not refused", required="BuildError", got="a result", hint="raise BuildError")
+
+
+def failed_build_changes_nothing(bench: DialectBench) -> None:
+    """An optimizer's factory that raises ends the build with its error, and the schedule can be used on."""
+    schedule = bench.schedule(steps=True)
+    before = Before(schedule)
+    _require_fault(bench, schedule)
+    before.require("a build whose optimizer could not be made")
+    schedule = bench.schedule(bench.meta_model(), steps=True)
+    before = Before(schedule)
+    with contextlib.suppress(WeightsError):  # of a model that cannot be initialized: it gets no further
+        _require_fault(bench, schedule)
+    _require_nothing_left(before)
+
+
+def wrong_optimizer_is_refused(bench: DialectBench) -> None:
+    """An optimizer of foreign parameters, of too few, or none at all is an OptimizerError; so is a bad norm refused."""
+    first = bench.case.optimizers[0]
+    foreign = nn.Parameter(torch.ones(3, dtype=bench.case.dtype))
+    cases: dict[str, tuple[type[BuildError], dict[str, Any]]] = {
+        "a factory that gives no optimizer": (OptimizerError, {"optimizer": lambda parameters: "none"}),
+        "an optimizer that holds a foreign parameter": (OptimizerError, {"optimizer": _of(first, add=[foreign])}),
+        "an optimizer that leaves out a parameter": (OptimizerError, {"optimizer": _of(first, leave_out=1)}),
+        "max_grad_norm=-1.0": (BuildError, {"max_grad_norm": -1.0}),
+    }
+    for what, (expected, options) in cases.items():
+        schedule = bench.schedule(steps=True)
+        before = Before(schedule)
+        cause: Exception | None = None
+        try:
+            bench.engine(schedule, **options)
+        except expected:
+            before.require(f"refusing {what}")
+            continue
+        except Exception as error:  # noqa: BLE001 - told below
+            got, cause = f"{type(error).__name__}: {error}", error
+        else:
+            got = "an engine"
+        raise CheckError(
+            f"{what} is not refused",
+            required=expected.__name__,
+            got=got,
+            hint="let context.make_optimizer() call the factory, and let its errors pass",
+        ) from cause
+
+
+def _require_fault(bench: DialectBench, schedule: Any) -> None:
+    def raising(parameters: Any) -> Any:
+        raise InjectedFault("the optimizer cannot be made")
+
+    try:
+        bench.engine(schedule, optimizer=raising)
+    except WeightsError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, InjectedFault):
+            cause = cause.__cause__
+        if cause is not None:
+            return
+        raise CheckError(
+            "the error of the optimizer's factory is lost",
+            required="the error itself, or chained: `raise ... from error`",
+            got=f"{type(error).__name__}: {error}",
+            hint="let errors of context.make_optimizer() pass",
+        ) from error
+    raise CheckError(
+        "the error of the optimizer's factory is swallowed",
+        required="the build fails with it",
+        got="an engine",
+        hint="call context.make_optimizer() in build(), and let its errors pass",
+    )
+
+
+def _require_nothing_left(before: Before) -> None:
+    lines = before.differences()
+    if lines:
+        raise CheckError(
+            "a build of a model on the meta device, whose optimizer could not be made, leaves traces",
+            required="the tensors of before, without values",
+            got="\n".join(lines[:3]),
+            hint="change the model only after everything that can fail",
+        )
+
+
+def _of(factory: Any, *, add: list[nn.Parameter] | None = None, leave_out: int = 0) -> Callable[[Any], Any]:
+    return lambda parameters: factory([*list(parameters)[leave_out:], *(add or [])])

@@ -1,0 +1,375 @@
+"""Run parts of checks on the ranks of a mesh, in as few launches as possible."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import RankFailedError, WeightsError
+from slapo_core.layout import MESH_DIMS, Mesh
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.initializers import copy_on_meta
+from slapo_runtime.launcher import preload_modules, run_ranks
+from slapo_runtime.replicas import replicas_of
+from slapo_testing.bench import seeded
+from slapo_testing.check import CheckError
+from slapo_testing.dialects.bench import Before, DialectBench, Training, open_bench, train
+from slapo_testing.dialects.case import DialectCase, regression_steps
+from slapo_testing.pickled import Pickled, pack
+from slapo_testing.private import tree_map_only
+
+_PATIENCE = timedelta(seconds=60)  # for which a rank whose build has ended waits for the others
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that all ranks do.
+
+    Args:
+        name: of a function in ``_DO``.
+        sizes: of the mesh, e.g. ``(("dp", 2),)``.
+    """
+
+    name: str
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh.values())
+
+
+@dataclass(frozen=True)
+class MeshTraining:
+    """The results of training on one rank.
+
+    Args:
+        clipped: three steps with the first optimizer and ``max_grad_norm``.
+        begun: two steps with the last optimizer, which were then saved.
+        evaluated: the loss of the third batch in evaluation mode after these.
+        resumed: two more, from the checkpoint of one process.
+        initial: the state dict of a model that was on the meta device; empty where it cannot be initialized.
+        rank0_only: the names of ``state_dict(rank0_only=True)``.
+    """
+
+    clipped: Training
+    begun: Training
+    evaluated: torch.Tensor
+    resumed: Training
+    initial: dict[str, torch.Tensor]
+    rank0_only: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The outcome on one rank of a build that must fail.
+
+    Args:
+        error: the names of the error's class and its bases; empty where an engine was built.
+        text: the error's.
+        left: the changes left behind, one line each.
+        unusable: the error of building again, as it should be; empty where that went well.
+    """
+
+    error: tuple[str, ...] = ()
+    text: str = ""
+    left: tuple[str, ...] = ()
+    unusable: str = ""
+
+
+def run_parts(pickled: Pickled, tasks: Sequence[tuple[Part, str, str]]) -> list[Any]:
+    """Do everything that this rank is told.
+
+    Args:
+        pickled: the fields of the case, and its batches.
+        tasks: a part, the directory of a checkpoint that one process saved, and one to save to.
+    """
+    contents = pickled.unpack()
+    model, batches = contents.pop("model"), contents.pop("batches")
+    case = DialectCase(model=lambda: copy.deepcopy(model), batch=lambda: copy.deepcopy(batches[0]), **contents)
+    with open_bench(case) as bench:
+        return [_DO[part.name](bench, part.mesh, batches, own, others) for part, others, own in tasks]
+
+
+def _train(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, others: str) -> MeshTraining:
+    def engine_for(optimizer: Any, **options: Any) -> Any:
+        return bench.engine(bench.schedule(steps=True, mesh=sizes), optimizer=optimizer, **options)
+
+    first, last = bench.case.optimizers[0], bench.case.optimizers[-1]
+    mesh = bench.schedule(mesh=sizes).mesh
+    assert mesh is not None
+    shares = [_share(batch, mesh) for batch in batches]
+    clipped = train(engine_for(first, max_grad_norm=clipping_norm(bench, batches)), shares[:3])
+    engine = engine_for(last)
+    begun = train(engine, shares[:2])
+    with seeded():
+        evaluated = engine.eval_step(shares[2]).loss
+    names = tuple(engine.state_dict(rank0_only=True))
+    engine.save(own)
+    engine = engine_for(last)
+    engine.load(others)
+    resumed = train(engine, shares[2:], first=2)
+    return MeshTraining(clipped, begun, evaluated, resumed, _initial(bench, sizes), names)
+
+
+def _initial(bench: DialectBench, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    schedule = bench.schedule(copy_on_meta(bench.model()), steps=True, mesh=sizes)
+    try:
+        return bench.engine(schedule, seed=3).state_dict()
+    except WeightsError:
+        return {}
+
+
+def clipping_norm(bench: DialectBench, batches: Sequence[Any]) -> float:
+    """A norm that every gradient of three steps exceeds."""
+    return 0.5 * min(map(float, bench.train_in_plain_torch(batches[:3], max_grad_norm=1e6).norms))
+
+
+def _share(batch: Any, mesh: Mesh) -> Any:
+    """This replica's samples."""
+    replicas, place = mesh.size("dp"), mesh.rank("dp")
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(replicas)[place] if tensor.dim() else tensor, batch)
+
+
+def _unsupported(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
+    return _refusal(bench, bench.schedule(mesh=sizes), lambda schedule: bench.engine(schedule), again=False)
+
+
+def _other_options(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
+    def build(schedule: Any) -> Any:
+        return bench.build_with(schedule, bench.case.config if schedule.mesh.global_rank == 0 else {})
+
+    return _refusal(bench, bench.schedule(steps=True, mesh=sizes), build)
+
+
+def _fault(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
+    def build(schedule: Any) -> Any:
+        def optimizer(parameters: Any) -> Any:
+            if schedule.mesh.global_rank == 1:
+                raise ValueError("no optimizer on this rank")
+            return bench.case.optimizers[0](parameters)
+
+        return bench.engine(schedule, optimizer=optimizer)
+
+    return _refusal(bench, bench.schedule(steps=True, mesh=sizes), build)
+
+
+def _diverged(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, *_: Any) -> tuple[str, Any]:
+    schedule = bench.schedule(steps=True, mesh=sizes)
+    copies = [held.name for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)]
+    mesh, engine = schedule.mesh, bench.engine(schedule)
+    assert mesh is not None
+    name = _on_last_and_another_rank(engine, copies)
+    if name is None:
+        return "", {}
+    train(engine, [_share(batches[0], mesh)])
+    with torch.no_grad():
+        if mesh.global_rank == mesh.world_size - 1:
+            engine.module.get_parameter(name).add_(1)
+    found = {"check_replicas()": _said(engine.check_replicas), "save()": _said(lambda: engine.save(f"{own}-parted"))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that says what differed
+        found["check_replicas(repair=True) again"] = _said(lambda: engine.check_replicas(repair=True))
+    return name, {**found, "check_replicas() again": _said(engine.check_replicas)}
+
+
+def _on_last_and_another_rank(engine: Any, names: Sequence[str]) -> str | None:
+    """Return the first of these parameters that the last rank holds: a stage may not hold it."""
+    import torch.distributed as dist
+
+    held_here = {name for name, parameter in engine.module.named_parameters() if not parameter.is_meta}
+    here = torch.tensor([name in held_here for name in names], dtype=torch.int64)
+    everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, here)
+    count = torch.stack(everywhere).sum(0)
+    return next(
+        (name for name, last, held in zip(names, everywhere[-1], count, strict=True) if last and held > 1), None
+    )
+
+
+def _other_batch(bench: DialectBench, sizes: dict[str, int], batches: list[Any], *_: Any) -> str:
+    schedule = bench.schedule(steps=True, mesh=sizes)
+    mesh, engine = schedule.mesh, bench.engine(schedule)
+    assert mesh is not None
+    batch = _share(batches[mesh.global_rank == mesh.world_size - 1], mesh)
+    return _said(lambda: engine.train_step(batch))
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *, again: bool = True) -> Refusal:
+    import torch.distributed as dist
+
+    before = Before(schedule)
+    group = dist.new_group(timeout=_PATIENCE)
+    try:
+        build(schedule)
+    except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
+        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+        refusal = Refusal(kinds, str(error), tuple(before.differences()))
+    else:
+        refusal = Refusal()
+    failed = torch.tensor(int(bool(refusal.error)), device="cpu")  # torch's collectives of objects need numpy
+    dist.all_reduce(failed, op=dist.ReduceOp.MIN, group=group)
+    if not again or not failed:
+        return refusal
+    unusable = ""
+    try:
+        bench.engine(schedule)
+    except Exception as error:  # noqa: BLE001 - as above
+        unusable = f"{type(error).__name__}: {error}"
+    dist.barrier(group=group)
+    return replace(refusal, unusable=unusable)
+
+
+_DO: dict[str, Callable[..., Any]] = {
+    "train": _train,
+    "unsupported": _unsupported,
+    "other_options": _other_options,
+    "fault": _fault,
+    "diverged": _diverged,
+    "other_batch": _other_batch,
+}
+
+
+_TIMEOUT = 120.0  # seconds for everything that is launched at once
+_STEPS_NEED = ("shard", "sync")  # the primitives that the default steps use on ``tp``
+
+
+def meshes(bench: DialectBench) -> dict[str, Mapping[str, int] | str]:
+    """The meshes to try, by their names; a text instead of a mesh says why it cannot be tried."""
+    case = bench.case
+    if case.meshes is not None:
+        return {str(Mesh(mesh)): dict(mesh) for mesh in case.meshes}
+    found: dict[str, Mapping[str, int] | str] = {}
+    for mesh_dim in ("dp", "tp"):
+        sizes = {mesh_dim: 2}
+        why = _cannot(bench, mesh_dim)
+        found[str(Mesh(sizes))] = sizes if why is None else why
+    return found
+
+
+def _cannot(bench: DialectBench, mesh_dim: str) -> str | None:
+    if mesh_dim not in bench.dialect.supports:
+        return f"the dialect does not support mesh_dim '{mesh_dim}'"
+    if mesh_dim == "dp":
+        return None
+    if bench.case.steps is None:
+        return f"the case has no schedule=, which splits its model over mesh_dim '{mesh_dim}'"
+    known = bench.registry.bare_names("primitives")
+    missing = [name for name in _STEPS_NEED if name not in known]
+    if bench.case.steps is regression_steps and missing:
+        return f"no installed plugin provides {' and '.join(missing)}: pip install slapo-tp"
+    return None
+
+
+def unsupported_dim(bench: DialectBench) -> str | None:
+    """A mesh dimension that the dialect does not support."""
+    return next((mesh_dim for mesh_dim in MESH_DIMS if mesh_dim not in bench.dialect.supports), None)
+
+
+def on_ranks(bench: DialectBench, part: Part) -> list[Any]:
+    """Return the results of a part from every rank.
+
+    Raises:
+        CheckError: a rank raised, died or did not end.
+    """
+    results = _results(bench.case)
+    found = results.of_all(bench, part.world_size)
+    try:
+        return found[part] if found is not None else results.launch(bench, [part])[part]
+    except RankFailedError as error:
+        raise CheckError(
+            f"it failed on the mesh {Mesh(part.mesh)}",
+            required="every rank comes to the end",
+            got=str(error),
+            hint="the traceback of each rank is above; every rank must reach the same collectives in the same order",
+        ) from error
+
+
+def checkpoint_of(bench: DialectBench, part: Part) -> Path:
+    """Return the directory in which the ranks saved a checkpoint."""
+    return _results(bench.case).path(part)
+
+
+class _Results:
+    """The results of one case, and the directory in which processes meet."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="slapo-dialect-")
+        self._by_world_size: dict[int, dict[Part, list[Any]] | None] = {}
+
+    def path(self, part: Part | None) -> Path:
+        name = "one-process" if part is None else "-".join(f"{dim}{size}" for dim, size in part.sizes)
+        return Path(self._directory.name) / name
+
+    def of_all(self, bench: DialectBench, world_size: int) -> dict[Part, list[Any]] | None:
+        """Run all parts of this world size in one launch; None if it failed, to try each alone."""
+        if world_size not in self._by_world_size:
+            parts = [part for part in _parts(bench) if part.world_size == world_size]
+            try:
+                self._by_world_size[world_size] = self.launch(bench, parts)
+            except Exception:  # noqa: BLE001 - the part that it comes from raises it again
+                self._by_world_size[world_size] = None
+        return self._by_world_size[world_size]
+
+    def launch(self, bench: DialectBench, parts: Sequence[Part]) -> dict[Part, list[Any]]:
+        """Run these parts, one after the other, on one group of processes."""
+        case, batches = bench.case, bench.batches(4)
+        if any(part.name == "train" for part in parts) and not self.path(None).exists():
+            engine = bench.engine(bench.schedule(steps=True), optimizer=case.optimizers[-1])
+            train(engine, batches[:2])
+            engine.save(self.path(None))
+        pickled = pack(
+            {
+                "target": case.target,
+                "config": dict(case.config),
+                "model": bench.model(),
+                "batches": batches,
+                "loss": case.loss,
+                "schedule": case.steps,
+                "optimizers": tuple(case.optimizers),
+                "dtype": case.dtype,
+            }
+        )
+        preload_modules("torch._dynamo", run_parts.__module__)  # every optimizer imports the first, in seconds
+        tasks = [(part, str(self.path(None)), str(self.path(part))) for part in parts]
+        by_rank = run_ranks(run_parts, pickled, tasks, world_size=parts[0].world_size, timeout=_TIMEOUT)
+        return dict(zip(parts, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _results(case: DialectCase) -> _Results:
+    return _Results()
+
+
+def _parts(bench: DialectBench) -> list[Part]:
+    usable = [tuple(mesh.items()) for mesh in meshes(bench).values() if not isinstance(mesh, str)]
+    parts = [Part("train", sizes) for sizes in usable]
+    mesh_dim = unsupported_dim(bench)
+    if mesh_dim is not None:
+        parts.append(Part("unsupported", ((mesh_dim, 2),)))
+    for sizes in usable[:1]:
+        parts += [Part("other_options", sizes), Part("fault", sizes), Part("diverged", sizes)]
+    parts += [Part("other_batch", sizes) for sizes in usable if dict(sizes).get("tp", 1) > 1][:1]
+    return parts

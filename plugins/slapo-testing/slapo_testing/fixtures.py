@@ -1,0 +1,28 @@
+"""Provide pytest fixtures for tests of plugins: import them into your ``conftest.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slapo_core.plugins import use_registry
+from slapo_core.plugins.registry import Registry
+from slapo_testing.distributions import FakeEnvironment
+
+
+@pytest.fixture
+def fake_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEnvironment]:
+    """An empty directory on ``sys.path`` into which a test installs fake distributions."""
+    environment = FakeEnvironment(tmp_path / "site-packages")
+    monkeypatch.syspath_prepend(str(environment.directory))
+    yield environment
+    environment.forget_modules()
+
+
+@pytest.fixture
+def isolated_registry() -> Iterator[Registry]:
+    """Use a registry of this environment for one test; registrations end with the test."""
+    with use_registry(Registry.discover(environ={})) as registry:
+        yield registry

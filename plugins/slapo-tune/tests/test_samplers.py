@@ -1,0 +1,109 @@
+"""Samplers as a kind of plugin object: names, and what the kit holds every sampler to."""
+
+from __future__ import annotations
+
+import pytest
+
+from slapo_core.errors import UnknownNameError
+from slapo_testing.distributions import FakeEnvironment
+from slapo_tune.cases import sampler_checks
+from tests.dists.healthy import acme, with_sampler
+from tests.messages import Messages
+
+LAST = "tried = [trial.point for trial in history]\nleft = [point for point in space.points() if point not in tried]\n"
+HEALTHY = LAST + "return left[-1] if left else None"
+
+
+def outcomes(environment: FakeEnvironment) -> dict[str, str]:
+    """The violation that each check of the sampler found; empty where it passed."""
+    cls = environment.registry(with_installed=True).load("acme.last", "samplers")
+    found = {}
+    for name, check in sampler_checks(cls):
+        try:
+            check()
+        except AssertionError as error:
+            found[name] = str(error).partition("\n")[0]
+        else:
+            found[name] = ""
+    return found
+
+
+@pytest.mark.slow
+def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_sampler(HEALTHY))
+    listed = fake_distributions.slapo("plugins", "list", "--kind", "samplers")
+    assert listed.returncode == 0, listed.stderr
+    assert listed.stdout.splitlines()[1].split() == ["acme-slapo", "1.0", "ok", "acme.last"]
+    assert "samplers  acme.last  acme_slapo:Thing" in fake_distributions.slapo("plugins", "show", "acme-slapo").stdout
+    checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
+    assert checked.returncode == 0, checked.stdout
+    lines = [line.split()[3:] for line in checked.stdout.splitlines() if "acme.last" in line]
+    assert lines == [
+        ["load", "passed"],
+        ["proposes_points_of_the_space_once", "passed"],
+        ["same_arguments_same_proposal", "passed"],
+    ]
+
+
+def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_sampler(HEALTHY, name="acme.last"), acme("other-slapo", namespace="other"))
+    registry = fake_distributions.registry(with_installed=True)
+    assert registry.bare_names("samplers") == registry.names("samplers")
+    assert "acme.last" in registry.names("samplers")
+    assert "other" in registry.namespaces()
+    assert "acme" not in registry.namespaces()
+    assert registry.load("acme.last", "samplers").name == "acme.last"
+    with pytest.raises(AttributeError, match="sampler 'last'"):
+        registry.resolve("samplers", "last")
+
+
+def test_a_kind_that_nobody_declares_has_no_names_and_spares_its_plugin(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
+    fake_distributions.install(with_sampler(HEALTHY))
+    registry = fake_distributions.registry()
+    assert [plugin.state for plugin in registry.plugins] == ["ok"]
+    assert registry.names("samplers") == registry.bare_names("samplers") == ()
+    with pytest.raises(UnknownNameError) as caught:
+        registry.load("acme.last", "samplers")
+    message(caught, "sampler 'acme.last'", "nothing here uses samplers")
+
+
+FAULTS = {
+    "repeats": ("return next(iter(space.points()))", "the history has"),
+    "elsewhere": ("return {'batch': 7}", "not a point of the space"),
+    "half": (LAST + "return dict([*left[0].items()][:1]) if left else None", "not a point of the space"),
+    "failures forgotten": (
+        "tried = [trial.point for trial in history if trial.status == 'ok']\n"
+        "left = [point for point in space.points() if point not in tried]\nreturn left[0] if left else None",
+        "the history has",
+    ),
+    "counts itself": (
+        LAST + "self.calls = getattr(self, 'calls', 0) + 1\nreturn left[self.calls % len(left)] if left else None",
+        "does not depend on its arguments alone",
+    ),
+    "global random": (
+        "import random\n" + LAST + "return random.choice(left) if left else None",
+        "does not depend on its arguments alone",
+    ),
+    "changes history": (
+        LAST + "history.pop() if len(history) > 1 else None\nreturn left[0] if left else None",
+        "does not depend on its arguments alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> None:
+    body, says = FAULTS[fault]
+    fake_distributions.install(with_sampler(body))
+    found = [text for text in outcomes(fake_distributions).values() if text]
+    assert any(says in text for text in found), found
+
+
+@pytest.mark.slow
+def test_a_sampler_whose_library_is_not_installed_is_skipped(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_sampler("import a_library_that_is_not_there"))
+    checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
+    assert checked.returncode == 0, checked.stdout
+    assert checked.stdout.count("skipped  No module named 'a_library_that_is_not_there'") == 2

@@ -1,0 +1,92 @@
+"""Verify schedules of an abstract mesh: start its processes, repeat the steps there, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slapo_core.errors import (
+    ArgumentError,
+    LaunchError,
+    RankFailedError,
+    SerializationError,
+    VerifyError,
+)
+from slapo_runtime.launcher import preload_modules, run_ranks
+from slapo_runtime.schedule_copies import Sent, installed_modules, sent
+from slapo_runtime.trial_groups import SECONDS
+from slapo_verify.inputs import Inputs
+from slapo_verify.report import Outcome
+from slapo_verify.session import check_each
+from slapo_verify.trials import Options
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
+
+def check_in_processes(
+    schedules: Sequence[Schedule], inputs: Inputs, options: Options, *, timeout: float
+) -> list[Outcome]:
+    """Start as many processes as the declared mesh needs, on this machine's CPU, and verify there.
+
+    Args:
+        schedules: of one abstract mesh; each process repeats their steps on copies of the reference models.
+        inputs: one batch, on the CPU.
+        options: as for :func:`slapo_core.verify`.
+        timeout: seconds for the whole run.
+
+    Returns:
+        for each schedule its report or its error.
+
+    Raises:
+        SerializationError: a step cannot be sent to another process.
+        LaunchError: the model cannot be sent to another process, or the script not be imported there.
+        ArgumentError: the model does not run on the batch.
+        RankFailedError: a process ended otherwise, or hung.
+    """
+    mesh = schedules[0].mesh
+    assert mesh is not None
+    launch = f"launch the script on every rank instead: `{mesh.launch_command()}`"
+    why = f"verify has to repeat this schedule in {mesh.world_size} processes, because its mesh is only declared"
+    try:
+        all_sent = [sent(schedule) for schedule in schedules]
+    except SerializationError as error:
+        hint = f"{error.hint}; or {launch}" if error.hint else launch
+        raise SerializationError(f"{why}, but {error.message}", hint=hint) from error
+    for one in all_sent:
+        preload_modules(*installed_modules(one.model))
+    try:
+        ranks = run_ranks(
+            _check_on_rank,
+            all_sent,
+            mesh.sizes,
+            (inputs.args, dict(inputs.kwargs)),
+            options,
+            world_size=mesh.world_size,
+            timeout=timeout + (options.blame_seconds or 0.0) + 2 * SECONDS,
+        )
+    except LaunchError as error:
+        hint = f"{error.hint}; or {launch}" if error.hint else launch
+        raise LaunchError(f"{why}, but {error.message}", hint=hint) from error
+    except RankFailedError as error:
+        if isinstance(error.__cause__, ArgumentError):  # a batch that the model does not take: no rank's fault
+            raise error.__cause__ from None
+        raise
+    return ranks[0]
+
+
+def _check_on_rank(
+    sent: Sequence[Sent],
+    sizes: Mapping[str, int],
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    options: Options,
+) -> list[Outcome]:
+    args, kwargs = inputs
+    try:
+        outcomes = check_each([one.schedule(sizes) for one in sent], kwargs or args, options)
+    except VerifyError as error:  # of the only one
+        outcomes = [error]
+    for outcome in outcomes:
+        if isinstance(outcome, VerifyError):
+            outcome.__cause__ = None  # sent back as a value, so that it arrives as itself; not so its cause
+    return outcomes

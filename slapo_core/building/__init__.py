@@ -1,1 +1,0 @@
-"""`build`: a scheduled model becomes an engine, phase by phase."""

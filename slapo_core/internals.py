@@ -1,0 +1,18 @@
+"""What the other first-party distributions use of slapo-core besides its public names; not a public interface."""
+
+from slapo_core.plugins import current_registry
+from slapo_core.private import buffers_of, children_of, hooks_of, parameters_of
+from slapo_core.tree import forward as forwards, index as module_index, journal
+from slapo_core.tree.render import describe
+
+__all__ = [
+    "buffers_of",
+    "children_of",
+    "current_registry",
+    "describe",
+    "forwards",
+    "hooks_of",
+    "journal",
+    "module_index",
+    "parameters_of",
+]

@@ -1,0 +1,453 @@
+"""Layouts of sharded tensors over a device mesh, meshes, and the devices of this process."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slapo_core.errors import MeshError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "DATA_DIMS",
+    "MESH_DIMS",
+    "Layout",
+    "Mesh",
+    "accelerator",
+    "check_sizes",
+    "declare_mesh",
+    "device_of",
+    "fork_rng",
+    "start_single_process_group",
+    "type_of_ranks",
+]
+
+MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
+"""Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
+
+DATA_DIMS = ("dp", "cp", "ep")
+"""Those along which ranks see other samples, so that running statistics and dropout are each rank's own."""
+
+
+class Mesh:
+    """Named dimensions, their sizes, and this process's place in each.
+
+    Args:
+        sizes: mesh_dim -> number of ranks, outermost dimension first, e.g. ``{"dp": 2, "tp": 4}``.
+        rank: the global rank whose place this is, row-major over ``sizes``.
+        device_mesh: torch's mesh; None for a trivial mesh (one rank) and for an abstract one.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], *, rank: int = 0, device_mesh: DeviceMesh | None = None) -> None:
+        self._sizes = dict(sizes)
+        self._device_mesh = device_mesh
+        self._rank = rank
+        self._coordinate: dict[str, int] = {}
+        remainder = rank
+        for mesh_dim, size in reversed(self._sizes.items()):
+            remainder, self._coordinate[mesh_dim] = divmod(remainder, size)
+        if device_mesh is not None:
+            self._coordinate = {mesh_dim: device_mesh.get_local_rank(mesh_dim) for mesh_dim in self._sizes}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """mesh_dim -> number of ranks, e.g. ``{"dp": 2, "tp": 4}``."""
+        return dict(self._sizes)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes the mesh needs, e.g. 8."""
+        return math.prod(self._sizes.values())
+
+    @property
+    def global_rank(self) -> int:
+        """This process's place among all, from 0."""
+        return self._rank
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the first one in every dimension."""
+        return not any(self._coordinate.values())
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh is declared without processes: several ranks, none running."""
+        return self._device_mesh is None and self.world_size > 1
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """Torch's mesh; None for a mesh of one rank and for an abstract one."""
+        return self._device_mesh
+
+    def __contains__(self, mesh_dim: object) -> bool:
+        return mesh_dim in self._sizes
+
+    def size(self, mesh_dim: str) -> int:
+        """Number of ranks along ``mesh_dim``; 1 for a dimension that the mesh does not have."""
+        return self._sizes.get(mesh_dim, 1)
+
+    def rank(self, mesh_dim: str) -> int:
+        """This process's place along ``mesh_dim``, from 0."""
+        return self._coordinate.get(mesh_dim, 0)
+
+    def group(self, mesh_dim: str) -> ProcessGroup | None:
+        """The process group along ``mesh_dim``; None where the dimension has one rank.
+
+        Raises:
+            MeshError: the mesh is abstract: there are no process groups.
+        """
+        if self.size(mesh_dim) == 1:
+            return None
+        if self._device_mesh is None:
+            raise MeshError(
+                f"the mesh {self} is abstract: this process has no process group for mesh_dim '{mesh_dim}'",
+                hint=self.launch_command(),
+            )
+        return self._device_mesh.get_group(mesh_dim)
+
+    def launch_command(self) -> str:
+        """Return the launch command for the mesh, with at most 8 processes a node."""
+        nodes, rest = divmod(self.world_size, 8)
+        if nodes < 2 or rest:
+            return f"torchrun --nproc-per-node {self.world_size} your_script.py"
+        return f"torchrun --nnodes {nodes} --nproc-per-node 8 your_script.py"
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{mesh_dim!r}: {size}" for mesh_dim, size in self._sizes.items()) + "}"
+
+    def __repr__(self) -> str:
+        return f"Mesh({self}{', abstract' if self.is_abstract else ''}, rank={self._rank})"
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self  # process groups are handles of the process, not values
+
+
+def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: int = 0) -> Mesh | None:
+    """Make a ``Mesh`` of whatever ``create_schedule(mesh=...)`` accepts.
+
+    Args:
+        mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions.
+            A dictionary makes torch's mesh at once where torch.distributed is initialized; otherwise the mesh is
+            abstract, unless it has one rank.
+        rank: for an abstract mesh, this process's global rank.
+
+    Raises:
+        MeshError: an unknown dimension, a size that is not a positive integer, another world size, or a rank
+            outside of the mesh.
+    """
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(mesh, DeviceMesh):
+        return _adopt(mesh)
+    if not isinstance(mesh, Mapping):
+        raise MeshError(
+            f"mesh must be a dictionary of sizes or a DeviceMesh (got {mesh!r})",
+            hint='create_schedule(model, mesh={"tp": 2})',
+        )
+    check_sizes(mesh)
+    return _realize(dict(mesh), rank)
+
+
+def _adopt(device_mesh: DeviceMesh) -> Mesh:
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            "the DeviceMesh has no dimension names",
+            hint='init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))',
+        )
+    sizes = {name: device_mesh.size(position) for position, name in enumerate(names)}
+    return Mesh(sizes, rank=device_mesh.get_rank(), device_mesh=device_mesh)
+
+
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Refuse dimensions that slapo does not know, and sizes that are none.
+
+    Raises:
+        MeshError: the first one.
+    """
+    for mesh_dim, size in sizes.items():
+        if mesh_dim not in MESH_DIMS:
+            raise MeshError(
+                f"unknown mesh dimension {mesh_dim!r}; the known ones are {', '.join(MESH_DIMS)}",
+                hint='create_schedule(model, mesh={"dp": 1, "tp": 2})',
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise MeshError(
+                f"the size of mesh dimension '{mesh_dim}' must be a positive integer (got {size!r})",
+                hint=f'create_schedule(model, mesh={{"{mesh_dim}": 2}})',
+            )
+
+
+def _realize(sizes: dict[str, int], rank: int) -> Mesh:
+    import torch.distributed as dist
+
+    world_size = math.prod(sizes.values())
+    if not (dist.is_available() and dist.is_initialized()):
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise MeshError(
+                f"rank must be an integer (got {rank!r})", hint=f"create_schedule(model, mesh={Mesh(sizes)}, rank=0)"
+            )
+        if not 0 <= rank < world_size:
+            raise MeshError(
+                f"rank {rank} is outside of the mesh {Mesh(sizes)}, which has ranks 0 to {world_size - 1}",
+                hint=f"create_schedule(model, mesh={Mesh(sizes)}, rank=0)",
+            )
+        return Mesh(sizes, rank=rank)
+    if world_size != dist.get_world_size():
+        raise MeshError(
+            f"the mesh {Mesh(sizes)} needs {world_size} processes, but torch.distributed runs {dist.get_world_size()}",
+            hint=f"launch with `{Mesh(sizes).launch_command()}`, or declare sizes whose product is "
+            f"{dist.get_world_size()}",
+        )
+    if world_size == 1:
+        return Mesh(sizes)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device_mesh = init_device_mesh(type_of_ranks(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return Mesh(sizes, rank=dist.get_rank(), device_mesh=device_mesh)
+
+
+def start_single_process_group(device_type: str, backend: str | None = None) -> None:
+    """Make a process group of one; it stays until the process ends.
+
+    Args:
+        device_type: of the model, e.g. ``"cpu"``.
+        backend: None: gloo for CPUs, and torch's own choice for other devices.
+    """
+    import torch.distributed as dist
+
+    if backend is None:
+        backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_end_alone)
+
+
+def _end_alone() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one parameter or buffer: how its reference tensor becomes local shards, and back.
+
+    Args:
+        origin: its name in the reference model, e.g. ``"encoder.layer.0.output.dense.weight"``; ``""`` for a tensor
+            that the schedule added.
+        shape: its shape in the reference model, in elements, e.g. ``(768, 3072)``.
+        placements: ``(mesh_dim, placement)`` with torch's own placement types, in the order in which they were
+            applied, e.g. ``(("tp", Shard(0)),)``; a mesh dimension that is not named holds a replica. ``Partial()``:
+            the tensors along the mesh dimension add up to the reference tensor.
+        packing: ``(axis, sizes)`` for an axis that holds several matrices one after the other, e.g.
+            ``((1, (768, 768, 768)),)`` for a fused query-key-value weight: each is split by itself.
+        padding: ``(axis, elements)`` of zeros appended to the reference tensor before it is split.
+
+    Raises:
+        MeshError: a placement of another kind, or a mesh dimension that is partial and something else too.
+    """
+
+    origin: str
+    shape: tuple[int, ...]
+    placements: tuple[tuple[str, Placement], ...] = ()
+    packing: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for mesh_dim, placement in self.placements:
+            is_sum = placement.is_partial() and placement.reduce_op == "sum"  # type: ignore[attr-defined]
+            if not (placement.is_shard() or placement.is_replicate() or is_sum):
+                raise MeshError(
+                    f"unsupported placement of '{self.origin}' along mesh_dim '{mesh_dim}': {placement!r}",
+                    hint="a tensor is Shard(axis), Replicate() or Partial('sum') along a mesh dimension",
+                )
+        dims = [mesh_dim for mesh_dim, _ in self.placements]
+        for mesh_dim in self.partials():
+            if dims.count(mesh_dim) > 1:
+                raise MeshError(
+                    f"'{self.origin}' is a partial sum along mesh_dim '{mesh_dim}', and cannot be "
+                    f"{self} at the same time",
+                    hint="reduce it before it is split",
+                )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds only a shard of the reference tensor."""
+        return any(placement.is_shard() for _, placement in self.placements)
+
+    def shards(self) -> tuple[tuple[str, int], ...]:
+        """``(mesh_dim, axis)`` of every split, in the order applied, e.g. ``(("tp", 0),)``."""
+        return tuple((mesh_dim, p.dim) for mesh_dim, p in self.placements if p.is_shard())  # type: ignore[attr-defined]
+
+    def partials(self) -> tuple[str, ...]:
+        """Return the mesh dimensions with partial values, in the order applied."""
+        return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
+
+    def holds_values(self, mesh: Mesh | None) -> bool:
+        """Return whether this rank's shard has the reference values; of partial values, all but one are zeros.
+
+        The first rank along each partial mesh dimension has the values, so that they add up to the reference tensors.
+        """
+        return mesh is None or all(mesh.rank(mesh_dim) == 0 for mesh_dim in self.partials())
+
+    def segments(self, mesh: Mesh | None) -> list[list[tuple[int, int]]]:
+        """This rank's ranges of the (padded) reference tensor: for each axis a list of ``(start, length)``.
+
+        Raises:
+            MeshError: an axis does not divide over the mesh; elements would be lost.
+        """
+        padding, packing = dict(self.padding), dict(self.packing)
+        ranges: list[list[tuple[int, int]]] = []
+        for axis, extent in enumerate(self.shape):
+            sizes = packing.get(axis, (extent + padding.get(axis, 0),))
+            starts = [sum(sizes[:index]) for index in range(len(sizes))]
+            ranges.append(list(zip(starts, sizes, strict=True)))
+        for mesh_dim, axis in self.shards():
+            world_size, place = (mesh.size(mesh_dim), mesh.rank(mesh_dim)) if mesh else (1, 0)
+            if any(length % world_size for _, length in ranges[axis]):
+                lengths = [length for _, length in ranges[axis]]
+                raise MeshError(
+                    f"axis {axis} of '{self.origin}' (lengths {lengths}) is not divisible by mesh_dim '{mesh_dim}' of "
+                    f"size {world_size}",
+                    hint="pad it first, or split another axis",
+                )
+            ranges[axis] = [
+                (start + place * (length // world_size), length // world_size) for start, length in ranges[axis]
+            ]
+        return ranges
+
+    def local_shape(self, mesh: Mesh | None) -> tuple[int, ...]:
+        """The shape of this rank's shard, in elements."""
+        return tuple(sum(length for _, length in ranges) for ranges in self.segments(mesh))
+
+    def local(self, full: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+        """Cut this rank's shard from the full tensor, as new contiguous memory.
+
+        Of a partial sum, the first rank along the mesh dimension gets the values, and the others zeros.
+        """
+        import torch
+
+        shard = self._pad(full)
+        for axis, ranges in enumerate(self.segments(mesh)):
+            if ranges == [(0, shard.shape[axis])]:
+                continue
+            parts = [shard.narrow(axis, start, length) for start, length in ranges]
+            shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+        if not self.holds_values(mesh):
+            return torch.zeros_like(shard.detach(), memory_format=torch.contiguous_format)
+        return shard.detach().clone(memory_format=torch.contiguous_format)
+
+    def full(self, local: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+        """Gather the full tensor from all shards: a collective over the sharded and partial mesh dimensions.
+
+        Args:
+            local: this rank's shard, of shape ``local_shape(mesh)``; or its partial value.
+
+        Returns:
+            a new tensor of shape ``shape`` on every rank; ``local`` itself where every rank has the whole tensor.
+        """
+        tensor, layout = local.detach(), self
+        while layout.placements:
+            *kept, (mesh_dim, placement) = layout.placements
+            if mesh is not None and mesh.size(mesh_dim) > 1:
+                if placement.is_shard():
+                    tensor = layout._gathered(tensor, mesh, mesh_dim, placement.dim)  # type: ignore[attr-defined]
+                elif placement.is_partial():
+                    tensor = _summed(tensor, mesh, mesh_dim)
+            layout = Layout(self.origin, self.shape, tuple(kept), self.packing, self.padding)
+        return self._unpad(tensor)
+
+    def _gathered(self, tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, axis: int) -> torch.Tensor:
+        """The tensor before its last split, which was over ``mesh_dim``."""
+        import torch
+        import torch.distributed as dist
+
+        lengths = [length for _, length in self.segments(mesh)[axis]]
+        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))]
+        dist.all_gather(shards, tensor.contiguous(), group=mesh.group(mesh_dim))
+        parts = [shard.split(lengths, dim=axis) for shard in shards]
+        return torch.cat([part[index] for index in range(len(lengths)) for part in parts], dim=axis)
+
+    def _pad(self, full: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        for axis, elements in self.padding:
+            shape = list(full.shape)
+            shape[axis] = elements
+            full = torch.cat([full, full.new_zeros(shape)], dim=axis)
+        return full
+
+    def _unpad(self, full: torch.Tensor) -> torch.Tensor:
+        for axis, _ in self.padding:
+            full = full.narrow(axis, 0, self.shape[axis])
+        return full
+
+    def __str__(self) -> str:
+        if not self.placements:
+            return "replicated"
+        parts = [f"{mesh_dim}: {placement}" for mesh_dim, placement in self.placements]
+        parts += [f"packed {sizes} on axis {axis}" for axis, sizes in self.packing]
+        parts += [f"padded by {elements} on axis {axis}" for axis, elements in self.padding]
+        return ", ".join(parts)
+
+
+def _summed(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str) -> torch.Tensor:
+    """The sum over ``mesh_dim``, as new memory."""
+    import torch
+    import torch.distributed as dist
+
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=mesh.group(mesh_dim))
+    return total
+
+
+def accelerator() -> torch.device | None:
+    """Give the current accelerator with its index, once the process uses it; None: nothing but the CPU so far."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        return None
+    return device_of(kind.type)
+
+
+def device_of(kind: str) -> torch.device:
+    """Give the current device of a kind, e.g. ``"cuda"``, with its index; ``"cpu"`` has none."""
+    import torch
+
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def type_of_ranks() -> str:
+    """Give the device type that torch.distributed runs on: an accelerator with its own backend, e.g. NCCL, else CPU."""
+    import torch
+    import torch.distributed as dist
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
+    own = backends.get(kind.type) if kind is not None else None
+    return "cpu" if kind is None or own in (None, "gloo", "mpi", "fake") else kind.type
+
+
+def fork_rng() -> AbstractContextManager[None]:
+    """Fork the RNG states of the CPU and of the accelerators in use; without names, torch creates a context on each."""
+    import torch
+
+    current = accelerator()
+    if current is None:
+        return torch.random.fork_rng(devices=[])
+    count = torch.accelerator.device_count()
+    used = [index for index in range(count) if index == current.index or torch.accelerator.memory_reserved(index)]
+    return torch.random.fork_rng(devices=used, device_type=current.type)

@@ -1,1 +1,0 @@
-"""Pipeline stages: asked of the plugins, checked, and run one after another."""

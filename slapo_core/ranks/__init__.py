@@ -1,1 +1,0 @@
-"""Launch ranks, and check their consistency."""

@@ -1,1 +1,0 @@
-"""What ``find`` must give, by trying everything: random graphs, random patterns, and brute force on networkx."""

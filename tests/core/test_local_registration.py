@@ -1,0 +1,116 @@
+"""Scripts and notebooks register primitives without a package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slapo_core.errors import UnknownNameError, UnusablePluginError
+from slapo_core.plugins import Registry, current_registry, register_primitive, use_registry
+from slapo_core.primitive import Equivalence, Primitive
+from slapo_testing.distributions import FakeEnvironment
+from tests.dists.healthy import acme
+from tests.messages import Messages
+
+
+def make(name: Any, *, qualname: str = "Freeze", module: str = "__main__") -> type[Primitive]:
+    """A primitive class as a notebook cell would define it."""
+
+    @dataclass(frozen=True)
+    class Freeze(Primitive):
+        equivalence = Equivalence.EXACT
+
+        def apply(self, node: Any, edit: Any) -> None:
+            return None
+
+    Freeze.name = name
+    Freeze.__qualname__, Freeze.__module__ = qualname, module
+    return Freeze
+
+
+def test_a_registered_primitive_is_used_like_an_installed_one(isolated_registry: Registry) -> None:
+    cls = register_primitive()(make("my.freeze"))
+    registry = current_registry()
+    assert registry is isolated_registry
+    assert registry.load("freeze") is registry.load("my.freeze") is cls
+    assert registry.provider(cls()) == ("__main__", "local")
+    assert "my.freeze" in registry.names("primitives")
+    assert "my" in registry.namespaces()
+    plugin = registry.plugin("__main__")
+    assert plugin is not None
+    assert (plugin.state, plugin.version, plugin.source) == ("ok", "local", "this process")
+
+
+def test_running_the_cell_again_replaces_the_class(isolated_registry: Registry) -> None:
+    isolated_registry.register(make("my.freeze"))
+    assert isolated_registry.load("freeze").__name__ == "Freeze"
+    again = make("my.freeze")
+    isolated_registry.register(again)
+    assert isolated_registry.load("freeze") is again
+
+
+def test_another_class_cannot_take_the_name(isolated_registry: Registry, message: Messages) -> None:
+    isolated_registry.register(make("my.freeze"))
+    with pytest.raises(UnusablePluginError) as caught:
+        isolated_registry.register(make("my.freeze", qualname="Other"))
+    message(caught, "'my.freeze' (__main__:Other)", "__main__ local", "(__main__:Freeze)")
+
+
+def test_an_installed_name_cannot_be_taken(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme())
+    registry = fake_distributions.registry()
+    with pytest.raises(UnusablePluginError, match=r"acme-slapo 1\.0"):
+        registry.register(make("acme.pad"))
+    assert registry.resolve("primitives", "pad").distribution == "acme-slapo"
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("freeze", "'<namespace>.<name>'"),
+        ("tp.freeze", "belongs to slapo-tp"),
+        (3, "'3' must be '<namespace>.<name>'"),
+    ],
+)
+def test_the_rules_are_those_of_packages(isolated_registry: Registry, name: Any, word: str, message: Messages) -> None:
+    with pytest.raises(UnusablePluginError) as caught:
+        isolated_registry.register(make(name))
+    message(caught, "__main__:Freeze: ", word)
+
+
+def test_a_class_that_is_no_primitive_is_refused(isolated_registry: Registry) -> None:
+    class Thing:
+        name = "my.thing"
+
+    with pytest.raises(UnusablePluginError, match=r"subclass of slapo_core\.primitive\.Primitive"):
+        isolated_registry.register(Thing)
+
+
+def test_what_one_registry_learns_no_other_knows(isolated_registry: Registry) -> None:
+    isolated_registry.register(make("my.freeze"))
+    with use_registry(Registry.discover(environ={})) as other:
+        assert current_registry() is other
+        with pytest.raises(UnknownNameError):
+            other.resolve("primitives", "my.freeze")
+    assert current_registry() is isolated_registry
+
+
+def test_a_class_never_registered_belongs_to_its_module(isolated_registry: Registry) -> None:
+    assert isolated_registry.provider(make("my.freeze", module="notebook.cell")) == ("notebook", "local")
+
+
+def test_the_processs_registry_is_kept_until_its_surroundings_change(
+    monkeypatch: pytest.MonkeyPatch, fake_distributions: FakeEnvironment, tmp_path: Path
+) -> None:
+    first = current_registry()
+    assert current_registry() is first
+    fake_distributions.install(acme())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    second = current_registry()
+    assert second is not first
+    assert second.resolve("primitives", "pad").distribution == "acme-slapo"
+    monkeypatch.setenv("SLAPO_DISABLE_PLUGINS", "acme-slapo")
+    assert "acme.pad" not in current_registry().names("primitives")

@@ -1,7 +1,0 @@
-"""Fixtures of the plugin tests."""
-
-from __future__ import annotations
-
-from slapo_core.testing.fixtures import fake_distributions, isolated_registry
-
-__all__ = ["fake_distributions", "isolated_registry"]
