@@ -118,8 +118,24 @@ OWNERS = {
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
     ("dialects", "torch"): "slapo-runtime",
+    ("primitives", "bind"): "slapo-fusion",
+    ("primitives", "compile"): "slapo-fusion",
+    ("primitives", "cudagraphify"): "slapo-fusion",
+    ("primitives", "decompose"): "slapo-fusion",
+    ("primitives", "find"): "slapo-graph",
+    ("primitives", "fit"): "slapo-estimate",
+    ("primitives", "fork_rng"): "slapo-tp",
+    ("primitives", "fuse"): "slapo-fusion",
+    ("primitives", "merge"): "slapo-graph",
+    ("primitives", "pipeline_split"): "slapo-pipeline",
+    ("primitives", "quantize"): "slapo-fusion",
+    ("primitives", "shard"): "slapo-tp",
+    ("primitives", "shard_attribute"): "slapo-tp",
+    ("primitives", "sync"): "slapo-tp",
+    ("primitives", "sync_gradient"): "slapo-tp",
+    ("primitives", "trace"): "slapo-graph",
 }
-"""Those of their names that do not begin with the namespace of their distribution."""
+"""Those of their names, and of the members of nodes, that do not begin with the namespace of their distribution."""
 
 _PUBLIC = {
     "BuildContext": "slapo_runtime.context",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import slapo_core
@@ -29,3 +30,21 @@ def test_a_name_is_found() -> None:
     assert named(source) == ["slapo-tp", "slapo_graph", "slapo-verify"]
     assert named((ROOT / "__init__.py").read_text("utf-8"))
     assert named('"slapo-core", "slapo_core.plugins", "acme-slapo", "slapo.v1.patterns", "slapo-tps"') == []
+
+
+def test_names_outside_of_a_namespace_are_known_by_their_owners() -> None:
+    """So that a script whose distribution is missing is told which to install."""
+    provided: dict[tuple[str, str], str] = {}
+    for name in OTHERS:
+        project = tomllib.loads((ROOT.parent / "plugins" / name / "pyproject.toml").read_text("utf-8"))["project"]
+        groups = project.get("entry-points", {})
+        own = name.removeprefix("slapo-")
+        for kind in ("commands", "dialects", "primitives"):
+            for entry in groups.get(f"slapo.v1.{kind}", {}):
+                short = entry.partition(".")[2] if kind == "primitives" else entry
+                if short != own:
+                    provided[kind, short] = name
+        for query in groups.get("slapo.v1.queries", {}):
+            if query != own:
+                provided["primitives", query] = name
+    assert provided == slapo_core.OWNERS

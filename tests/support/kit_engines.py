@@ -201,10 +201,10 @@ class TakesMappingsOnly(GoodEngine):
 
 class IgnoresTheLoss(GoodEngine):
     def compute_loss(self, batch: Any) -> Any:
-        if self.context.loss is None or not isinstance(batch, dict):
+        if self.context._arguments.loss is None or not isinstance(batch, dict):
             return super().compute_loss(batch)
         output = self.module(**batch)
-        return self.context.loss(output, batch), output
+        return self.context._arguments.loss(output, batch), output
 
 
 class EvaluatesInTrainingMode(GoodEngine):
@@ -296,7 +296,7 @@ class AveragesNothing(GoodEngine):
 
 class ClipsByItself(GoodEngine):
     def clip(self) -> Any:
-        most = self.context.max_grad_norm
+        most = self.context._arguments.max_grad_norm
         return None if most is None else nn.utils.clip_grad_norm_(self.module.parameters(), most)
 
 

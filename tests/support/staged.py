@@ -130,7 +130,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         with self.context.training(batch):
             cut = self.context.staged(batch, 1, training=True) if self.context.stage_ranks else None
-            loss = self.module(**batch) if cut is None else self._stages(cut.staged, cut.inputs[0])
+            loss = self.context.compute_loss(batch)[0] if cut is None else self._stages(cut.staged, cut.inputs[0])
             if cut is None:
                 loss.backward()
         if self.sums_ties:

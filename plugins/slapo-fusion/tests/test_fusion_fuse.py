@@ -146,7 +146,7 @@ def installed(sch: slapo.Schedule, monkeypatch: pytest.MonkeyPatch, compiler: ty
     """As if another distribution had it."""
     known = sch._core.plugin_named
     monkeypatch.setattr(
-        sch, "plugin_named", lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path)
+        sch._core, "plugin_named", lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path)
     )
 
 

@@ -90,7 +90,7 @@ def sampler_of(study: Study) -> Sampler:
     """
     chosen: Any = study.sampler
     if isinstance(chosen, str):
-        chosen = slapo_core.create_schedule(nn.Identity()).plugin_named("samplers", chosen)
+        chosen = slapo_core.create_schedule(nn.Identity())._core.plugin_named("samplers", chosen)
     if isinstance(chosen, type) and issubclass(chosen, Sampler):
         chosen = chosen()
     if not isinstance(chosen, Sampler):
