@@ -146,7 +146,9 @@ def installed(sch: slapo.Schedule, monkeypatch: pytest.MonkeyPatch, compiler: ty
     """As if another distribution had it."""
     known = sch._core.plugin_named
     monkeypatch.setattr(
-        sch._core, "plugin_named", lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path)
+        sch._core,
+        "plugin_named",
+        lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path),
     )
 
 

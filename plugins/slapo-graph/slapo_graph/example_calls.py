@@ -133,5 +133,5 @@ def example_calls(node: Node) -> Iterator[Call]:
 
 def _schedule_of(node: Node) -> Schedule:
     """Return the schedule itself, also for a node of a read-only copy."""
-    found: Schedule = getattr(node.schedule, "original", node.schedule)
+    found: Schedule = getattr(node.schedule, "_original", node.schedule)
     return found

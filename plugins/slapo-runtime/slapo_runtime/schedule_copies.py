@@ -276,16 +276,16 @@ class ScheduledCopy:
     """
 
     def __init__(self, schedule: Schedule, model: nn.Module) -> None:
-        self.original, self.model = schedule, model
+        self._original, self.model = schedule, model
         self._core = _CoreOfCopy(self, schedule._core)
 
     @property
     def mesh(self) -> Mesh | None:
-        return self.original.mesh
+        return self._original.mesh
 
     @property
     def records(self) -> tuple[Record, ...]:
-        return self.original.records
+        return self._original.records
 
     @property
     def root(self) -> Node:
