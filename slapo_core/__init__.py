@@ -117,6 +117,7 @@ OWNERS = {
     ("commands", "device"): "slapo-estimate",
     ("commands", "patterns"): "slapo-graph",
     ("commands", "plugins.check"): "slapo-testing",
+    ("commands", "plugins.new"): "slapo-testing",
     ("dialects", "torch"): "slapo-runtime",
     ("primitives", "bind"): "slapo-fusion",
     ("primitives", "compile"): "slapo-fusion",

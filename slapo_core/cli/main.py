@@ -16,7 +16,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from slapo_core.cli import new, plugins, stubs, vocabulary
+from slapo_core.cli import plugins, stubs, vocabulary
 from slapo_core.cli.output import print_json
 from slapo_core.errors import SlapoError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins import current_registry
@@ -138,7 +138,7 @@ def _markup() -> Literal["rich"] | None:
     return "rich" if sys.stdout.isatty() else None
 
 
-_FAMILIES = (plugins, new, vocabulary, stubs)
+_FAMILIES = (plugins, vocabulary, stubs)
 
 
 def make_app() -> typer.Typer:

@@ -64,7 +64,7 @@ KINDS: dict[str, Kind] = {
 
 CORE_COMMANDS = (
     *("dialects", "doctor", "plugins", "primitives", "stubs"),
-    *("plugins.list", "plugins.new", "plugins.show"),
+    *("plugins.list", "plugins.show"),
 )
 """Words of the command line that no plugin may take."""
 

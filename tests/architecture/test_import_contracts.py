@@ -114,4 +114,4 @@ def test_the_architecture_page_lists_the_folders_and_files_of_core() -> None:
     described = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", page, re.MULTILINE)
     core = (ROOT / "slapo_core").iterdir()
     present = {file.stem for file in core if file.is_dir() or (file.suffix == ".py" and not file.stem.startswith("_"))}
-    assert set(described) == present - {"__pycache__", "template"}
+    assert set(described) == present - {"__pycache__"}

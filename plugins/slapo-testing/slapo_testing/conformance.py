@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slapo_core.cli.new import hides_member
 from slapo_core.errors import ArgumentError, PluginError
 from slapo_core.plugins import use_registry
 from slapo_core.plugins.manager import HookManager
@@ -31,6 +30,7 @@ from slapo_testing.checks.declarations import documentation_violations, round_tr
 from slapo_testing.dialects.case import DialectCase
 from slapo_testing.dialects.checks import DIALECT_CHECKS
 from slapo_testing.kit import Kit
+from slapo_testing.new_command import hides_member
 from slapo_testing.parametrize import case_labels
 from slapo_testing.probe import MODULE_LIMIT, probe
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.cli.new import Project, render
 from slapo_core.errors import ArgumentError
 from slapo_core.plugins.metadata import core_version
 from slapo_testing.distributions import FakeEnvironment
+from slapo_testing.new_command import Project, render
 from tests.messages import Messages
 from tests.support.overlay import Overlay
 
-TEMPLATE = Path(__file__).parents[2] / "slapo_core" / "template"
+TEMPLATE = Path(__file__).parents[1] / "slapo_testing" / "template"
 
 PRINTED = """\
 wrote acme-slapo/.github/workflows/test.yml
@@ -129,4 +129,4 @@ def test_directory_and_namespace_can_be_chosen(fake_distributions: FakeEnvironme
     done = fake_distributions.slapo("plugins", "new", "slapo-model", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert '"kern.offload" = "slapo_model.offload:Offload"' in (tmp_path / "elsewhere/pyproject.toml").read_text()
-    assert "torch" not in fake_distributions.run("-X", "importtime", "-c", "import slapo_core.cli.new").stderr
+    assert "torch" not in fake_distributions.run("-X", "importtime", "-c", "import slapo_testing.new_command").stderr

@@ -1,4 +1,4 @@
-"""``slapo plugins new``: render a complete package from ``slapo_core/template``."""
+"""``slapo plugins new``: render a complete package from ``slapo_testing/template``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from packaging.utils import canonicalize_name
 
+from slapo_core import Command
 from slapo_core.errors import ArgumentError
 from slapo_core.plugins.metadata import (
     CORE_DISTRIBUTION,
@@ -26,9 +27,15 @@ from slapo_core.plugins.metadata import (
 )
 
 
-def register(root: typer.Typer, plugins: typer.Typer) -> None:
-    """Add the command of this file."""
-    plugins.command("new")(new)
+class NewCommand(Command):
+    """``slapo plugins new``."""
+
+    name = "plugins.new"
+
+    def app(self) -> typer.Typer:
+        app = typer.Typer()
+        app.command()(new)
+        return app
 
 
 def new(
@@ -151,7 +158,7 @@ def render(project: Project, target: Path) -> tuple[Path, ...]:
     values = {**asdict(project), "core_requirement": _core_requirement(), "year": str(year)}
     texts = {
         target / _output_path(path, values): _PLACEHOLDER.sub(lambda match: values[match[1]], source.read_text("utf-8"))
-        for path, source in _template_files(files("slapo_core").joinpath("template"), PurePosixPath())
+        for path, source in _template_files(files("slapo_testing").joinpath("template"), PurePosixPath())
     }
     for path, text in texts.items():  # all rendered before the first is written
         path.parent.mkdir(parents=True, exist_ok=True)
