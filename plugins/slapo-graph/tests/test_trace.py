@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -437,3 +438,20 @@ def test_a_child_that_cannot_be_traced_refuses_the_whole_step_and_is_named() -> 
     assert with_graphs(sch.model) == []
     sch["0"].trace(recursive=True, leaves=Branching)
     assert with_graphs(sch.model) == ["0", "0.good"]
+
+
+@pytest.mark.parametrize("name", ["original", "schedule", "model"])
+def test_a_primitive_of_any_name_is_not_taken_for_the_schedule(isolated_registry: Any, name: str) -> None:
+    class Named(slapo.Primitive):
+        equivalence = slapo.Equivalence.EXACT
+
+        def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
+            edit.note("nothing")
+
+    Named.name = f"acme.{name}"
+    slapo.register_primitive()(dataclasses.dataclass(frozen=True)(Named))
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    sch = slapo.create_schedule(model, example_inputs=torch.ones(2, 4))
+    sch["0"].trace()
+    assert sch["0"].find("linear")
+    slapo.verify(sch, torch.ones(2, 4))

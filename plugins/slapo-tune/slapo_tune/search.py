@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 import slapo_core
+from slapo_core.internals import current_registry
 from slapo_runtime.sizes import format_bytes
 from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse
@@ -90,7 +91,7 @@ def sampler_of(study: Study) -> Sampler:
     """
     chosen: Any = study.sampler
     if isinstance(chosen, str):
-        chosen = slapo_core.create_schedule(nn.Identity())._core.plugin_named("samplers", chosen)
+        chosen = current_registry().load(chosen, "samplers")
     if isinstance(chosen, type) and issubclass(chosen, Sampler):
         chosen = chosen()
     if not isinstance(chosen, Sampler):
