@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.dialect import BuildArguments, Dialect, Plan
@@ -11,6 +12,7 @@ from slapo_core.layout import Mesh
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+    from slapo_runtime.options import Options
     from slapo_runtime.partition import Value
     from slapo_runtime.stages import StagedModel
 
@@ -44,6 +46,95 @@ def plan_of(dialect: Dialect, schedule: Schedule, options: Mapping[str, Any], **
         **given,
     )
     return dialect.plan(schedule, dialect.options(options, arguments))
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What the schedule and the arguments of ``build`` decide of a runtime's configuration.
+
+    Args:
+        mesh: as messages show it, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
+        dp: the number of replicas.
+        pp: the number of ranks of the pipeline.
+        tp: the number of ranks that hold shards of a parameter.
+        device: the type of the device that the model trains on, e.g. ``"cpu"``.
+        dtypes: of the parameters, those that are floating-point numbers, e.g. ``{"float32"}``.
+        trained_dtypes: of those that are trained; of all where none is.
+        split: names of the parameters that a step splits over ``tp``; empty with one rank along it.
+        samples: in the example inputs, which are the batch of a replica; None where they do not say.
+        accumulate: the micro-batches that the user asks for; None where nothing is said.
+        max_grad_norm: the norm that the user asks for; None where nothing is said.
+        has_optimizer: whether the user gives a factory; None if unknown, in a plan without ``build``.
+        has_loss: whether the user gives a loss.
+    """
+
+    mesh: str
+    dp: int
+    pp: int
+    tp: int
+    device: str
+    dtypes: frozenset[str]
+    trained_dtypes: frozenset[str]
+    split: tuple[str, ...]
+    samples: int | None
+    accumulate: int | None
+    max_grad_norm: float | None
+    has_optimizer: bool | None
+    has_loss: bool
+
+    @classmethod
+    def of(cls, schedule: Schedule, options: Mapping[str, Any]) -> ScheduleFacts:
+        """Read them from a schedule, and from the options of a dialect.
+
+        Args:
+            schedule: to build.
+            options: with ``arguments``, those of ``build`` (:func:`slapo_core.dialect.arguments_as_options`), and
+                ``batch_axes``.
+        """
+        mesh, arguments = schedule.mesh, options.get("arguments") or {}
+        sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "tp")}
+        accumulate = arguments.get("accumulate", 1)
+        dtypes = parameter_types(schedule)
+        trained = frozenset(_name(one.dtype) for one in schedule.model.parameters() if one.requires_grad)
+        return cls(
+            mesh="none" if mesh is None else str(mesh),
+            **sizes,
+            device=device_of(schedule, arguments.get("device")),
+            dtypes=dtypes,
+            trained_dtypes=trained or dtypes,
+            split=tuple(_split(schedule)) if sizes["tp"] > 1 else (),
+            samples=samples_of(schedule.example_inputs, options.get("batch_axes") or {}),
+            accumulate=accumulate if accumulate > 1 else None,
+            max_grad_norm=arguments.get("max_grad_norm"),
+            has_optimizer=arguments.get("has_optimizer"),
+            has_loss=bool(arguments.get("has_loss")),
+        )
+
+    def micro_batches(self, options: Options, key: str) -> int:
+        """Fill in the number of micro-batches of a training step.
+
+        It is ``build(accumulate=...)``, else what the key says, else one for each rank of the pipeline.
+
+        Args:
+            options: of the runtime.
+            key: of the number.
+        """
+        if self.accumulate is not None:
+            return int(options.own(key, self.accumulate, f"build(accumulate={self.accumulate})", "say it once"))
+        if self.pp > 1:
+            return int(options.default(key, self.pp, f"one micro-batch for each of {self.pp} ranks of the pipeline"))
+        return int(options.default(key, 1, "nothing is accumulated"))
+
+
+def _split(schedule: Schedule) -> Iterator[str]:
+    for node in schedule.root.walk():
+        for name in node.parameters:
+            if any(mesh_dim == "tp" for mesh_dim, _ in node.layout(name).shards()):
+                yield f"{node.path}.{name}" if node.path else name
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def checked_axes(axes: Any) -> dict[str, int | None]:
@@ -85,9 +176,7 @@ def device_of(schedule: Schedule, asked: str | None) -> str:
 
 def parameter_types(schedule: Schedule) -> frozenset[str]:
     """The types of the parameters that are floating-point numbers, e.g. ``{"float32"}``."""
-    return frozenset(
-        str(one.dtype).removeprefix("torch.") for one in schedule.model.parameters() if one.dtype.is_floating_point
-    )
+    return frozenset(_name(one.dtype) for one in schedule.model.parameters() if one.dtype.is_floating_point)
 
 
 def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
@@ -144,4 +233,4 @@ def topology(mesh: Mesh) -> str:
 
 def _shown(value: Value) -> str:
     """``transformer_h_3 (batch, 16, 32) float32``."""
-    return f"{value.name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return f"{value.name} {tuple(value.shape)} {_name(value.dtype)}"
