@@ -37,6 +37,7 @@ class BuildArguments:
         max_grad_norm: the largest L2 norm of all gradients, e.g. ``1.0``; None does not clip.
         accumulate: how many micro-batches a training step takes; default 1.
         device: where the user wants the model; None leaves it where it is.
+        has_lr_scheduler: whether there is a factory of a scheduler of the learning rate.
     """
 
     has_optimizer: bool = False
@@ -44,6 +45,7 @@ class BuildArguments:
     max_grad_norm: float | None = None
     accumulate: int = 1
     device: torch.device | None = None
+    has_lr_scheduler: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
         "has_loss": arguments.has_loss,
         "has_optimizer": arguments.has_optimizer,
         "max_grad_norm": arguments.max_grad_norm,
+        **({"has_lr_scheduler": True} if arguments.has_lr_scheduler else {}),
     }
 
 

@@ -1,17 +1,20 @@
-"""Batches: arguments by parameter, input signature, micro-batches, and the loss."""
+"""Batches: arguments by parameter, input signature, micro-batches, the loss and its weight."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slapo_core.errors import ArgumentError, BuildError
+from slapo_core.errors import ArgumentError, BuildError, RankMismatchError
 from slapo_runtime.private import pytree
+
+if TYPE_CHECKING:
+    from slapo_core.layout import Mesh
 
 # From a batch to the arguments of the model's forward, by parameter: what the stages of a pipeline read.
 
@@ -185,7 +188,7 @@ def micro_batches(
     return [_cut(batch, number * size, size, axes) for number in range(count)]
 
 
-def labels_left_out(parts: list[Any], *, option: str = "accumulate") -> str | None:
+def labels_left_out(parts: list[Any]) -> str | None:
     """Explain why the mean of the micro-batches' losses may differ from the batch's; None if no reason is found.
 
     A mean over labels weighs a micro-batch by its number of labels; their gradients have equal weights.
@@ -198,8 +201,7 @@ def labels_left_out(parts: list[Any], *, option: str = "accumulate") -> str | No
                 return (
                     f"{place} has {', '.join(map(str, counts))} labels other than {_LEFT_OUT} in the micro-batches, "
                     "which have equal weights: the mean of their losses is not the mean over the batch's labels; for "
-                    "that, let loss= divide the sum over labels by a number that the batch gives as a tensor without "
-                    f"axes, divided by {option}"
+                    "that, build(..., loss_weight=lambda batch: number of labels in the batch)"
                 )
     return None
 
@@ -367,3 +369,132 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}" if value is not None else "None"
+
+
+ITEMS = "num_items_in_batch"
+"""The argument by which models of transformers divide a sum of losses, instead of taking their mean."""
+
+
+class LossWeights:
+    """Scale the losses of micro-batches, so that the runtimes' mean over them is the mean over all items.
+
+    A runtime averages the losses of ``n`` micro-batches and of the replicas. With the weight ``w`` of a micro-batch,
+    and ``W`` that of all micro-batches of all replicas, a loss is multiplied by ``w * n * replicas / W``. A loss that
+    the model has divided by ``num_items_in_batch`` already is a part of a sum: it is multiplied by ``n * replicas``.
+
+    Args:
+        mesh: of the schedule.
+        function: the user's ``loss_weight``; None without one.
+        device: that process groups send from.
+    """
+
+    def __init__(self, mesh: Mesh | None, function: Callable[[Any], Any] | None, device: torch.device) -> None:
+        self._function, self._device = function, device
+        self._replicas = mesh.size("dp") if mesh is not None else 1
+        self._group = mesh.group("dp") if mesh is not None and self._replicas > 1 else None
+        self._is_compared = False
+        self._scales: list[tuple[Any, torch.Tensor]] = []
+
+    def applies(self, batch: Any) -> bool:
+        """Whether losses of a batch are weighted."""
+        return self._function is not None or _items(batch) is not None
+
+    def scales(self, batches: Sequence[Any], *, training: bool) -> list[torch.Tensor] | None:
+        """Return what the loss of each micro-batch is multiplied by; None where nothing is weighted.
+
+        A collective over the replicas for a training step. In an evaluation the weights are those of one replica.
+
+        Args:
+            batches: the micro-batches of a step, or a batch alone.
+            training: whether gradients are averaged over replicas afterwards.
+
+        Raises:
+            BuildError: ``loss_weight`` gives no number, or 0 for all of them; or it is given for a batch that has
+                ``num_items_in_batch``.
+            RankMismatchError: replicas have another ``num_items_in_batch``.
+        """
+        items = _items(batches[0])
+        if items is not None:
+            self._check_items(items)
+            return [torch.tensor(float(len(batches) * self._replicas))] * len(batches)
+        if self._function is None:
+            return None
+        weights = torch.stack([self._weight(batch) for batch in batches]).to(self._device)
+        total, replicas = weights.sum(), 1
+        if training and self._group is not None:
+            import torch.distributed as dist
+
+            dist.all_reduce(total, group=self._group)
+            replicas = self._replicas
+        if not total > 0:
+            raise BuildError(
+                f"loss_weight gives {float(total):g} for all micro-batches together",
+                hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
+            )
+        return list((weights * (len(batches) * replicas / total)).unbind())
+
+    def prepare(self, batches: Sequence[Any]) -> None:
+        """Weigh the micro-batches of a training step, whose losses :meth:`scaled` is given one after the other."""
+        scales = self.scales(batches, training=True)
+        self._scales = [] if scales is None else list(zip(batches, scales, strict=True))
+
+    def scaled(self, loss: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch, scaled in a training step.
+
+        Args:
+            loss: a scalar tensor.
+            batch: one of those given to :meth:`prepare`, or a batch that is a step of its own.
+        """
+        if not self.applies(batch):
+            return loss
+        if torch.is_grad_enabled():
+            if not any(one is batch for one, _ in self._scales):
+                self.prepare([batch])
+            number = next(number for number, (one, _) in enumerate(self._scales) if one is batch)
+            return times(loss, self._scales.pop(number)[1])
+        scales = self.scales([batch], training=False)
+        return times(loss, None if scales is None else scales[0])
+
+    def _weight(self, batch: Any) -> torch.Tensor:
+        assert self._function is not None
+        weight: Any = self._function(batch)
+        if not isinstance(weight, (int, float)) and not (isinstance(weight, torch.Tensor) and weight.numel() == 1):
+            raise BuildError(
+                f"loss_weight must return a number, or a tensor of one (got {weight!r})",
+                hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
+            )
+        return torch.as_tensor(weight, dtype=torch.float64).detach().reshape(()).cpu()
+
+    def _check_items(self, items: Any) -> None:
+        """Refuse a count of one replica's own items, in the first step."""
+        if self._function is not None:
+            raise BuildError(
+                f"loss_weight is given, and the batch has '{ITEMS}', by which the model divides its loss itself",
+                hint=f"leave out loss_weight, or '{ITEMS}'",
+            )
+        if self._is_compared or self._group is None:
+            return
+        import torch.distributed as dist
+
+        self._is_compared = True
+        own = torch.tensor(float(items), dtype=torch.float64, device=self._device)
+        everywhere = [torch.empty_like(own) for _ in range(self._replicas)]
+        dist.all_gather(everywhere, own, group=self._group)
+        if any(one != own for one in everywhere):
+            raise RankMismatchError(
+                f"'{ITEMS}' of the batch is {', '.join(f'{float(one):g}' for one in everywhere)} on the replicas: it "
+                "counts the items of the batches of all of them, and must be the same",
+                hint="torch.distributed.all_reduce the counts first; or leave it out, and give build(loss_weight=...)",
+            )
+
+
+def times(loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Multiply a loss by a scale, in the loss's dtype; None is 1. A mean over no items is NaN, and counts 0."""
+    if scale is None:
+        return loss
+    scale = scale.to(loss.device, loss.dtype)
+    return torch.where(scale == 0, torch.zeros_like(loss), loss * scale)
+
+
+def _items(batch: Any) -> Any:
+    return batch.get(ITEMS) if isinstance(batch, Mapping) else None

@@ -64,6 +64,8 @@ def build(
     seed: int = 0,
     accumulate: int = 1,
     elementwise: bool = False,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    loss_weight: Callable[[Any], Any] | None = None,
     **config: Any,
 ) -> Engine:
     """Hand a scheduled model to a runtime, with its values in place; every rank of the mesh calls it.
@@ -85,6 +87,14 @@ def build(
             gradients are their mean, which is the batch's for a loss that is a mean over equally weighted samples.
         elementwise: whether the optimizer updates every element by that element's own gradients alone, as SGD and AdamW
             do. One that is not known to is refused where a parameter is split, unless this says so.
+        lr_scheduler: a factory that is given the optimizer, e.g.
+            ``lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)``. It steps after each step
+            of the optimizer, and is saved and resumed with the engine.
+        loss_weight: ``loss_weight(batch)``, of how many items the loss of a (micro-)batch is the mean, e.g.
+            ``lambda batch: (batch["labels"] != -100).sum()``: micro-batches and replicas then count by it, and the loss
+            that a replica is given is scaled so that the mean over replicas is that of all items. Default: they count
+            equally. A batch with ``num_items_in_batch``, by which models of transformers divide a sum themselves, needs
+            none: it counts the items of all replicas, and their losses are summed.
         config: options of the dialect.
 
     Raises:
@@ -102,7 +112,18 @@ def build(
         raise ArgumentError(
             f"build takes a schedule (got {type(sch).__name__})", hint="build(slapo_core.create_schedule(model))"
         )
-    arguments = Arguments(optimizer, weights, loss, max_grad_norm, device, seed, accumulate, elementwise)
+    arguments = Arguments(
+        optimizer,
+        weights,
+        loss,
+        max_grad_norm,
+        device,
+        seed,
+        accumulate,
+        elementwise,
+        lr_scheduler,
+        loss_weight,
+    )
     try:
         with World(sch.mesh) as world:
             return _Build(sch, arguments, world).run(target, config)
@@ -194,6 +215,8 @@ class Arguments:
     seed: int
     accumulate: int = 1
     elementwise: bool = False
+    lr_scheduler: Any = None
+    loss_weight: Any = None
 
     def check(self) -> None:
         """Refuse what cannot be meant.
@@ -226,7 +249,21 @@ class Arguments:
             raise BuildError(
                 f"max_grad_norm must be positive (got {self.max_grad_norm})", hint="max_grad_norm=1.0, or None"
             )
-
+        if self.lr_scheduler is not None and not callable(self.lr_scheduler):
+            raise OptimizerError(
+                f"lr_scheduler must be a factory (got {type(self.lr_scheduler).__name__})",
+                hint="lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
+            )
+        if self.lr_scheduler is not None and self.optimizer is None:
+            raise OptimizerError(
+                "lr_scheduler is given, and no optimizer whose learning rate it would set",
+                hint="build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4), lr_scheduler=...)",
+            )
+        if self.loss_weight is not None and not callable(self.loss_weight):
+            raise BuildError(
+                f"loss_weight must be a function of the batch (got {self.loss_weight!r})",
+                hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
+            )
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise BuildError(
                 f"accumulate must be a positive number of micro-batches (got {self.accumulate!r})", hint="accumulate=4"
@@ -240,6 +277,7 @@ class Arguments:
             max_grad_norm=self.max_grad_norm,
             accumulate=self.accumulate,
             device=self.torch_device(),
+            has_lr_scheduler=self.lr_scheduler is not None,
         )
 
     def torch_device(self) -> torch.device | None:

@@ -19,16 +19,19 @@ from slapo_core.layout import accelerator
 from slapo_runtime.batches import (
     InputSignature,
     LossCall,
+    LossWeights,
     bound_batch,
     in_mode,
     labels_left_out,
     micro_batches,
+    times,
     trained,
 )
 from slapo_runtime.consistency import FirstSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.private import tree_map_only
 from slapo_runtime.stages import Outputs, Part, StagedModel, ask
+from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
 from slapo_runtime.weights.optimizer import make_optimizer, same_groups
 from slapo_runtime.world import together
 
@@ -75,12 +78,14 @@ class StagedBatch:
         batches: the micro-batches, with the batch's structure.
         inputs: of each, the arguments of the model's forward by parameter.
         loss_call: finds the loss.
+        scales: of the loss of each micro-batch; None where they count equally.
     """
 
     staged: StagedModel
     batches: Sequence[Any]
     inputs: Sequence[Mapping[str, Any]]
     loss_call: LossCall
+    scales: Sequence[torch.Tensor] | None = None
 
     def loss(self, number: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar tensor.
@@ -92,7 +97,8 @@ class StagedBatch:
         Raises:
             BuildError: there is no loss in the output, or the user's function gives no scalar.
         """
-        return trained(self.loss_call.loss_of(self.staged.partition.output.assemble(values), self.batches[number]))
+        loss = self.loss_call.loss_of(self.staged.partition.output.assemble(values), self.batches[number])
+        return trained(times(loss, None if self.scales is None else self.scales[number]))
 
 
 def _loss(output: Output) -> tuple[str, ...]:
@@ -196,6 +202,32 @@ class BuildContext:
             same_groups(self._mesh, optimizer)
         return optimizer
 
+    def make_lr_scheduler(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        """Call the user's factory of a scheduler of the learning rate; None if there is none.
+
+        The engine calls its ``step()`` after each step of the optimizer, and not where that was skipped.
+
+        Args:
+            optimizer: of torch, whose groups it sets; None where nothing is trained.
+
+        Raises:
+            OptimizerError: it made something else, or a scheduler of another optimizer.
+        """
+        with self.together("making the scheduler of the learning rate"):
+            return make_lr_scheduler(self._arguments.lr_scheduler, optimizer)
+
+    @property
+    def lr_scheduler(self) -> Callable[[Any], Any] | None:
+        """The user's factory, for a runtime that must call it itself."""
+        factory: Callable[[Any], Any] | None = self._arguments.lr_scheduler
+        return factory
+
+    @functools.cached_property
+    def _weights(self) -> LossWeights:
+        here = [live.tensor.device for live in self.state.tensors() if live.is_local]
+        device = self.device or next(iter(here), torch.device("cpu"))
+        return LossWeights(self._mesh, self._arguments.loss_weight, device)
+
     @property
     def placement(self) -> Placement | None:
         """The placement of tensors on pipeline ranks; None for one pipeline rank.
@@ -217,7 +249,8 @@ class BuildContext:
     ) -> StagedBatch:
         """Cut a batch into micro-batches, and find their stages.
 
-        As :meth:`micro_batches` does; the last stage needs what the loss is found in. Nothing is communicated.
+        As :meth:`micro_batches` does; the last stage needs what the loss is found in. Nothing is communicated but
+        the weights of losses.
 
         Args:
             batch: in any form of ``train_step``.
@@ -235,8 +268,9 @@ class BuildContext:
                 or there is no loss.
             TraceError: the model cannot be cut for it.
         """
-        batches = self.micro_batches(batch, count, axes=axes, option=option)
-        return self._staged(batches, training=training, axes=axes, prepare=prepare)
+        batches = self._split_batch(batch, count, axes=axes, option=option)
+        scales = self._weights.scales(batches, training=training)
+        return self._staged(batches, training=training, axes=axes, prepare=prepare, scales=scales)
 
     def staged_example(
         self,
@@ -267,6 +301,7 @@ class BuildContext:
         training: bool,
         axes: Mapping[str, int | None] | None,
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+        scales: Sequence[torch.Tensor] | None = None,
     ) -> StagedBatch:
         """Find the stages of micro-batches."""
         for_loss = self._arguments.loss is not None
@@ -285,7 +320,7 @@ class BuildContext:
         if pick is not None and not pick(staged.partition.output):
             self._loss_call.loss_of(staged.partition.output.assemble({}), None)  # says that there is none
         own = [tree_map_only(torch.Tensor, _apart, one) for one in inputs]
-        return StagedBatch(staged, batches, own, self._loss_call)
+        return StagedBatch(staged, batches, own, self._loss_call, scales)
 
     def part(self, partition: Partition) -> torch.nn.Module:
         """Return a module with this rank's modules and tensors at the reference paths, without a forward.
@@ -332,14 +367,23 @@ class BuildContext:
         Raises:
             BuildError: the samples do not divide, or tensors differ in their number.
         """
+        batches = self._split_batch(batch, count, axes=axes, option=option)
+        if torch.is_grad_enabled():
+            self._weights.prepare(batches)
+        return batches
+
+    def _split_batch(
+        self, batch: Any, count: int | None, *, axes: Mapping[str, int | None] | None, option: str
+    ) -> list[Any]:
+        """Cut a batch, and warn once where micro-batches of unequal weight count equally."""
         option = option or ("accumulate" if count is None else "microbatches")
         count = self.accumulate if count is None else count
         batches = self._cut(batch, count, option, axes)
-        if len(batches) > 1 and not self._is_cut:
+        if len(batches) > 1 and not self._is_cut and not self._weights.applies(batch):
             self._is_cut = True
-            reason = labels_left_out(batches, option=option)
+            reason = labels_left_out(batches)
             if reason is not None:
-                warnings.warn(reason, stacklevel=3)
+                warnings.warn(reason, stacklevel=4)
         return batches
 
     def _cut(self, batch: Any, count: int, option: str, axes: Mapping[str, int | None] | None) -> list[Any]:
@@ -373,12 +417,13 @@ class BuildContext:
             switch_to_training(self.schedule.model)
         with self._first.watched(batch):
             loss, output = self._loss_call(batch, forward)
-        return trained(loss), output
+        return trained(self._weights.scaled(loss, batch)), output
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss in evaluation mode without gradients, and restore every module's mode."""
         with self.evaluating(batch):
-            return self._loss_call(batch)
+            loss, output = self._loss_call(batch)
+            return self._weights.scaled(loss, batch), output
 
     @contextlib.contextmanager
     def training(self, batch: Any) -> Iterator[None]:
@@ -407,6 +452,13 @@ class BuildContext:
         finally:
             for module, training in modes:
                 module.training = training
+
+    def training_is_over(self) -> None:
+        """Say that the first training step has ended, where neither the user's optimizer nor :meth:`clip_gradients` do.
+
+        Later steps do not compare the ranks. It may be called again.
+        """
+        self._first.training_is_over()
 
     def sum_tied_gradients(self, attribute: str = "grad") -> None:
         """Sum the gradients of parameters tied across pipeline ranks: a collective.

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import BuildError
 from slapo_core.internals import parameters_of
 from slapo_runtime.private import write_count
+from slapo_runtime.stage_runner import advance
+from slapo_runtime.weights.lr_scheduler import NAME, resume, saved
 
 if TYPE_CHECKING:
     import torch
 
+    from slapo_core.layout import Mesh
     from slapo_runtime.context import BuildContext
     from slapo_runtime.state import ModelState
     from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
@@ -29,10 +32,13 @@ class StatefulEngine:
 
     Attributes:
         optimizer: None where the engine only evaluates, or is closed.
+        lr_scheduler: the user's scheduler of the learning rate, which steps after each step of the optimizer; None
+            without one.
         _state: ``context.state``.
     """
 
     optimizer: Any
+    lr_scheduler: Any = None
     _state: ModelState
     _reason: str | None = None  # why it is closed
 
@@ -61,14 +67,15 @@ class StatefulEngine:
 
     def _beside(self) -> Mapping[str, Any]:
         """Return the runtime's further state for checkpoints, as JSON, by name."""
-        return {}
+        return saved(self.lr_scheduler)
 
     def _uses(self) -> Collection[str]:
         """Return the names of :meth:`_beside` that this engine loads; a warning names the others."""
-        return ()
+        return (NAME,) if self.lr_scheduler is not None else ()
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
         """Take what :meth:`_beside` of the engine that saved it gave, after weights and optimizer; ``{}``: nothing."""
+        resume(self.lr_scheduler, runtime)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -115,6 +122,78 @@ class StatefulEngine:
             f"the engine is closed{reason and ', because '}{reason}",
             hint="schedule and build a fresh model, with weights=engine.state_dict()",
         )
+
+
+class PipelineEngine(StatefulEngine):
+    """What engines of pipelines share: where a step is, the exchange of the loss, and refusals.
+
+    An engine that derives from it sets ``_mesh``, passes :meth:`_stand` to what runs the stages, and runs its steps
+    inside of :meth:`_closing`.
+
+    Attributes:
+        _mesh: of the schedule.
+    """
+
+    _mesh: Mesh
+    _at = "nothing"  # of a step, for the message of an error
+
+    def _stand(self, what: str) -> None:
+        """Note what this rank does just now."""
+        self._at = what
+
+    def _exchange_loss(
+        self, own: Sequence[torch.Tensor], *, drew: bool, device: torch.device, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the mean loss of the micro-batches on every rank of the replica: a collective over ``pp``.
+
+        All ranks move on in torch's random numbers where a stage drew any.
+
+        Args:
+            own: the losses, on the rank of the last stage; empty on others.
+            drew: whether a stage of this rank used random numbers.
+            device: that the group sends from.
+            dtype: of the loss; None: that of the losses, on every rank.
+        """
+        import torch
+        import torch.distributed as dist
+
+        self._stand("exchanging the loss")
+        message = torch.zeros(3, dtype=torch.float64, device=device)
+        message[2] = drew
+        if own:
+            mean = torch.stack(list(own)).mean()
+            message[0], message[1] = mean, _LOSS_TYPES.index(str(mean.dtype))
+        dist.all_reduce(message, group=self._mesh.group("pp"))
+        loss, kind, has_drawn = message.unbind()
+        if has_drawn:
+            advance()
+        return loss.to(dtype or getattr(torch, _LOSS_TYPES[int(kind)].removeprefix("torch.")))
+
+    def _refuse_autocast(self, device: torch.device, target: str, hint: str) -> None:
+        """Refuse a step under autocast, where ranks find the other stages on placeholders, which autocast ignores.
+
+        Raises:
+            BuildError: it is called under torch.autocast.
+        """
+        import torch
+
+        if torch.is_autocast_enabled(device.type):
+            raise BuildError(
+                f"a step of a pipeline of target '{target}' was called under torch.autocast: the dtypes of P2P "
+                "messages would differ between ranks",
+                hint=hint,
+            )
+
+    def _require_open(self) -> None:
+        """
+        Raises:
+            BuildError: the engine is closed, by the user or after a failed step.
+        """
+        if self._reason is not None:
+            raise self._closed(self._reason)
+
+
+_LOSS_TYPES = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
 
 
 REBUILD = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"

@@ -88,6 +88,7 @@ class TorchEngine(StatefulEngine):
     def __init__(self, plan: Plan, context: BuildContext) -> None:
         self.plan = plan
         self.optimizer = context.make_optimizer()
+        self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         self._module = context.schedule.model
         self._state = context.state
         self._compute_loss, self._evaluate = context.compute_loss, context.evaluate
@@ -141,6 +142,8 @@ class TorchEngine(StatefulEngine):
             losses.append(loss.detach())
         norm = runtime.clip_gradients()
         optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         if len(batches) > 1:
             return StepResult(torch.stack(losses).mean(), None, norm)
         return StepResult(losses[0], output, norm)
@@ -164,4 +167,4 @@ class TorchEngine(StatefulEngine):
         """Let go of the optimizer and of DistributedDataParallel; the model and its state stay."""
         if self._runtime is not None:
             self._runtime.close()
-        self._runtime = self.optimizer = None
+        self._runtime = self.optimizer = self.lr_scheduler = None

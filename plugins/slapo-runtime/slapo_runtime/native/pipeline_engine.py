@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
-from slapo_runtime.engine import StatefulEngine
+from slapo_runtime.engine import PipelineEngine
 from slapo_runtime.flat_shards import buckets
 from slapo_runtime.native.running_stage import Runner
 from slapo_runtime.native.schedules import schedule_of
-from slapo_runtime.stage_runner import StageCache, advance, step_seed
+from slapo_runtime.stage_runner import StageCache, step_seed
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -160,10 +160,7 @@ def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-class PipelineEngine(StatefulEngine):
+class TorchPipelineEngine(PipelineEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` by torch.distributed.pipelining.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
@@ -185,6 +182,7 @@ class PipelineEngine(StatefulEngine):
         self.plan, self._context, self._mesh = plan, context, mesh
         self._state = context.state
         self.optimizer = context.make_optimizer()
+        self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         self._ranks, self._rank = context.stage_ranks, mesh.rank("pp")
         self._count: int = plan.config["microbatches"]
         here = [live for live in self._state.tensors() if live.is_local]
@@ -195,7 +193,6 @@ class PipelineEngine(StatefulEngine):
         self._forms = StageCache(context, self._count, self._axes, "", self._runner)
         self._sent: dict[int, list[int]] = {}  # bytes, by stage
         self._part: nn.Module | None = None
-        self._at = "nothing"  # of a step, for the message of an error
 
     @property
     def module(self) -> nn.Module:
@@ -227,6 +224,8 @@ class PipelineEngine(StatefulEngine):
             norm = self._context.clip_gradients()
             self._at = "the step of the optimizer"
             self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
@@ -315,30 +314,15 @@ class PipelineEngine(StatefulEngine):
 
     def _loss(self, work: Work) -> Tensor:
         """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
-        self._at = "exchanging the loss"
-        message = torch.zeros(3, dtype=torch.float64, device=self._device)
-        message[2] = work.drew
-        if self._ranks[-1] == self._rank:
-            own = torch.stack([work.losses[number] for number in range(self._count)]).mean()
-            message[0], message[1] = own, _DTYPES.index(own.dtype)
-        dist.all_reduce(message, group=self._mesh.group("pp"))
-        loss, kind, drew = message.unbind()
-        if drew:
-            advance()
-        return loss.to(_DTYPES[int(kind)])
+        is_last = self._ranks[-1] == self._rank
+        own = [work.losses[number] for number in range(self._count)] if is_last else []
+        return self._exchange_loss(own, drew=work.drew, device=self._device)
 
     # -- the end ----------------------------------------------------------------------------------------------
-
-    def _stand(self, what: str) -> None:
-        self._at = what
 
     def close(self) -> None:
         """Let go of the optimizer and the stages; the model and its state stay."""
         if self._reason is None:
             self._reason = ""
         self._forms.close()
-        self.optimizer = None
-
-    def _require_open(self) -> None:
-        if self._reason is not None:
-            raise self._closed(self._reason)
+        self.optimizer = self.lr_scheduler = None

@@ -1,0 +1,164 @@
+"""Losses that are means over unequal numbers of tokens count by these numbers, over micro-batches and replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slapo_core as slapo
+from slapo_runtime.launcher import run_ranks
+from tests.messages import Messages
+
+LEFT_OUT = -100
+STEPS = 3
+
+
+class Tagger(nn.Module):
+    """Two layers over tokens; the loss is given, or divided by ``num_items_in_batch`` as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.up = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        logits = self.head(self.up(self.embed(tokens)).tanh()).flatten(0, 1)
+        kind = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=LEFT_OUT, reduction=kind)
+        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
+
+
+def model() -> Tagger:
+    torch.manual_seed(3)
+    return Tagger().double()
+
+
+def whole(step: int) -> dict[str, torch.Tensor]:
+    """Eight sequences, whose numbers of labels differ much: one of four micro-batches has none."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(11, (8, 6), generator=generator)
+    labels = torch.randint(5, (8, 6), generator=generator)
+    for row, count in enumerate((0, 0, 6, 5, 6, 6, 4, 3)):
+        labels[row, count:] = LEFT_OUT
+    return {"tokens": tokens, "labels": labels}
+
+
+def count(batch: Any) -> torch.Tensor:
+    return (batch["labels"] != LEFT_OUT).sum()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """One process, the whole batch: the mean over all labels."""
+    plain = model()
+    optimizer, losses = sgd(plain.parameters()), []
+    for step in range(STEPS):
+        loss = plain(**whole(step))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, plain.state_dict()
+
+
+def train(mesh: Any, way: str, options: Any) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """Train a rank's share of the batch; the losses are those of its replica."""
+    example = whole(0)
+    sch = slapo.create_schedule(model(), mesh=mesh, example_inputs=example)
+    if mesh and "pp" in mesh:
+        sch["up"].pipeline_split()
+    weight = {"loss_weight": count} if way == "loss_weight" else {}
+    engine: Any = slapo.build(sch, optimizer=sgd, **weight, **options)
+    replicas, place = (sch.mesh.size("dp"), sch.mesh.rank("dp")) if sch.mesh is not None else (1, 0)
+    losses = []
+    for step in range(STEPS):
+        batch: dict[str, Any] = {name: one.chunk(replicas)[place] for name, one in whole(step).items()}
+        if way == "num_items_in_batch":
+            batch["num_items_in_batch"] = count(whole(step))
+        losses.append(float(engine.train_step(batch).loss.detach()))
+    share: dict[str, Any] = {name: one.chunk(replicas)[place] for name, one in whole(9).items()}
+    return losses, engine.state_dict(), float(engine.eval_step(share).loss)
+
+
+def compare(found: list[tuple[list[float], dict[str, torch.Tensor], float]], replicas: int) -> None:
+    losses, state = reference()
+    for _, own, _ in found:
+        for name, value in own.items():
+            torch.testing.assert_close(value, state[name], rtol=1e-10, atol=1e-12)
+    means = torch.tensor([own for own, _, _ in found], dtype=torch.float64).mean(0)
+    torch.testing.assert_close(means, torch.tensor(losses, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+    assert replicas <= len(found)
+
+
+@pytest.mark.parametrize("way", ["loss_weight", "num_items_in_batch"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_micro_batches_count_by_their_labels(accumulate: int, way: str) -> None:
+    compare([train(None, way, {"accumulate": accumulate})], 1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_plain_mean_of_means_is_another_training(accumulate: int) -> None:
+    """The comparison sees the difference: without weights it fails, and accumulating warns of it."""
+    if accumulate == 1:
+        compare([train(None, "", {})], 1)
+        return
+    with pytest.warns(UserWarning, match="loss_weight"), pytest.raises(AssertionError):
+        compare([train(None, "", {"accumulate": accumulate})], 1)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["loss_weight", "num_items_in_batch"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [({"dp": 2}, {"accumulate": 2}), ({"pp": 2}, {"microbatches": 4}), ({"pp": 2, "dp": 2}, {"microbatches": 2})],
+    ids=str,
+)
+def test_replicas_and_stages_count_by_their_labels(mesh: Any, options: Any, way: str) -> None:
+    size = 1
+    for ranks in mesh.values():
+        size *= ranks
+    compare(run_ranks(train, mesh, way, options, world_size=size), mesh.get("dp", 1))
+
+
+def counted_alone() -> str:
+    sch = slapo.create_schedule(model(), mesh={"dp": 2})
+    engine = slapo.build(sch, optimizer=sgd)
+    own = {name: one.chunk(2)[sch.mesh.rank("dp")] for name, one in whole(0).items()}
+    with pytest.raises(slapo.RankMismatchError) as error:
+        engine.train_step({**own, "num_items_in_batch": count(own)})
+    return str(error.value)
+
+
+@pytest.mark.ranks
+def test_a_count_of_one_replica_alone_is_refused(message: Messages) -> None:
+    one, other = run_ranks(counted_alone, world_size=2)
+    assert one == other
+    message(one, "num_items_in_batch", "11", "19", "the replicas")
+
+
+@pytest.mark.parametrize(
+    ("weight", "word"), [(lambda batch: batch["labels"], "a number"), (lambda batch: 0, "0 for all")], ids=["all", "0"]
+)
+def test_weights_that_are_no_numbers_are_refused(weight: Any, word: str) -> None:
+    engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=weight)
+    before = {name: one.clone() for name, one in engine.state_dict().items()}
+    with pytest.raises(slapo.BuildError, match=word):
+        engine.train_step(whole(0))
+    assert all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
+
+
+def test_both_ways_at_once_are_refused() -> None:
+    engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=count)
+    with pytest.raises(slapo.BuildError, match="num_items_in_batch"):
+        engine.train_step({**whole(0), "num_items_in_batch": count(whole(0))})
+    with pytest.raises(slapo.BuildError, match="loss_weight"):
+        slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=3)  # type: ignore[arg-type]
