@@ -11,9 +11,9 @@ import json
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,6 +21,12 @@ from slapo_runtime import launcher
 
 ROOT = Path(__file__).parent.parent
 DURATIONS = ROOT / "tests" / "durations.json"
+C = TypeVar("C")
+
+
+def sampled(cases: Iterable[C], step: int = 2) -> list[C]:
+    """Return every ``step``-th case of a table; all of them in ``make test-all``."""
+    return list(cases)[:: 1 if os.environ.get("SLAPO_TEST_WHOLE") else step]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

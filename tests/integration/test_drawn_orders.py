@@ -10,10 +10,11 @@ from tests.integration.orders.drawing import Undo, draw
 from tests.integration.orders.families import FAMILIES, batch_of, family, model_of
 from tests.integration.orders.pairs import MUST_WORK, NAMES, pairs
 from tests.integration.orders.running import applied, preload, run
+from tests.tiers import sampled
 
 preload()
 
-SEEDS = range(20)
+SEEDS = sampled(range(20))
 
 
 @pytest.mark.ranks

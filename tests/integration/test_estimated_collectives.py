@@ -22,6 +22,7 @@ from slapo_runtime.launcher import run_process
 from tests.integration.bank.models import LENGTH, MODELS, batch_of
 from tests.integration.bank.right import base
 from tests.integration.zoo.tensor_parallel import split
+from tests.tiers import sampled
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,24 @@ def wide() -> nn.Module:
     )  # fmt: skip
 
 
-CASES = (
-    Case("bert", "whole", 4),
-    Case("bert", "whole", 2, "bert.encoder.layer.*"),
-    Case("bert", "each", 2),
-    Case("gpt2", "whole", 4),
-    Case("gpt2", "each", 2, "transformer.h.1"),
-    Case("llama", "whole", 4, "model.layers.0"),
-    Case("llama", "sequence", 2),
-    Case("llama", "sequence", 2, "model.layers.*"),
-    Case("qwen3", "whole", 2),
-    Case("t5", "whole", 4),
-    Case("t5", "each", 2, "*.block.1"),
-    Case("vit", "whole", 2),
-    Case("wide", "all", 8),
-    Case("wide", "all", 8, "bert.encoder.layer.0"),
+CASES = sampled(
+    (
+        Case("bert", "whole", 4),
+        Case("bert", "whole", 2, "bert.encoder.layer.*"),
+        Case("bert", "each", 2),
+        Case("gpt2", "whole", 4),
+        Case("gpt2", "each", 2, "transformer.h.1"),
+        Case("llama", "whole", 4, "model.layers.0"),
+        Case("llama", "sequence", 2),
+        Case("llama", "sequence", 2, "model.layers.*"),
+        Case("qwen3", "whole", 2),
+        Case("t5", "whole", 4),
+        Case("t5", "each", 2, "*.block.1"),
+        Case("vit", "whole", 2),
+        Case("wide", "all", 8),
+        Case("wide", "all", 8, "bert.encoder.layer.0"),
+    ),
+    3,
 )
 
 

@@ -156,6 +156,7 @@ def trained(cases: tuple[Case, ...]) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_each_rank_holds_and_sends_what_was_estimated() -> None:
     measured = run_ranks(trained, CASES, world_size=2, timeout=300)

@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Callable[[Any]
     "llama": (llama, "model.layers.0", {"tp": split_llama, "kernels": kernels_llama}),
 }
 ORDERS = list(itertools.permutations(("tp", "kernels", "checkpoint")))
-SAMPLE = [("bert", ORDERS[2]), ("llama", ORDERS[0])]  # kernels first; tensor parallelism first
+SAMPLE = [("bert", ORDERS[2])]  # kernels first
 
 
 @pytest.mark.ranks
@@ -117,6 +117,7 @@ def test_every_order_is_verified_and_replayed(family: str, order: tuple[str, ...
     assert schedule.records == ()
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 def test_estimate_attributes_collectives_of_graphs_to_the_modules_and_steps_they_came_from() -> None:
     make, path, steps = FAMILIES["bert"]

@@ -12,6 +12,7 @@ import pytest
 from tests.integration.zoo.operations import OPERATIONS
 from tests.integration.zoo.patterns import PatternRow, patterns_in
 from tests.integration.zoo.subjects import subject
+from tests.tiers import sampled
 
 SAMPLE = {
     "bert": {"fusion.sdpa": 2, "fusion.bias_gelu": 2, "fusion.bias_dropout_add_norm": 4, "fusion.qkv": 2},
@@ -23,7 +24,7 @@ SAMPLE = {
 """Model -> how often each pattern is found in two layers (of T5: two of each stack)."""
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", sampled(SAMPLE, 3))
 def test_every_layer_has_its_matches_and_their_replacements_are_verified(name: str) -> None:
     row = patterns_in(subject(name))
     assert row.skipped is None

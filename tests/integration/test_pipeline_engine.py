@@ -309,6 +309,7 @@ def on_ranks(names: list[str]) -> list[bool]:
     return [bool(broken(name)) for name in names]
 
 
+@pytest.mark.breadth
 def test_what_is_left_out_is_found() -> None:
     names = ["the sum over ties", "a micro-batch", "a value that is sent"]
     assert np_any(run_ranks(on_ranks, names, world_size=2)) == [True] * 3

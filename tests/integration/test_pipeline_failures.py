@@ -12,6 +12,7 @@ import torch.distributed as dist
 import slapo_core as slapo
 from slapo_testing import run_ranks
 from tests.support import failing_pipelines as failing
+from tests.tiers import sampled
 
 CASES = {
     "forward": (1, "stage 1 in the forward", "ValueError"),
@@ -34,7 +35,7 @@ def on_rank(where: str, guilty: int) -> None:
     failing.train_until_it_fails(engine, failing.batch(6), steps=int(where == "second step"))
 
 
-@pytest.mark.parametrize("where", CASES)
+@pytest.mark.parametrize("where", sampled(CASES))
 def test_the_rank_that_failed_is_named_and_where_it_was(where: str) -> None:
     guilty, place, kind = CASES[where]
     error = failing.failure(on_rank, where, guilty, world_size=3)

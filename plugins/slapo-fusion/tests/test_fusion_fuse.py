@@ -16,6 +16,7 @@ from slapo_fusion import Fuse
 from slapo_fusion.compilers import AotEager, Inductor
 from slapo_graph.match import Region
 from tests.messages import Messages
+from tests.tiers import sampled
 
 from .small import bias_gelu, bias_gelu_dropout_add, dropout_add, gradients, layers, traced
 
@@ -26,7 +27,7 @@ def forget_what_was_compiled() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:fuse.compiler='torchscript'")
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "torchscript"])
+@pytest.mark.parametrize("compiler", sampled(["eager", "aot_eager", "torchscript"], 3))
 def test_each_compiler_keeps_the_numbers_in_training_and_evaluation_at_any_size(compiler: str) -> None:
     sch, x = traced(), torch.randn(2, 6)
     expected = gradients(layers(), x)
@@ -225,6 +226,7 @@ def test_torchscript_says_that_it_is_deprecated() -> None:
         traced()["0"].apply(Fuse(bias_gelu, "torchscript"))
 
 
+@pytest.mark.breadth
 def test_under_checkpoint_autocast_and_no_grad() -> None:
     sch, x = traced(), torch.randn(2, 6)
     expected = gradients(layers(), x)

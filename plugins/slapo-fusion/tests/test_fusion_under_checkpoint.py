@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import slapo_core as slapo
 from slapo_core.observers import goes_around
 from slapo_core.primitives.checkpoint import checkpoints
+from tests.tiers import sampled
 
 
 class Block(nn.Module):
@@ -22,7 +23,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:fuse.compiler='torchscript'", "ignore:a region fused by TorchScript")
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "torchscript"])
+@pytest.mark.parametrize("compiler", sampled(["eager", "aot_eager", "torchscript"], 3))
 def test_a_region_at_the_end_of_what_is_checkpointed(compiler: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).train()
@@ -35,7 +36,7 @@ def test_a_region_at_the_end_of_what_is_checkpointed(compiler: str) -> None:
     slapo.verify(sch)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", sampled(["eager", "aot_eager"]))
 def test_what_is_checkpointed_inside_of_what_is_compiled_draws_the_same_again(backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).train()

@@ -240,6 +240,7 @@ def test_every_kind_of_stage_trains_as_the_torch_target_and_as_by_hand() -> None
         assert thrice == []
 
 
+@pytest.mark.breadth
 def test_the_guards_are_needed_and_megatrons_own_communication_is_right_with_them() -> None:
     for guards, sent in run_ranks(on_rank, guards=True, world_size=2):
         assert guards["not marked as shared"][0].startswith("the norm of step 0: 136.")

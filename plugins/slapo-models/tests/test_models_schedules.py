@@ -194,6 +194,7 @@ def gated_t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**sizes, **form, **EAGER, use_cache=False))  # type: ignore[no-any-return]
 
 
+@pytest.mark.breadth
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "mesh", [{"tp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.breadth)], ids=lambda mesh: f"pp {len(mesh)}"

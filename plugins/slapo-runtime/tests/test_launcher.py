@@ -19,6 +19,7 @@ from slapo_core.errors import LaunchError, RankFailedError
 from slapo_runtime import launcher
 from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.ranks
 
@@ -295,7 +296,7 @@ def test_a_script_that_verifies_a_dry_schedule_without_a_main_guard_is_shown_the
     message(_last_error(done), "2 processes", "script.py", "`if __name__ == '__main__':`", "--nproc-per-node 2")
 
 
-@pytest.mark.parametrize("guard", ["if True:", 'if __name__ == "__main__":'])
+@pytest.mark.parametrize("guard", sampled(["if True:", 'if __name__ == "__main__":']))
 def test_a_script_on_standard_input_that_verifies_a_dry_schedule_is_told_to_be_a_file(
     tmp_path: Path, guard: str, message: Messages
 ) -> None:
@@ -305,7 +306,7 @@ def test_a_script_on_standard_input_that_verifies_a_dry_schedule_is_told_to_be_a
     message(_last_error(done), "2 processes", "no file '<stdin>'", "`python train.py`", "--nproc-per-node 2")
 
 
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_known", sampled([True, False]))
 def test_a_notebook_verifies_what_modules_define_and_is_told_of_its_own_classes(
     tmp_path: Path, is_known: bool, message: Messages
 ) -> None:
@@ -373,7 +374,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("in_the_callers_group", [False, True])
+@pytest.mark.parametrize("in_the_callers_group", sampled([False, True]))
 def test_no_rank_outlives_a_caller_that_was_killed_and_others_of_its_group_do(
     tmp_path: Path, in_the_callers_group: bool
 ) -> None:

@@ -25,6 +25,7 @@ from slapo_testing.checks.declarations import documentation_violations
 from slapo_testing.probe import probe
 from tests.messages import Messages
 from tests.support import kit_primitives as kit
+from tests.tiers import sampled
 
 CHECK = {check.name: check for check in CHECKS}
 PRIMITIVES = [
@@ -312,7 +313,7 @@ IMPORTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", IMPORTS)
+@pytest.mark.parametrize("module", sampled(IMPORTS, 3))
 def test_an_import_that_is_not_light_is_caught(
     fake_distributions: FakeEnvironment, module: str, message: Messages
 ) -> None:

@@ -12,6 +12,7 @@ from slapo_testing import CHECKS, FakeDistribution, FakeEnvironment
 from slapo_testing.conformance import Finding, check_plugin
 from tests.dists.healthy import acme, with_hooks
 from tests.messages import Messages
+from tests.tiers import sampled
 
 MARK = '''
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ BAD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", sampled(BAD))
 def test_what_is_wrong_with_a_plugin_is_found(
     fake_distributions: FakeEnvironment, name: str, message: Messages
 ) -> None:

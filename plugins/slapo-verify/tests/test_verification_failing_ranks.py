@@ -85,6 +85,7 @@ def test_every_rank_names_the_rank_that_raised_and_the_step(case: str, step: str
 
 
 @pytest.mark.breadth
+@pytest.mark.breadth
 @pytest.mark.parametrize("case", ["forward", "backward"])
 def test_every_rank_of_a_mesh_with_two_dimensions_names_it_too(case: str, found_wide: Found) -> None:
     require_named(found_wide, case, f"phase='{case}') at 'down'")
@@ -131,6 +132,7 @@ def test_a_rank_that_leaves_out_a_collective_ends_the_others_wait(found: Found) 
         assert f"#5 leave_out(({len(found) - 1},)) at 'head'" in text
 
 
+@pytest.mark.breadth
 def test_after_a_failure_verify_and_the_users_groups_work(found: Found, found_wide: Found) -> None:
     for ranks, total in ((found, 2 * 2 * 2), (found_wide, 8 * 2 * 4 * 4)):
         for rank in ranks:
