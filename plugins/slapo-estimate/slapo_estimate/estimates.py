@@ -13,15 +13,14 @@ from torch import nn
 from slapo_core.errors import ArgumentError, LaunchError, SlapoError
 from slapo_core.layout import Mesh, check_sizes
 from slapo_estimate.device import DeviceSpec
-from slapo_estimate.rank_process import RankResult, Request, simulate
 from slapo_estimate.results import Estimate
 from slapo_estimate.source import Functions, Source, of_schedule, require_sendable, sendable_batch
-from slapo_estimate.training_step import with_waiting
 from slapo_runtime.launcher import preload_modules, run_process
 from slapo_runtime.schedule_copies import installed_modules
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+    from slapo_estimate.rank_process import RankResult, Request
 
 Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -189,6 +188,9 @@ def estimate_source(
             "makes one; without it no time is predicted",
         )
     _check(sizes, rank, optimizer, loss, accumulate)
+    from slapo_estimate.rank_process import Request  # with torch's fake tensors, which are slow to import
+    from slapo_estimate.training_step import with_waiting
+
     request = Request(
         source,
         sizes,
@@ -215,6 +217,8 @@ def estimate_source(
 
 def _simulated(request: Request, timeout: float) -> RankResult:
     preload_modules("slapo_estimate.rank_process")
+    from slapo_estimate.rank_process import simulate
+
     try:
         result = run_process(simulate, request, timeout=timeout)
     except LaunchError as error:

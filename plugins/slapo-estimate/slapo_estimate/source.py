@@ -14,8 +14,6 @@ from torch import nn
 from slapo_core import create_schedule
 from slapo_core.errors import ArgumentError, EstimateError, SealedError, SerializationError
 from slapo_core.internals import buffers_of, parameters_of
-from slapo_estimate.private import tree_map_only
-from slapo_estimate.values import Following, is_followed
 from slapo_runtime.schedule_copies import Sent, sent
 
 if TYPE_CHECKING:
@@ -42,6 +40,8 @@ def stripped(modules: Iterable[nn.Module]) -> None:
 
 def sendable_batch(batch: Any) -> Any:
     """Move the tensors of a batch to the meta device, except small integer ones."""
+    from slapo_estimate.private import tree_map_only
+
     batch = dict(batch) if isinstance(batch, Mapping) else batch  # transformers' BatchEncoding
     return tree_map_only(torch.Tensor, _without_values, batch)
 
@@ -66,6 +66,8 @@ def require_sendable(name: str, value: Any, instead: str) -> None:
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    from slapo_estimate.values import is_followed
+
     if tensor.is_meta:
         return tensor
     if is_followed(tensor):
@@ -106,6 +108,8 @@ class Functions:
     arguments: tuple[Any, ...] = ()
 
     def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
+        from slapo_estimate.values import Following
+
         with torch.device("meta"), Following():
             model = self.make_model()
         if not isinstance(model, nn.Module):

@@ -22,12 +22,12 @@ from slapo_runtime.world import Attempt, RankFact, World, describe_tensor
 from slapo_verify.approximate import without_approximate_steps
 from slapo_verify.blame import Blame
 from slapo_verify.compare import Comparison, Difference
-from slapo_verify.consistency import refuse_unexplained, refuse_unsaid_freezing
 from slapo_verify.copies import Subjects, changed_outside, named_tensors
 from slapo_verify.inputs import Batches, Inputs
 from slapo_verify.kinds import EARLY, KINDS, OWN_TYPES, label, phases_for
 from slapo_verify.phases import Observation, Runner
 from slapo_verify.precision import dtype_name, is_inexact
+from slapo_verify.refusals import refuse_unexplained, refuse_unsaid_freezing
 from slapo_verify.report import Outcome, Siblings, VerifyReport, merge_largest
 from slapo_verify.stages import CutFault, Staging, find_cut_fault, without_cuts
 from slapo_verify.trials import Options, OtherRankError, ReferenceRun, Trials, Tried, reraise
