@@ -25,12 +25,6 @@ from transformers import BertForMaskedLM
 
 import slapo_core as slapo
 import slapo_tune
-from slapo_tune.commands.progress import Progress
-from slapo_tune.plots import write_picture
-from slapo_tune.report import Report
-from slapo_tune.search import search
-from slapo_tune.space import Space
-from slapo_tune.winner import best_file
 
 RANKS = 2
 LAYERS = 6
@@ -111,19 +105,16 @@ def main(options: argparse.Namespace) -> int:
     print(f"text, tokenizer, log and results: {options.output}")
     rows(options)  # trains the tokenizer once, before the processes start
     chosen = make_study(options)
-    searched = Space.of(space)
-    points = list(searched.points())
-    with Progress(unit="samples/s", points=len(points), limit=None, timeout=chosen.timeout) as progress:
-        result = search(chosen, tell=progress.tell)
-    Report(points, result.trials, refused=list(searched.refused())).print()
+    result = chosen.run(progress=True)
+    chosen.report(result.trials).print()
     if common.can_plot():
         file = options.output / "search.png"
-        print(f"wrote {write_picture(points, result.trials, file, axes=('batch', 'checkpoint'), title='BERT')}")
+        print(f"wrote {chosen.plot(file, axes=('batch', 'checkpoint'), title='BERT')}")
     if result.winner is None or not result.winner.right:
         print(f"FAILED: no verified schedule: {result.winner.reason if result.winner else 'no trial was ok'}")
         return 1
     print(f"\n{result.winner.text}")
-    print(f"\nthe best schedule, with its point: {best_file(chosen.log)}")
+    print(f"\nthe best schedule, with its point: {slapo_tune.best_file(chosen.log)}")
     return 0
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slapo_tune.space import Space
     from slapo_tune.study import Study, load_study
     from slapo_tune.training import Run
-    from slapo_tune.winner import Winner, best
+    from slapo_tune.winner import Winner, best, best_file
 
 __all__ = [
     "Log",
@@ -27,6 +27,7 @@ __all__ = [
     "StudyError",
     "Winner",
     "best",
+    "best_file",
     "load_study",
     "read_log",
     "tune",
@@ -42,6 +43,7 @@ _HOMES = {
     "StudyError": "slapo_tune.errors",
     "Winner": "slapo_tune.winner",
     "best": "slapo_tune.winner",
+    "best_file": "slapo_tune.winner",
     "load_study": "slapo_tune.study",
     "read_log": "slapo_tune.log",
     "tune": "slapo_tune.search",

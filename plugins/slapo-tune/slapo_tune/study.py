@@ -9,20 +9,23 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slapo_runtime.sizes import parse_bytes
-from slapo_tune.errors import StudyError
+from slapo_tune.errors import LogError, StudyError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from slapo_core import DeviceSpec, Sampler, Schedule
-    from slapo_tune.samplers import Point
+    from slapo_tune.report import Report
+    from slapo_tune.samplers import Point, Trial
+    from slapo_tune.search import Result
     from slapo_tune.space import Space
     from slapo_tune.training import Run
 
@@ -169,11 +172,88 @@ class Study:
             )
         return dict(mesh)
 
+    @property
+    def unit(self) -> str:
+        """Return the unit of the value: samples per second, of the default ``evaluate``."""
+        return "samples/s" if self.evaluate is None else "(value)"
+
+    def run(self, *, progress: bool = False, resume: bool | None = None) -> Result:
+        """Search to the end; a search that ended before goes on where it was.
+
+        Args:
+            progress: show the trials on stderr: live on a terminal, one line a trial elsewhere.
+            resume: False refuses a log that has trials, True one that has none; None goes on where there is something.
+
+        Raises:
+            StudyError, LogError, SpaceError: as :func:`slapo_tune.tune`.
+            KeyboardInterrupt: nothing runs any more, and the log is whole: called again, the search goes on.
+        """
+        from slapo_tune.progress import Progress
+        from slapo_tune.search import search
+
+        with contextlib.suppress(OSError):  # the search says that the log cannot be written
+            Path(self.log).parent.mkdir(parents=True, exist_ok=True)
+        if not progress:
+            return search(self, resume=resume)
+        points, past = len(self.report().points), self._past()
+        shown = Progress(unit=self.unit, points=points, limit=self.trials, timeout=self.timeout, trials=past)
+        with shown:
+            return search(self, resume=resume, tell=shown.tell)
+
+    def report(self, trials: Sequence[Trial] | None = None) -> Report:
+        """Return the tables of a search: ``print(study.report().summary())``, ``study.report().print()``.
+
+        Args:
+            trials: of the search; None takes those in the log.
+        """
+        from slapo_tune.report import Report
+        from slapo_tune.space import Space
+
+        space = Space.of(self.space)
+        points, refused = list(islice(space.points(), _MANY)), list(islice(space.refused(), _MANY))
+        return Report(points, self._past() if trials is None else trials, refused=refused, unit=self.unit)
+
+    def plot(
+        self,
+        file: str | os.PathLike[str],
+        *,
+        axes: tuple[str, str] | None = None,
+        title: str = "",
+        trials: Sequence[Trial] | None = None,
+    ) -> Path:
+        """Plot the space with the path of the search, and predicted against measured values.
+
+        Args:
+            file: to write, ending in ``.png``.
+            axes: the symbols on the axes of the space; None takes the two with the most candidates.
+            title: of the picture.
+            trials: of the search; None takes those in the log.
+
+        Raises:
+            ArgumentError: matplotlib is not installed; unknown symbols; the file cannot be written.
+        """
+        from slapo_tune.plots import write_picture
+
+        found = self.report(trials)
+        return write_picture(found.points, found.trials, Path(file), axes=axes, unit=self.unit, title=title)
+
+    def _past(self) -> Sequence[Trial]:
+        """The trials in the log; none where it cannot be read, which the search says."""
+        from slapo_tune.log import read_log
+
+        try:
+            return read_log(self.log).trials if Path(self.log).exists() else ()
+        except LogError:
+            return ()
+
     def functions(self) -> dict[str, Any]:
         """Return what trials are sent, by the argument's name."""
         own = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: own[name] for name in SENT}
 
+
+_MANY = 100_000
+"""Points of which tables and pictures are made; of a larger space, the first ones."""
 
 SENT = ("make_model", "schedule", "evaluate", "batch", "optimizer", "loss", "options")
 """Arguments that trials are sent by name, because they hold functions; all others are plain."""

@@ -173,13 +173,13 @@ def test_the_space_is_shown_without_a_log(study: Path) -> None:
 def test_a_search_that_is_interrupted_says_how_to_go_on(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from slapo_tune.commands import actions
+    from slapo_tune import search as searching
 
     def interrupted(chosen: Any, *, resume: bool, tell: Any) -> None:
         tell(Finished(TRIALS[0]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(actions, "search", interrupted)
+    monkeypatch.setattr(searching, "search", interrupted)
     other = study.parent / "deep" / "other.jsonl"
     done = slapo_tune("run", study, "--log", other, "--sampler", "random")
     assert done.exit_code == 130
@@ -206,11 +206,11 @@ def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, stu
 
 
 def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_tune.commands import actions
+    from slapo_tune import search as searching
 
     def ended(winner: Any, trials: Any) -> Any:
         monkeypatch.setattr(
-            actions, "search", lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space")
+            searching, "search", lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space")
         )
         return slapo_tune("run", study)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from slapo_tune.commands.progress import Progress
+from slapo_tune.progress import Progress
 from slapo_tune.samplers import Trial
 from slapo_tune.search import Note, Started, Verified
 

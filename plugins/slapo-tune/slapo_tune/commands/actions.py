@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,8 @@ import typer
 
 from slapo_core import ArgumentError, Schedule
 from slapo_runtime.sizes import format_bytes
-from slapo_tune.commands.progress import Progress
 from slapo_tune.errors import LogError
 from slapo_tune.log import Log, read_log
-from slapo_tune.plots import write_picture
 from slapo_tune.predictions import sources
 from slapo_tune.report import (
     Report,
@@ -34,7 +30,7 @@ from slapo_tune.report import (
     symbols,
 )
 from slapo_tune.samplers import Trial
-from slapo_tune.search import Result, search
+from slapo_tune.search import Result
 from slapo_tune.space import Space
 from slapo_tune.study import Study, load_study
 from slapo_tune.trials import output_file
@@ -57,23 +53,9 @@ def load(file: Path, *, log: Path | None = None, trials: int | None = None, samp
     return replace(load_study(file), **{name: value for name, value in changes.items() if value is not None})
 
 
-_MANY = 100_000
-"""Points of which tables and pictures are made; of a larger space, the first ones."""
-
-
 def print_json(value: object) -> None:
     """Print ``value`` with sorted keys."""
     print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str))
-
-
-def unit_of(study: Study) -> str:
-    """Return the unit of the value: samples per second, of the default ``evaluate``."""
-    return "samples/s" if study.evaluate is None else "(value)"
-
-
-def some(points: Iterable[Any]) -> list[Any]:
-    """Return the first points of a space, which may have any number."""
-    return list(islice(points, _MANY))
 
 
 def read(study: Study, file: Path) -> Log:
@@ -131,21 +113,14 @@ def run_study(
     study = load(file, log=log, trials=trials, sampler=sampler)
     option = f" --log {log}" if log is not None else ""
     again = option + (f" --sampler {sampler}" if sampler is not None else "")
-    past = _past(study, file, again, resume=resume)
-    with contextlib.suppress(OSError):  # the search says that the log cannot be written
-        Path(study.log).parent.mkdir(parents=True, exist_ok=True)
-    space = Space.of(study.space)
-    points = some(space.points())
-    unit = unit_of(study)
-    progress = Progress(unit=unit, points=len(points), limit=study.trials, timeout=study.timeout, trials=past)
+    _require_log(study, file, again, resume=resume)
     try:
-        with progress:
-            result = search(study, resume=resume, tell=progress.tell)
+        result = study.run(progress=True, resume=resume)
     except KeyboardInterrupt:
         print(f"interrupted: all finished trials are in {study.log}; go on by", file=sys.stderr)
         print(f"  slapo tune resume {file}{again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    found = Report(points, result.trials, refused=some(space.refused()), unit=unit)
+    found = study.report(result.trials)
     if as_json:
         winner = {"reason": result.winner.reason, "right": result.winner.right} if result.winner else None
         print_json({**found.as_json(), "ended": result.ended, "log": str(study.log), "winner": winner})
@@ -155,17 +130,13 @@ def run_study(
         raise typer.Exit(1)
 
 
-def _past(study: Study, file: Path, option: str, *, resume: bool) -> tuple[Trial, ...]:
-    """Read the trials in the log.
-
+def _require_log(study: Study, file: Path, option: str, *, resume: bool) -> None:
+    """
     Raises:
-        ArgumentError: it has trials, and a search is to begin; or the other way round.
+        ArgumentError: the log has trials, and a search is to begin; or the other way round.
     """
     log = Path(study.log)
-    try:
-        trials = read_log(log).trials if log.exists() else ()
-    except LogError:
-        trials = ()  # the search reports its errors
+    trials = study.report().trials
     if trials and not resume:
         raise ArgumentError(
             f"the log {log} has {len(trials)} trials already",
@@ -173,7 +144,6 @@ def _past(study: Study, file: Path, option: str, *, resume: bool) -> tuple[Trial
         )
     if resume and not log.exists():
         raise ArgumentError(f"log not found: {log}", hint=f"slapo tune run {file}{option}")
-    return trials if resume else ()
 
 
 def _print_search(found: Report, result: Result, words: str) -> None:
@@ -214,11 +184,9 @@ def report_study(file: Path, *, log: Path | None, plot: Path | None, axes: str |
     chosen = _axes(axes)
     study = load(file, log=log)
     trials = read(study, file).trials
-    space = Space.of(study.space)
-    points, unit = some(space.points()), unit_of(study)
-    found = Report(points, trials, refused=some(space.refused()), unit=unit)
+    found = study.report(trials)
     if plot is not None:
-        write_picture(points, trials, plot, axes=chosen, unit=unit, title=file.name)
+        study.plot(plot, axes=chosen, title=file.name, trials=trials)
     if as_json:
         print_json({**found.as_json(), "log": str(study.log), "picture": None if plot is None else str(plot)})
         return
@@ -261,7 +229,7 @@ def show_study(file: Path, which: int | None, *, log: Path | None, as_json: bool
     if as_json:
         print_json({**asdict(trial), "output": str(printed) if printed.is_file() else None})
     else:
-        _print_trial(trial, unit_of(study), printed, tail)
+        _print_trial(trial, study.unit, printed, tail)
 
 
 def _print_trial(trial: Trial, unit: str, printed: Path, tail: list[str]) -> None:
@@ -292,8 +260,8 @@ def _amount(name: str, value: float | None) -> str:
 
 
 def _show_space(study: Study, *, as_json: bool) -> None:
-    space = Space.of(study.space)
-    points, refused = some(space.points()), some(space.refused())
+    space = study.report(())
+    points, refused = space.points, space.refused
     names = symbols([*points, *(point for point, _ in refused)])
     why = reasons((), refused)
     if as_json:
@@ -344,7 +312,7 @@ def best_of_study(
         answer = {"document": winner.document, "reason": winner.reason, "right": winner.right, "text": winner.text}
         print_json({**answer, "trial": asdict(chosen), "wrote": str(wrote) if wrote else None})
     else:
-        _print_winner(winner, unit_of(study), schedule, wrote)
+        _print_winner(winner, study.unit, schedule, wrote)
     if winner.right is not True:
         raise typer.Exit(1)
 
