@@ -158,8 +158,9 @@ class _Build:
                         for _ in values.run():
                             pass
                 with world.together(f"build() of target '{plan.target}'"):
-                    engine = target.build(plan, BuildContext(schedule, arguments, values, stage_ranks=stage_ranks))
-                    self._refuse_incomplete(target, values)
+                    context = BuildContext(schedule, arguments, values, stage_ranks=stage_ranks)
+                    engine = target.build(plan, context)
+                    self._refuse_incomplete(target, values, context)
                 self._compare_added(values)
         except BaseException:
             values.take_back()
@@ -182,8 +183,14 @@ class _Build:
         return ranks
 
     @staticmethod
-    def _refuse_incomplete(target: Target, values: Materialization) -> None:
-        """Refuse an engine whose dialect has not taken every tensor."""
+    def _refuse_incomplete(target: Target, values: Materialization, context: BuildContext) -> None:
+        """Refuse an engine whose dialect has not taken every tensor, or leaves out the user's scheduler."""
+        if not context.schedules_learning_rate:
+            raise BuildError(
+                f"target '{target.dialect.name}' of {target.label} does not schedule the learning rate",
+                plugin=target.label,
+                hint="leave out lr_scheduler, and step a scheduler of engine.optimizer after each training step",
+            )
         if not values.is_complete:
             raise BuildError(
                 f"target '{target.dialect.name}' of {target.label} left tensors without their values",

@@ -129,6 +129,7 @@ class BuildContext:
         accumulate: the number of micro-batches of a training step; see :meth:`micro_batches`.
         device: for the model; None leaves the model where it is.
         stage_ranks: the pipeline rank of each stage; empty for one pipeline rank.
+        schedules_learning_rate: whether the dialect has taken the user's scheduler, if there is one.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class BuildContext:
         self._clipper: GradientClipper | None = None
         self._tied: TiedGradients | None = None
         self._is_cut = False  # a batch, before
+        self.schedules_learning_rate = arguments.lr_scheduler is None
         self._originals = {id(tensor): name for name, tensor in values.reference.items()}
 
     def materialize(self) -> Iterator[LiveTensor]:
@@ -214,11 +216,12 @@ class BuildContext:
             OptimizerError: it made something else, or a scheduler of another optimizer.
         """
         with self.together("making the scheduler of the learning rate"):
-            return make_lr_scheduler(self._arguments.lr_scheduler, optimizer)
+            return make_lr_scheduler(self.lr_scheduler, optimizer)
 
     @property
     def lr_scheduler(self) -> Callable[[Any], Any] | None:
         """The user's factory, for a runtime that must call it itself."""
+        self.schedules_learning_rate = True
         factory: Callable[[Any], Any] | None = self._arguments.lr_scheduler
         return factory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.native.dialect import TorchDialect
 
 STEPS = 6
 
@@ -106,6 +108,23 @@ def test_another_scheduler_than_the_saved_one_starts_afresh_with_a_warning(tmp_p
         built(lr_scheduler=FACTORIES["a function"]).load(tmp_path)
     with pytest.warns(UserWarning, match="lr_scheduler"):
         built().load(tmp_path)
+
+
+class Forgetful(TorchDialect):
+    """A dialect of before there was the argument."""
+
+    name = "forgetful"
+
+    def build(self, plan: slapo.Plan, context: Any) -> Any:
+        return SimpleNamespace(optimizer=context.make_optimizer())
+
+
+def test_a_target_that_leaves_it_out_is_refused(isolated_registry: Any) -> None:
+    isolated_registry.register(Forgetful, kind="dialects")
+    sch = slapo.create_schedule(model())
+    with pytest.raises(slapo.BuildError, match="does not schedule the learning rate"):
+        slapo.build(sch, target="forgetful", optimizer=adam, loss=loss, lr_scheduler=FACTORIES["milestones"])
+    slapo.build(sch, target="forgetful", optimizer=adam, loss=loss)
 
 
 @pytest.mark.parametrize(
