@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -392,7 +392,7 @@ class LossWeights:
         self._function, self._device = function, device
         self._replicas = mesh.size("dp") if mesh is not None else 1
         self._group = mesh.group("dp") if mesh is not None and self._replicas > 1 else None
-        self._is_compared = False
+        self._is_compared = self._is_probed = False
         self._scales: list[tuple[Any, torch.Tensor]] = []
 
     def applies(self, batch: Any) -> bool:
@@ -455,6 +455,28 @@ class LossWeights:
         scales = self.scales([batch], training=False)
         return times(loss, None if scales is None else scales[0])
 
+    def probe(self, batch: Any) -> Any:
+        """Return the batch to give to the model: in the first training step one whose count of items is told apart."""
+        if self._is_probed or not torch.is_grad_enabled() or _items(batch) is None:
+            return batch
+        count = torch.as_tensor(batch[ITEMS]).detach().to(torch.float32, copy=True).requires_grad_()
+        return {**batch, ITEMS: count}
+
+    def check_divided(self, loss: torch.Tensor, probed: Any, model: nn.Module) -> None:
+        """Refuse a model that takes the count of items and does not divide by it, as many of transformers do.
+
+        Args:
+            loss: of the model.
+            probed: that :meth:`probe` gave.
+            model: for the message.
+        """
+        count = _items(probed)
+        if self._is_probed or not isinstance(count, torch.Tensor) or not count.requires_grad:
+            return
+        self._is_probed = True
+        if not _depends_on(loss, count):
+            raise _items_ignored(model, "does not divide its loss by it")
+
     def _weight(self, batch: Any) -> torch.Tensor:
         assert self._function is not None
         weight: Any = self._function(batch)
@@ -486,6 +508,45 @@ class LossWeights:
                 "counts the items of the batches of all of them, and must be the same",
                 hint="torch.distributed.all_reduce the counts first; or leave it out, and give build(loss_weight=...)",
             )
+
+
+def _items_ignored(model: nn.Module, why: str) -> BuildError:
+    return BuildError(
+        f"the batch has '{ITEMS}', and {type(model).__name__} {why}: losses that are means would be summed over "
+        "micro-batches and replicas",
+        hint=f"leave out '{ITEMS}', and give build(loss_weight=lambda batch: (batch[\"labels\"] != -100).sum())",
+    )
+
+
+def require_items_read(model: nn.Module, inputs: Mapping[str, Any], read: Collection[str]) -> None:
+    """Refuse a count of items that the stages of a pipeline do not read, or of which that is not known.
+
+    Args:
+        model: that was cut.
+        inputs: the arguments of its forward, by parameter.
+        read: the parameters that stages read.
+
+    Raises:
+        BuildError: there is a count, and no stage reads it, or it is among ``**kwargs``, which are read as a whole.
+    """
+    if ITEMS in inputs and ITEMS not in read:
+        raise _items_ignored(model, "does not divide its loss by it")
+    if any(_items(value) is not None for value in inputs.values()):
+        raise _items_ignored(model, "takes it among its **kwargs, of which stages do not tell what they read")
+
+
+def _depends_on(value: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether autograd has a way from a value to a leaf."""
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is leaf:
+            return True
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def times(loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

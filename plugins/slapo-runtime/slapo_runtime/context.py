@@ -24,6 +24,7 @@ from slapo_runtime.batches import (
     in_mode,
     labels_left_out,
     micro_batches,
+    require_items_read,
     times,
     trained,
 )
@@ -322,6 +323,9 @@ class BuildContext:
             )
         if pick is not None and not pick(staged.partition.output):
             self._loss_call.loss_of(staged.partition.output.assemble({}), None)  # says that there is none
+        require_items_read(
+            self.schedule.model, inputs[0], {name for stage in staged.partition.stages for name in stage.inputs}
+        )
         own = [tree_map_only(torch.Tensor, _apart, one) for one in inputs]
         return StagedBatch(staged, batches, own, self._loss_call, scales)
 
@@ -419,7 +423,9 @@ class BuildContext:
         if torch.is_grad_enabled():
             switch_to_training(self.schedule.model)
         with self._first.watched(batch):
-            loss, output = self._loss_call(batch, forward)
+            given = self._weights.probe(batch)
+            loss, output = self._loss_call(given, forward)
+            self._weights.check_divided(loss, given, self.schedule.model)
         return trained(self._weights.scaled(loss, batch)), output
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:

@@ -162,3 +162,48 @@ def test_both_ways_at_once_are_refused() -> None:
         engine.train_step({**whole(0), "num_items_in_batch": count(whole(0))})
     with pytest.raises(slapo.BuildError, match="loss_weight"):
         slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=3)  # type: ignore[arg-type]
+
+
+def hugging_face(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    small = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if name == "gpt2":
+        config = transformers.GPT2Config(vocab_size=30, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        made = transformers.GPT2LMHeadModel(config)
+    else:
+        made = transformers.BertForMaskedLM(transformers.BertConfig(**small, intermediate_size=16))
+    made.config.use_cache = False
+    tokens = torch.randint(1, 30, (4, 6))
+    return made, {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_model_that_takes_a_count_and_does_not_divide_by_it_is_refused(name: str, message: Messages) -> None:
+    made, batch = hugging_face(name)
+    engine = slapo.build(slapo.create_schedule(made), optimizer=sgd, accumulate=2)
+    counted = {**batch, "num_items_in_batch": torch.tensor(20)}
+    if name == "gpt2":
+        assert engine.train_step(counted).loss.isfinite()
+        return
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step(counted)
+    message(error, "num_items_in_batch", "BertForMaskedLM", "loss_weight")
+
+
+def staged_count() -> str:
+    made, batch = hugging_face("bert")
+    counted = {**batch, "num_items_in_batch": torch.tensor(20)}
+    sch = slapo.create_schedule(made, mesh={"pp": 2}, example_inputs=counted)
+    sch["bert.encoder.layer.0"].pipeline_split()
+    engine = slapo.build(sch, optimizer=sgd, microbatches=2)
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step(counted)
+    return str(error.value)
+
+
+@pytest.mark.ranks
+def test_a_count_that_stages_may_not_read_is_refused_on_every_rank(message: Messages) -> None:
+    first, second = run_ranks(staged_count, world_size=2)
+    assert first == second
+    message(first, "num_items_in_batch", "**kwargs", "loss_weight")
