@@ -14,10 +14,11 @@ from slapo_core.errors import ArgumentError, BuildError, EstimateError
 from slapo_estimate.private import FakeTensorMode, bucket_assignment, tree_leaves
 from slapo_estimate.trackers import Watch
 from slapo_estimate.values import Values, seen_as_plain
-from slapo_runtime.batches import LossCall, bound_batch, micro_batches
+from slapo_runtime.batches import bound_batch, micro_batches
 from slapo_runtime.build import Arguments, Target, stages_of_build
 from slapo_runtime.correspondence import Correspondence, placed
 from slapo_runtime.gradients import TiedGradients
+from slapo_runtime.losses import LossCall
 from slapo_runtime.stages import StagedModel, needing
 
 if TYPE_CHECKING:

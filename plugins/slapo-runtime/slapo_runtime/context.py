@@ -16,20 +16,10 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.layout import accelerator
-from slapo_runtime.batches import (
-    InputSignature,
-    LossCall,
-    LossWeights,
-    bound_batch,
-    in_mode,
-    labels_left_out,
-    micro_batches,
-    require_items_read,
-    times,
-    trained,
-)
+from slapo_runtime.batches import InputSignature, bound_batch, in_mode, labels_left_out, micro_batches
 from slapo_runtime.consistency import FirstSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
+from slapo_runtime.losses import LossCall, LossWeights, require_items_read, times, trained
 from slapo_runtime.private import tree_map_only
 from slapo_runtime.stages import Outputs, Part, StagedModel, ask
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler

@@ -16,7 +16,8 @@ from slapo_core.internals import current_registry
 from slapo_core.plugins import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
-from slapo_runtime.batches import LossCall, micro_batches
+from slapo_runtime.batches import micro_batches
+from slapo_runtime.losses import LossCall
 from slapo_runtime.build import build
 from slapo_testing.bench import SEED, seeded
 from slapo_testing.check import CheckError
