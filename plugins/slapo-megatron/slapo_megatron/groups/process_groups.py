@@ -15,7 +15,7 @@ from typing import Any
 from slapo_core import BuildError
 from slapo_core.layout import Mesh, start_single_process_group
 from slapo_megatron.groups.order import order_of
-from slapo_megatron.installation import require_megatron
+from slapo_megatron.runtime import MEGATRON
 
 
 @dataclass
@@ -74,7 +74,7 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, virtual: int | N
         BuildError: Megatron-core is not installed, the groups of the user's script are others, or an open engine uses
             groups of another mesh.
     """
-    require_megatron()
+    MEGATRON.require()
     import torch.distributed as dist
     from megatron.core import parallel_state
 
