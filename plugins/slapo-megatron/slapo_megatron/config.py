@@ -535,19 +535,18 @@ def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
     from slapo_megatron.model.assembly import transformer_config
 
     for option in CLASSES:
-        given = options[option]
+        kind, given = megatron_class(option), options[option]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if option == _SCHEDULER:
-                    made = megatron_class(option)(SimpleNamespace(param_groups=[]), **given) if given else None
-                    for step in (0, given["lr_warmup_steps"] + 1, given["lr_decay_steps"]) if given else ():
-                        made.num_steps = step
-                        made.get_lr({}), made.get_wd({})
-                    continue
-                megatron_class(option)(**given)
+                if option != _SCHEDULER:
+                    kind(**given)
                 if option == _MODEL:
                     transformer_config(options, mesh)
+                if option == _SCHEDULER and given:
+                    made = kind(SimpleNamespace(param_groups=[]), **given)
+                    for made.num_steps in (0, given["lr_warmup_steps"] + 1, given["lr_decay_steps"]):
+                        made.get_lr({}), made.get_wd({})
         except Exception as error:  # its checks raise assertions, and whatever a wrong value leads to
             raise BuildError(f"Megatron refuses {option}: {type(error).__name__}: {error}") from error
 

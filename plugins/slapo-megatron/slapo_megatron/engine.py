@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core import Plan
+from slapo_core import BuildError, Plan
 from slapo_megatron.model.buckets import drop_started
 from slapo_megatron.runtime import Megatron
-from slapo_megatron.state.external_changes import BetweenMegatronSteps
-from slapo_megatron.state.optimizer import StoredOptimizer
-from slapo_megatron.state.tensors import MegatronTensors
+from slapo_megatron.sharded import ShardedDirectory
+from slapo_megatron.state import (
+    BetweenMegatronSteps,
+    StoredOptimizer,
+    kept_by,
+    read_extra_state,
+    used_extra_state,
+    write_extra_state,
+)
 from slapo_runtime.engine import StatefulEngine, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers
+from slapo_runtime.flat_storage import FlatStorage, FlatTensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,20 +115,19 @@ class MegatronEngine(StatefulEngine):
     """Of Megatron's process groups; set by the engines, before they make anything of Megatron's."""
 
     def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
-        from slapo_megatron.state.flat_layout import places_of
-
         self.plan, self.megatron = plan, megatron
         self._context, self._state = context, context.state
         mesh = context.schedule.mesh
         here = [live for live in context.state.tensors() if live.is_local]
         self._device = next((live.tensor.device for live in here), torch.device("cpu"))
         self._names = {id(live.tensor): live.reference_name for live in here}
-        self._places = places_of(megatron.optimizer, mesh)
-        self._tensors = MegatronTensors(self._places, mesh, self._device)
+        self._kept = kept_by(megatron.optimizer, mesh)
+        kept = self._kept
+        self._storage = FlatStorage(kept.held, mesh, self._device, groups=kept.shared, order=kept.order)
+        self._tensors = FlatTensors(self._storage)
         context.state.keep_in(self._tensors)
-        self._between = BetweenMegatronSteps(context, self._places, self._tensors)
+        self._between = BetweenMegatronSteps(context, kept, self._tensors)
         self._is_closed = False
-        self._stored()
 
     @property
     def module(self) -> nn.Module:
@@ -180,6 +186,7 @@ class MegatronEngine(StatefulEngine):
         return super().state_dict(rank0_only=rank0_only, include_added=include_added)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._refuse_unknown_state("load_state_dict")
         self._settle()
         super().load_state_dict(state)
 
@@ -188,10 +195,12 @@ class MegatronEngine(StatefulEngine):
         super().check_replicas(repair=repair)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
+        self._refuse_unknown_state("save")
         self._settle()
         super().save(directory)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
+        self._refuse_unknown_state("load")
         self._settle()
         optimizer = self._kept_optimizer()
         self._resumed(self._state.load(directory, optimizer=optimizer, uses=self._uses()), optimizer)
@@ -212,8 +221,7 @@ class MegatronEngine(StatefulEngine):
             BuildError: the optimizer holds something that has no place in a checkpoint; ``psutil`` is not installed;
                 or the directory holds something else.
         """
-        from slapo_megatron.state.sharded import ShardedDirectory
-
+        self._refuse_unknown_state("save_sharded")
         self._settle()
         shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
         ShardedDirectory(Path(directory), self._context).write(shards)
@@ -230,8 +238,7 @@ class MegatronEngine(StatefulEngine):
             WeightsError: no such checkpoint, or of another model; nothing was changed.
             BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
         """
-        from slapo_megatron.state.sharded import ShardedDirectory
-
+        self._refuse_unknown_state("load_sharded")
         self._settle()
         source, description = ShardedDirectory(Path(directory), self._context), {}
         with self._context.together(f"reading {source.label}"):
@@ -247,29 +254,30 @@ class MegatronEngine(StatefulEngine):
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
-    def _stored(self) -> StoredOptimizer | None:
-        if not self._places.groups:
-            return None
-        mesh, is_scheduled = self._context.schedule.mesh, self.megatron.scheduler is not None
-        return StoredOptimizer(self._places, self._names, mesh, self._device, is_scheduled=is_scheduled)
+    def _refuse_unknown_state(self, call: str) -> None:
+        """Refuse a call that needs the optimizer's state by the names of the reference model, where it has none."""
+        if self._kept.limit and not self._is_closed:
+            raise BuildError(
+                f"engine.{call}() cannot express the state of Megatron's optimizer: {self._kept.limit}",
+                hint="megatron.core.dist_checkpointing.save() with engine.megatron.optimizer.sharded_state_dict(...); "
+                "engine.state_dict() gives the weights",
+            )
 
     def _kept_optimizer(self) -> StoredOptimizer | None:
         """The optimizer by parameters: a collective over the replicas."""
-        stored = None if self._is_closed else self._stored()
-        return stored.meet() if stored is not None else None
+        if self._is_closed or self._kept.limit or not self._kept.groups:
+            return None
+        is_scheduled = self.megatron.scheduler is not None
+        stored = StoredOptimizer(self._kept, self._storage, self._names, is_scheduled=is_scheduled)
+        stored.meet()
+        return stored
 
     def _beside(self) -> Mapping[str, Any]:
-        from slapo_megatron.state.extra_state import read_extra_state
-
         return read_extra_state(self.megatron) if self.optimizer is not None else {}
 
     def _uses(self) -> Collection[str]:
-        from slapo_megatron.state.extra_state import used_extra_state
-
         return used_extra_state(self.megatron) if self.optimizer is not None else ()
 
     def _resumed(self, runtime: Mapping[str, Any], optimizer: StoredOptimizer | None) -> None:
-        from slapo_megatron.state.extra_state import write_extra_state
-
         if optimizer is not None:
             write_extra_state(self.megatron, runtime, optimizer.loaded or ())
