@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import slapo_core
 from slapo_core import BuildError, SlapoError
-from slapo_megatron.groups.order import order_of
+from slapo_megatron.groups import order_of
 from slapo_megatron.runtime import MEGATRON
 from slapo_runtime.options import Options
 from slapo_runtime.planning import ScheduleFacts, boundaries, checked_axes, topology
@@ -532,7 +532,7 @@ def _fill_replicas(draft: Options, facts: ScheduleFacts) -> None:
 
 def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
     """Ask Megatron's own classes, and its scheduler at every step where its rule changes."""
-    from slapo_megatron.model.assembly import transformer_config
+    from slapo_megatron.model import transformer_config
 
     for option in CLASSES:
         kind, given = megatron_class(option), options[option]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan, Violation
 from slapo_core.dialect import arguments_as_options
-from slapo_megatron.groups.order import unfit
+from slapo_megatron.groups import unfit
 from slapo_megatron.runtime import MEGATRON, check_device, require_device
 
 if TYPE_CHECKING:
@@ -131,14 +131,14 @@ class MegatronDialect(Dialect):
         return tuple(stage % pp for stage in range(stages))
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
-        from slapo_megatron.groups.process_groups import given_back
+        from slapo_megatron.groups import given_back
 
         require_device(context)
         with given_back():
             if context.stage_ranks:
-                from slapo_megatron.pipeline.engine import PipelineEngine
+                from slapo_megatron.pipeline import PipelineEngine
 
                 return PipelineEngine(plan, context)
-            from slapo_megatron.single_stage import WholeEngine
+            from slapo_megatron.engine import WholeEngine
 
             return WholeEngine(plan, context)

@@ -36,14 +36,12 @@ class Megatron:
         optimizer: Megatron's; None where the engine only evaluates.
         scheduler: Megatron's ``OptimizerParamScheduler``; None where the user's factory made the optimizer.
         config: the ``TransformerConfig`` that the schedules read.
-        following: lets ``get_cuda_rng_tracker()`` follow torch's random state, until the engine is closed.
     """
 
     chunks: list[Any]
     optimizer: Any
     scheduler: Any
     config: Any
-    following: Any = None
 
 
 def examine() -> Iterator[Fact | Problem]:

@@ -99,7 +99,9 @@ def _replicated(one: Any, kept: Kept, copies: dict[int, torch.Tensor]) -> None:
     for number, group in enumerate(one.optimizer.param_groups):
         parameters = [copies.get(id(stepped), stepped) for stepped in group["params"]]
         for stepped, parameter in zip(group["params"], parameters, strict=True):
-            if parameter.requires_grad:
+            if not stepped.is_contiguous():
+                kept.limit = f"a parameter of shape {tuple(stepped.shape)} is not contiguous, and its moments neither"
+            elif parameter.requires_grad:
                 place = Place.whole(stepped, tuple(parameter.shape))
                 kept.held[id(parameter)] = Held(place, dtype=stepped.dtype, optimizer=one.optimizer)
         kept.groups.append((one.optimizer, number, parameters))

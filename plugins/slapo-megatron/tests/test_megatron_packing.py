@@ -8,7 +8,7 @@ import pytest
 
 from slapo_core import BuildError
 from slapo_megatron.config import check_stages
-from slapo_megatron.pipeline.schedule import order_of
+from slapo_megatron.pipeline import order_of
 from tests.messages import Messages
 
 GROUP = "microbatch_group_size_per_vp_stage"

@@ -42,7 +42,7 @@ def test_the_plan_says_what_megatron_will_do() -> None:
         "  the scheduled Sequential, 0 steps applied\n"
         "  Megatron's process groups: tensor model parallel (mesh_dim 'tp', 2 ranks); data parallel (mesh_dim 'dp', 2 "
         "ranks)\n"
-        "    made here in order 'tp-cp-ep-dp-pp', or the script's own if it has made them before, of the same ranks; "
+        "    made here in order 'pp-tp-dp', or the script's own if it has made them before, of the same ranks; "
         "they stay for the next engine\n"
         "  ranks: 0: dp 0, tp 0; 1: dp 0, tp 1; 2: dp 1, tp 0; 3: dp 1, tp 1\n"
         "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
