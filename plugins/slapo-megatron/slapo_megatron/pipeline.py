@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class StageChunk(Chunk):
-    """A stage: it is called with the number of a micro-batch, and has what came for it from :meth:`set_input_tensor`.
+    """Run a stage: called with the number of a micro-batch, with the message of :meth:`set_input_tensor`.
 
     Args:
         parameters: by name, which DistributedDataParallel looks after; of those that several chunks of a rank use, the
@@ -61,7 +60,7 @@ class StageChunk(Chunk):
     work: Work
 
     def begin(self, work: Work) -> None:
-        """A step: the micro-batches are those of ``work``."""
+        """Begin a step, whose micro-batches are those of ``work``."""
         self.work = work
 
     def end(self) -> None:
@@ -74,7 +73,7 @@ class StageChunk(Chunk):
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, number: int) -> Any:
-        """The passes of a micro-batch.
+        """Run a micro-batch.
 
         Returns:
             the message to the next stage, a tensor of its own; on the last stage the input of :meth:`Work.loss`, in
@@ -89,7 +88,7 @@ class StageChunk(Chunk):
 def chunks_of(
     stages: Mapping[int, nn.Module], unused: Mapping[str, nn.Parameter], count: int, config: Any
 ) -> list[StageChunk]:
-    """The chunks of this rank.
+    """Return the chunks of this rank.
 
     Args:
         stages: of this rank, by number, in their order.
@@ -100,17 +99,12 @@ def chunks_of(
     found: list[StageChunk] = []
     taken: set[int] = set()
     for number, stage in stages.items():
-        own = _named(stage, taken)
-        if not found:
-            own |= unused
+        own = {name: one for name, one in stage.named_parameters() if id(one) not in taken}
+        own |= {} if found else unused
         taken |= {id(parameter) for parameter in own.values()}
         place = len(found) if len(stages) > 1 else None
         found.append(StageChunk(own, config, place, is_first=number == 0, is_last=number == count - 1))
     return found
-
-
-def _named(stage: nn.Module, taken: Collection[int]) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in stage.named_parameters() if id(parameter) not in taken}
 
 
 def _tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
@@ -128,7 +122,7 @@ def _tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
 
 
 def ties_of(context: BuildContext) -> list[nn.Parameter]:
-    """Parameters of this rank that others along ``pp`` hold too.
+    """Return parameters of this rank that others along ``pp`` hold too.
 
     Args:
         context: from ``build``.
@@ -149,21 +143,6 @@ def _unused(context: BuildContext, stages: Any) -> dict[str, nn.Parameter]:
     return {name: one for name, one in here.items() if isinstance(one, nn.Parameter) and id(one) not in held}
 
 
-@dataclass(frozen=True)
-class Messages:
-    """The messages to a rank.
-
-    Args:
-        from_previous: numbers of elements of what its stages are sent.
-        from_next: of the gradients of the messages to the next rank.
-        dtype: of all.
-    """
-
-    from_previous: Sequence[int]
-    from_next: Sequence[int]
-    dtype: torch.dtype
-
-
 def order_of(chunks: int, count: int, group: int) -> list[int]:
     """Return the order in which a rank runs its stages: equal on all ranks.
 
@@ -177,28 +156,6 @@ def order_of(chunks: int, count: int, group: int) -> list[int]:
         for chunk in range(chunks):
             found += [chunk] * min(group, count - begin)
     return found
-
-
-def messages_of(form: RankStages, rank: int, size: int, order: Sequence[int]) -> Messages:
-    """Return the messages to a rank in a step.
-
-    Args:
-        form: of the micro-batches, with joined messages.
-        rank: along ``pp``.
-        size: of that mesh dimension.
-        order: as :func:`order_of` gives it; gradients come with the last stage first.
-    """
-    lengths = {stage: message.length for stage, message in form.messages.items()}
-    previous, following = (rank - 1) % size, (rank + 1) % size
-    last = max(order)
-    sent = (chunk * size + previous for chunk in order)
-    returned = ((last - chunk) * size + following - 1 for chunk in order)
-    dtype = next(iter(form.messages.values())).dtype
-    return Messages(
-        [lengths[stage] for stage in sent if stage in lengths],
-        [lengths[stage] for stage in returned if stage in lengths],
-        dtype,
-    )
 
 
 class Communicator(P2PCommunicator):  # type: ignore[misc]
@@ -218,10 +175,20 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
         self._from_previous: Iterator[int] = iter(())
         self._from_next: Iterator[int] = iter(())
 
-    def begin(self, messages: Messages) -> None:
-        """Begin a step: these messages come."""
-        self.config.pipeline_dtype = messages.dtype
-        self._from_previous, self._from_next = iter(messages.from_previous), iter(messages.from_next)
+    def begin(self, form: RankStages, order: Sequence[int]) -> None:
+        """Begin a step.
+
+        Args:
+            form: of the micro-batches, with joined messages.
+            order: as :func:`order_of` gives it; gradients come with the last stage first.
+        """
+        size, rank, last = self.pp_group.size(), self.pp_group.rank(), max(order)
+        lengths = {stage: message.length for stage, message in form.messages.items()}
+        sent = (chunk * size + (rank - 1) % size for chunk in order)
+        returned = ((last - chunk) * size + (rank + 1) % size - 1 for chunk in order)
+        self._from_previous = iter([lengths[stage] for stage in sent if stage in lengths])
+        self._from_next = iter([lengths[stage] for stage in returned if stage in lengths])
+        self.config.pipeline_dtype = next(iter(form.messages.values())).dtype
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -239,11 +206,10 @@ class Schedule:
 
     def __init__(self, megatron: Megatron) -> None:
         self._chunks, self._config = megatron.chunks, megatron.config
-        self._group = parallel_state.get_pipeline_model_parallel_group()
-        self._communicator = Communicator(self._group, self._config)
+        self._communicator = Communicator(parallel_state.get_pipeline_model_parallel_group(), self._config)
 
     def run(self, form: RankStages, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
-        """All passes of a step, and what comes after them.
+        """Run all passes of a step, and what comes after them.
 
         Args:
             form: of the micro-batches.
@@ -257,7 +223,7 @@ class Schedule:
         chunks = len(self._chunks)
         group = self._config.microbatch_group_size_per_vp_stage if chunks > 1 else count
         order = order_of(chunks, count, group)
-        self._communicator.begin(messages_of(form, self._group.rank(), self._group.size(), order))
+        self._communicator.begin(form, order)
         for chunk, work in zip(self._chunks, works, strict=True):
             chunk.module.begin(work)
         numbers = [iter(range(count)) for _ in self._chunks]

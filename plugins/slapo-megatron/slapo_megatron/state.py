@@ -6,6 +6,7 @@ Imports Megatron: import it in functions.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,18 +135,8 @@ def _partitioned(one: DistributedOptimizer, kept: Kept, mesh: Mesh | None) -> No
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
-_OF_THE_BUILD = (
-    "wd_mult",
-    "lr_mult",
-    "max_lr",
-    "min_lr",
-    "start_wd",
-    "end_wd",
-    "pre_wd_mult",
-    "pre_lr_mult",
-    "default_config",
-    "is_expert_parallel",
-    "is_decoupled_lr",
+_OF_THE_BUILD = re.compile(
+    "(pre_)?(wd|lr)_mult|(max|min)_lr|(start|end)_wd|default_config|is_(expert_parallel|decoupled_lr)"
 )
 """Settings of a group that belong to Megatron's scheduler: a checkpoint holds those of the optimizer only."""
 
@@ -169,7 +160,7 @@ def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> d
     """Settings of a group in a checkpoint, and those that loading changes."""
     if counts_in_groups(optimizer):
         return {key: group[key] for key in _FUSED if key in group}
-    return {key: value for key, value in group.items() if key != "params" and key not in _OF_THE_BUILD}
+    return {key: value for key, value in group.items() if key != "params" and not _OF_THE_BUILD.fullmatch(key)}
 
 
 class StoredOptimizer(FlatOptimizer):

@@ -52,6 +52,10 @@ def kept_and_let_go() -> dict[str, Any]:
     found["gone"] = not any(is_alive(one) for one in groups)
     found["pp"] = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     third.close()
+    fourth = start(mesh_of(dp=4), instances=2)
+    part = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    found["two instances"] = part.size() == 2
+    fourth.close()
     found["a failed build"] = ""
     try:
         with given_back():
