@@ -102,5 +102,5 @@ if __name__ == "__main__":
         __doc__ or "",
         WAYS,
         "megatron-core",
-        ("tests.support.cpu_megatron", "slapo_megatron.single_stage"),
+        ("tests.support.cpu_megatron", "slapo_megatron.engine"),
     )

@@ -11,7 +11,7 @@ from tests.integration.example_runs import assert_trains_as_one_process
 
 pytestmark = pytest.mark.ranks
 preload_modules("transformers.models.llama.modeling_llama", "slapo_tp", "slapo_pipeline", "slapo_fusion", "deepspeed")
-preload_modules("tests.support.cpu_megatron", "slapo_megatron.pipeline.engine")
+preload_modules("tests.support.cpu_megatron", "slapo_megatron.pipeline")
 
 
 @pytest.mark.parametrize(

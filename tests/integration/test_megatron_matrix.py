@@ -12,7 +12,7 @@ from tests.integration.megatron.cases import MegatronCell, cells, sequence_cells
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "slapo_deepspeed.pipeline.engine")
-preload_modules("tests.support.cpu_megatron", "slapo_megatron.single_stage")
+preload_modules("tests.support.cpu_megatron", "slapo_megatron.engine")
 
 
 def way(cell: MegatronCell) -> tuple[str, int, bool]:

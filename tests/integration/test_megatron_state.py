@@ -113,3 +113,12 @@ def test_an_engine_ends_and_its_state_stays(found: Found) -> None:
         assert closed.startswith("BuildError: the engine is closed")
         assert without.startswith("BuildError: this engine cannot train: ")
         assert rank["ends"]["differing"] == []
+
+
+def test_a_state_without_names_is_trained_and_refused_where_it_would_be_saved(found: Found) -> None:
+    for rank in found:
+        unsaved, trained = rank["ends"]["unsaved"]
+        assert trained == []
+        for call, text in zip(("save", "load", "save_sharded"), unsaved, strict=True):
+            assert text.startswith(f"BuildError: engine.{call}() cannot express the state"), text
+            assert "dist_checkpointing" in text

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_megatron.model.chunk import lower_model
+from slapo_megatron.model import lower_model
 from slapo_testing import preload_modules, run_ranks
 from tests.processor import Outcome, run_case
 
-preload_modules("tests.support.cpu_megatron", "slapo_megatron.single_stage", "deepspeed", "transformers")
+preload_modules("tests.support.cpu_megatron", "slapo_megatron.engine", "deepspeed", "transformers")
 
 POSITION = 4000
 MEGATRON = {"optimizer_config": {"bf16": True}, "ddp_config": {"grad_reduce_in_fp32": True}}

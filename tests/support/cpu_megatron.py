@@ -93,6 +93,42 @@ def _patch_methods() -> None:
     torch.Tensor.cuda, torch.Tensor.type = cuda, type_  # type: ignore[method-assign, assignment]
 
 
+def _communicate(
+    self: Any,
+    *,
+    tensor_send_next: torch.Tensor | None,
+    tensor_send_prev: torch.Tensor | None,
+    recv_prev: bool,
+    recv_next: bool,
+    tensor_shape: Any,
+    wait_on_reqs: bool = True,
+) -> tuple[Any, Any, Any]:
+    """Messages between stages over gloo, with tags: Megatron relies on the order of a CUDA stream.
+
+    What is sent is detached: Megatron frees the memory of a sent tensor, perhaps before it has arrived.
+    """
+    (coming,), (back,) = self._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+    group, size, rank = self.pp_group, self.pp_group.size(), self.pp_group.rank()
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    works: dict[str, Any] = {}
+    received: list[torch.Tensor | None] = [None, None]
+    if tensor_send_next is not None:
+        works["send_next"] = group.send([tensor_send_next.detach().contiguous()], following, 0)
+    if tensor_send_prev is not None:
+        works["send_prev"] = group.send([tensor_send_prev.detach().contiguous()], previous, 1)
+    for tag, name, wanted, length, place in (
+        (0, "recv_prev", recv_prev, coming, previous),
+        (1, "recv_next", recv_next, back, following),
+    ):
+        if wanted:
+            tensor = torch.empty(length, dtype=self.config.pipeline_dtype)
+            works[name] = group.recv([tensor], place, tag)
+            received[tag] = tensor.requires_grad_()
+    for work in works.values() if wait_on_reqs else ():
+        work.wait()
+    return (*received, None if wait_on_reqs else works)
+
+
 def take_back() -> None:
     """Tensors have torch's own methods again: for a process that goes on with other tests."""
     del torch.Tensor.cuda, torch.Tensor.type
@@ -117,6 +153,9 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron") and getattr(module, "torch", None) is torch:
             module.torch = stand_in  # type: ignore[attr-defined]
+    from slapo_megatron.pipeline import Communicator
+
+    Communicator._communicate = _communicate  # type: ignore[method-assign]
 
 
 install()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from slapo_core import Plan, Schedule
 
-__all__ = ["plan"]
+__all__ = ["model_chunks", "plan"]
 
 
 def plan(
@@ -74,3 +74,47 @@ def plan(
         device=device,
         accumulate=accumulate,
     )
+
+
+def model_chunks(
+    sch: Schedule,
+    *,
+    ddp_config: Any = None,
+    model_parallel_config: Any = None,
+    optimizer_config: Any = None,
+    wrap: bool = True,
+) -> list[Any]:
+    """Return the scheduled model as Megatron's model chunks, for a training loop of your own on megatron.core.
+
+    They are what ``get_megatron_optimizer``, ``get_forward_backward_func`` and ``finalize_model_grads`` take; their
+    ``config`` is the configuration for the schedules, whose functions your loop sets. Parameters have the marks by
+    which Megatron counts norms and sums gradients over ``tp``. Groups are made in the order of the mesh, or those of
+    your script are compared with it. A collective: every rank calls it. ``slapo_core.state_dict(sch)`` gives the
+    weights under the reference model's names, in the precision that the forward computes with.
+
+    Args:
+        sch: a schedule whose model is on the device of the rank; with one rank along ``pp``.
+        ddp_config: fields of Megatron's ``DistributedDataParallelConfig``, a dictionary or an object of that class.
+        model_parallel_config: fields of its ``ModelParallelConfig``, likewise; or a ``TransformerConfig``.
+        optimizer_config: fields of its ``OptimizerConfig``, those that you make the optimizer with.
+        wrap: in Megatron's DistributedDataParallel; False: one module, marked and in its precision, to be wrapped by
+            your script.
+
+    Returns:
+        one chunk.
+
+    Raises:
+        BuildError: the options contradict the schedule, Megatron refuses them, there is no GPU, the groups of your
+            script are others, or the mesh has several ranks along ``pp``.
+    """
+    from slapo_megatron.runtime import MEGATRON
+
+    MEGATRON.require()
+    from slapo_megatron.model import chunks_for_own_loop
+
+    options = {
+        "ddp_config": ddp_config,
+        "model_parallel_config": model_parallel_config,
+        "optimizer_config": optimizer_config,
+    }
+    return chunks_for_own_loop(sch, options, wrap=wrap)

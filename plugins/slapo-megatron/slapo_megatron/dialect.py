@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan, Violation
 from slapo_core.dialect import arguments_as_options
-from slapo_megatron.groups.order import unfit
-from slapo_megatron.installation import check_device, require_device, require_megatron
+from slapo_megatron.groups import unfit
+from slapo_megatron.runtime import MEGATRON, check_device, require_device
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
@@ -85,7 +85,8 @@ class MegatronDialect(Dialect):
     - ``batch_axes``: where: for an argument of the forward, the axis of its tensors that counts the samples, None for
       one that every micro-batch has as a whole. Default: the first axis of every tensor.
 
-    The first three may be objects of these classes too: their fields that differ from Megatron's defaults are taken.
+    The first three may be objects of these classes too, and the third a ``TransformerConfig``: fields that differ from
+    Megatron's defaults are taken.
     """
 
     name: ClassVar[str] = "megatron"
@@ -111,9 +112,8 @@ class MegatronDialect(Dialect):
             BuildError: an option that there is none, a bad value, or one that contradicts the schedule; or
                 Megatron-core is not installed.
         """
-        require_megatron()
-        from slapo_megatron.config.draft import StagesOf
-        from slapo_megatron.config.resolution import filled, steps_of
+        MEGATRON.require()
+        from slapo_megatron.config import StagesOf, filled, steps_of
 
         stages = StagesOf(schedule, config)
         options = filled(schedule, config, stages)
@@ -125,20 +125,20 @@ class MegatronDialect(Dialect):
         Raises:
             BuildError: options do not fit this number of stages.
         """
-        from slapo_megatron.config.sizes import check_stages
+        from slapo_megatron.config import check_stages
 
-        check_stages(plan.config["model_parallel_config"], plan.config["microbatches"], stages, pp)
+        check_stages(plan.config, stages, pp)
         return tuple(stage % pp for stage in range(stages))
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
-        from slapo_megatron.groups.process_groups import given_back
+        from slapo_megatron.groups import given_back
 
         require_device(context)
         with given_back():
             if context.stage_ranks:
-                from slapo_megatron.pipeline.engine import PipelineEngine
+                from slapo_megatron.pipeline import PipelineEngine
 
                 return PipelineEngine(plan, context)
-            from slapo_megatron.single_stage import WholeEngine
+            from slapo_megatron.engine import WholeEngine
 
             return WholeEngine(plan, context)

@@ -1,30 +1,46 @@
-"""Run training steps, checkpoints and refusals that both engines of target ``"megatron"`` share."""
+"""Run target ``"megatron"``: steps, checkpoints and refusals of both engines, and the engine without a pipeline.
+
+Imports Megatron: import it in functions.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from torch import nn
 
-from slapo_core import Plan
-from slapo_megatron.model.buckets import drop_started
-from slapo_megatron.runtime import Megatron
-from slapo_megatron.state.external_changes import BetweenMegatronSteps
-from slapo_megatron.state.optimizer import StoredOptimizer
-from slapo_megatron.state.tensors import MegatronTensors
+from slapo_core import BuildError, Plan, StepResult
+from slapo_megatron.groups import start
+from slapo_megatron.marks import mark
+from slapo_megatron.model import Chunk, assemble, release, transformer_config
+from slapo_megatron.private import ignore_backward
+from slapo_megatron.sharded import ShardedDirectory
+from slapo_megatron.state import (
+    BetweenMegatronSteps,
+    StoredOptimizer,
+    kept_by,
+    read_extra_state,
+    used_extra_state,
+    write_extra_state,
+)
 from slapo_runtime.engine import StatefulEngine, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers
+from slapo_runtime.flat_storage import FlatStorage, FlatTensors
+from slapo_runtime.planning import device_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import Plan
-    from slapo_megatron.groups.process_groups import Lease
+    from slapo_megatron.groups import Lease
+    from slapo_megatron.marks import Marks
     from slapo_megatron.runtime import Megatron
     from slapo_runtime.context import BuildContext
 
@@ -45,19 +61,18 @@ class Updates:
         self._replicas = mesh.group("dp") if mesh is not None and mesh.size("dp") > 1 else None
         self._unused = UnusedParameters(context, "Megatron", steps_with_zeros=megatron.optimizer is not None)
         self._has_stepped = False
+        self._leave_alone()
 
     def begin(self, module: nn.Module) -> None:
         """Before the passes.
 
-        Gradients are accumulated from zero on, whatever an earlier step that failed, or a backward pass of the user's
-        own, has left.
+        Gradients are accumulated from zero on, whatever a backward pass of the user's own has left.
 
         Args:
             module: of whose buffers replicas hold the same.
         """
         self._unused.step_begins()
         send_buffers(module, self._replicas)
-        drop_started(self._megatron.chunks)
         for chunk in self._megatron.chunks:
             chunk.zero_grad_buffer()
         self._megatron.optimizer.zero_grad()
@@ -75,6 +90,7 @@ class Updates:
             for an overflow.
         """
         is_stepped, norm, _ = self._megatron.optimizer.step()
+        self._leave_alone()
         if not is_stepped:
             return torch.tensor(math.inf, device=device)
         if self._megatron.scheduler is not None:
@@ -86,6 +102,10 @@ class Updates:
                 self._megatron.optimizer.zero_grad()
                 self._context.clip_gradients()  # there are none any more
         return torch.tensor(norm, device=device) if self._clips and norm is not None else None
+
+    def _leave_alone(self) -> None:
+        for chunk in self._megatron.chunks:
+            ignore_backward(chunk)
 
     def end(self) -> None:
         """Stop to watch parameters."""
@@ -107,21 +127,23 @@ class MegatronEngine(StatefulEngine):
     _lease: Lease
     """Of Megatron's process groups; set by the engines, before they make anything of Megatron's."""
 
-    def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
-        from slapo_megatron.state.flat_layout import places_of
+    _marks: Marks
+    _updates: Updates
 
+    def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
         self.plan, self.megatron = plan, megatron
         self._context, self._state = context, context.state
         mesh = context.schedule.mesh
         here = [live for live in context.state.tensors() if live.is_local]
         self._device = next((live.tensor.device for live in here), torch.device("cpu"))
         self._names = {id(live.tensor): live.reference_name for live in here}
-        self._places = places_of(megatron.optimizer, mesh)
-        self._tensors = MegatronTensors(self._places, mesh, self._device)
+        self._kept = kept_by(megatron.optimizer, mesh)
+        kept = self._kept
+        self._storage = FlatStorage(kept.held, mesh, self._device, groups=kept.shared, order=kept.order)
+        self._tensors = FlatTensors(self._storage)
         context.state.keep_in(self._tensors)
-        self._between = BetweenMegatronSteps(context, self._places, self._tensors)
+        self._between = BetweenMegatronSteps(context, kept, self._tensors)
         self._is_closed = False
-        self._stored()
 
     @property
     def module(self) -> nn.Module:
@@ -138,6 +160,8 @@ class MegatronEngine(StatefulEngine):
             return
         self._is_closed = True
         self._tensors.end()
+        self._updates.end()
+        release(self.megatron, self._marks, gather=self._reason is None)
         self._release()
         self._lease.close()
 
@@ -148,7 +172,7 @@ class MegatronEngine(StatefulEngine):
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise self._closed()
+            raise self._closed(self._reason or "")
 
     def _before_step(self) -> None:
         """At the beginning of a training step.
@@ -180,6 +204,7 @@ class MegatronEngine(StatefulEngine):
         return super().state_dict(rank0_only=rank0_only, include_added=include_added)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._refuse_unknown_state("load_state_dict")
         self._settle()
         super().load_state_dict(state)
 
@@ -188,10 +213,12 @@ class MegatronEngine(StatefulEngine):
         super().check_replicas(repair=repair)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
+        self._refuse_unknown_state("save")
         self._settle()
         super().save(directory)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
+        self._refuse_unknown_state("load")
         self._settle()
         optimizer = self._kept_optimizer()
         self._resumed(self._state.load(directory, optimizer=optimizer, uses=self._uses()), optimizer)
@@ -212,8 +239,7 @@ class MegatronEngine(StatefulEngine):
             BuildError: the optimizer holds something that has no place in a checkpoint; ``psutil`` is not installed;
                 or the directory holds something else.
         """
-        from slapo_megatron.state.sharded import ShardedDirectory
-
+        self._refuse_unknown_state("save_sharded")
         self._settle()
         shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
         ShardedDirectory(Path(directory), self._context).write(shards)
@@ -230,8 +256,7 @@ class MegatronEngine(StatefulEngine):
             WeightsError: no such checkpoint, or of another model; nothing was changed.
             BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
         """
-        from slapo_megatron.state.sharded import ShardedDirectory
-
+        self._refuse_unknown_state("load_sharded")
         self._settle()
         source, description = ShardedDirectory(Path(directory), self._context), {}
         with self._context.together(f"reading {source.label}"):
@@ -247,29 +272,113 @@ class MegatronEngine(StatefulEngine):
             if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
-    def _stored(self) -> StoredOptimizer | None:
-        if not self._places.groups:
-            return None
-        mesh, is_scheduled = self._context.schedule.mesh, self.megatron.scheduler is not None
-        return StoredOptimizer(self._places, self._names, mesh, self._device, is_scheduled=is_scheduled)
+    def _refuse_unknown_state(self, call: str) -> None:
+        """Refuse a call that needs the optimizer's state by the names of the reference model, where it has none."""
+        if self._kept.limit and not self._is_closed:
+            raise BuildError(
+                f"engine.{call}() cannot express the state of Megatron's optimizer: {self._kept.limit}",
+                hint="megatron.core.dist_checkpointing.save() with engine.megatron.optimizer.sharded_state_dict(...); "
+                "engine.state_dict() gives the weights",
+            )
 
     def _kept_optimizer(self) -> StoredOptimizer | None:
         """The optimizer by parameters: a collective over the replicas."""
-        stored = None if self._is_closed else self._stored()
-        return stored.meet() if stored is not None else None
+        if self._is_closed or self._kept.limit or not self._kept.groups:
+            return None
+        is_scheduled = self.megatron.scheduler is not None
+        stored = StoredOptimizer(self._kept, self._storage, self._names, is_scheduled=is_scheduled)
+        stored.meet()
+        return stored
 
     def _beside(self) -> Mapping[str, Any]:
-        from slapo_megatron.state.extra_state import read_extra_state
-
         return read_extra_state(self.megatron) if self.optimizer is not None else {}
 
     def _uses(self) -> Collection[str]:
-        from slapo_megatron.state.extra_state import used_extra_state
-
         return used_extra_state(self.megatron) if self.optimizer is not None else ()
 
     def _resumed(self, runtime: Mapping[str, Any], optimizer: StoredOptimizer | None) -> None:
-        from slapo_megatron.state.extra_state import write_extra_state
-
         if optimizer is not None:
             write_extra_state(self.megatron, runtime, optimizer.loaded or ())
+
+
+class WholeEngine(MegatronEngine):
+    """Train a model that is not divided into stages, by Megatron's schedule without a pipeline.
+
+    After a step that failed once its backward pass had begun the engine is closed.
+
+    Args:
+        plan: of the build.
+        context: from ``build``.
+    """
+
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
+        device_type = device_of(context.schedule, plan.config["arguments"]["device"])
+        self._lease = start(mesh, device_type=device_type, instances=instances_of(plan))
+        config = transformer_config(plan.config, mesh)
+        self._marks = mark(context)
+        with self._marks.taken_back_if_it_fails():
+            megatron = assemble(plan, context, [Chunk(context.schedule.model, config)], config)
+            super().__init__(plan, context, megatron)
+        self._count: int = plan.config["microbatches"]
+        self._updates = Updates(plan, context, megatron)
+        self._has_begun = False  # the backward pass of a step
+
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        self._before_step()
+        count = None if self._count == self._context.accumulate else self._count  # as the user said it
+        micro_batches = self._context.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
+        self._has_begun = False
+        try:
+            self._updates.begin(self.module)
+            done: list[dict[str, Any]] = forward_backward_no_pipelining(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(micro_batches),
+                model=self.megatron.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=1,  # of what stages would send
+                micro_batch_size=1,
+            )
+            norm = self._updates.step(done[0]["loss"].device)
+        except BaseException as error:
+            if self._has_begun:
+                self._reason = f"a step failed: {type(error).__name__}: {error}"
+                self.close()
+            raise
+        self._after_step()
+        loss = done[0]["loss"] if len(done) == 1 else torch.stack([one["loss"] for one in done]).mean()
+        output = done[0]["output"] if len(done) == 1 else None
+        return StepResult(loss, output, norm)
+
+    def eval_step(self, batch: Any) -> StepResult:
+        self._require_open()
+        with self._context.evaluating(batch):
+            loss, output = self._context.compute_loss(batch, self.megatron.chunks[0])
+        return StepResult(loss, output)
+
+    def _forward_step(self, micro_batches: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
+        """Run one micro-batch, called by Megatron."""
+        loss, output = self._context.compute_loss(next(micro_batches), chunk)
+        return loss, functools.partial(self._reduced, output=output)
+
+    def _reduced(self, loss: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return the loss for the backward pass, which Megatron divides in place, and the step's loss."""
+        self._has_begun = True
+        divided, one, values = reduced(loss)
+        return divided, one, {**values, "output": output}
+
+
+def reduced(loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return what Megatron's schedules want of a loss: a copy, which they divide in place, a number, and values.
+
+    It is the mean over one thing, the micro-batch: without that number Megatron takes losses as partial sums.
+    """
+    one = torch.ones((), dtype=torch.int, device=loss.device)
+    return loss.clone(), one, {"loss": loss.detach().clone()}
+
+
+def instances_of(plan: Plan) -> int:
+    """The number of instances of the distributed optimizer."""
+    return int(plan.config["ddp_config"].get("num_distributed_optimizer_instances", 1))

@@ -10,6 +10,6 @@ from slapo_core.hookspecs import Fact, Problem
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:
-    from slapo_megatron.installation import examine
+    from slapo_megatron.runtime import examine
 
     return examine()

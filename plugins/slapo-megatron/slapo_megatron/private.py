@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
+from torch.utils._pytree import tree_map as tree_map
 
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
@@ -38,25 +38,20 @@ def timeout_minutes() -> float:
     return longest.total_seconds() / 60
 
 
-def rng_tracker_names() -> tuple[str, str, str]:
-    """Return the names of Megatron's RNG states: data-, model- and expert-parallel."""
-    from megatron.core.tensor_parallel import random
+def bucket_groups(chunk: Any) -> list[Any]:
+    """Every bucket group of a chunk in Megatron's DistributedDataParallel."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
-    return (
-        random._DATA_PARALLEL_RNG_TRACKER_NAME,
-        random._MODEL_PARALLEL_RNG_TRACKER_NAME,
-        random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
-    )
+
+def ignore_backward(chunk: Any) -> None:
+    """Let backward passes outside of a step start no reduction, until the gradients of the next step are zeroed."""
+    for group in bucket_groups(chunk):
+        group.is_last_microbatch = False
 
 
 def start_of(optimizer: Any, parameter: Tensor) -> int:
     """Return the offset of a distributed optimizer's own shard in the flattened parameter, in elements."""
     return int(optimizer._get_model_param_range_map(parameter)["param"].start)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` or ``torch.compile(module)`` was called."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def write_count(tensor: Tensor) -> int:

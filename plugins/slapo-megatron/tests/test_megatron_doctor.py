@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from slapo_core.hookspecs import Fact, Problem
-from slapo_megatron import installation
+from slapo_megatron import runtime
+from slapo_runtime.installed import Runtime
 from tests.messages import Messages
 
 
 def examined() -> tuple[dict[str, str], Sequence[Problem]]:
-    found = list(installation.examine())
+    found = list(runtime.examine())
     facts = {item.what: item.value for item in found if isinstance(item, Fact)}
     return facts, [item for item in found if isinstance(item, Problem)]
 
@@ -34,7 +35,7 @@ def test_what_is_there_is_no_problem() -> None:
 
 
 def test_a_missing_psutil_or_einops_is_a_problem(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
-    monkeypatch.setattr(installation, "_found", lambda name: None)
+    monkeypatch.setattr(runtime, "_found", lambda name: None)
     facts, problems = examined()
     assert facts["psutil"] == facts["einops"] == "not installed"
     for name, problem in zip(("psutil", "einops"), problems, strict=True):
@@ -44,14 +45,18 @@ def test_a_missing_psutil_or_einops_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("found", "word"),
-    [(None, "megatron-core is not installed"), ("0.15.2", "installed is 0.15.2"), ("0.20.0", "installed is 0.20.0")],
+    [(None, "megatron-core is not installed"), ("0.15.2", "installed is 0.15.2"), ("0.20.0", "0.20.0 is newer")],
 )
 def test_another_megatron_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: str | None, word: str) -> None:
-    monkeypatch.setattr(installation, "found_version", lambda: found)
+    monkeypatch.setattr(Runtime, "version", property(lambda _: found))
     facts, (problem,) = examined()
     assert facts["megatron-core"] == (found or "not installed")
     assert word in problem.message
-    assert problem.hint in ("pip install slapo-megatron", "pip install 'megatron-core<0.20,>=0.16'")
+    assert problem.hint in (
+        "pip install slapo-megatron",
+        "pip install 'megatron-core>=0.16'",
+        "pip install 'megatron-core==0.19.*'",
+    )
 
 
 def test_old_pythons_are_told_which_versions_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +76,7 @@ class _Python(tuple[int, ...]):
 
 
 def test_fused_optimizers_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installation, "find_spec", lambda name: object() if name == "apex" else None)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: object() if name == "apex" else None)
     facts, problems = examined()
     assert (facts["transformer-engine"], facts["apex"]) == ("not installed", "found")
     assert facts["Adam of Megatron"] == "apex's, fused"

@@ -12,7 +12,7 @@ from megatron.core.parallel_state import RankGenerator
 import slapo_megatron
 from slapo_core import BuildError, build, create_schedule
 from slapo_core.layout import Mesh
-from slapo_megatron.groups.order import order_of, row, unfit
+from slapo_megatron.groups import order_of, row, unfit
 from tests.messages import Messages
 
 SIZES = [
@@ -23,16 +23,16 @@ SIZES = [
 ]
 
 
-def rows(mesh: Mesh, dims: tuple[str, ...]) -> list[list[int]]:
+def rows(mesh: Mesh, mesh_dim: str) -> list[list[int]]:
     places = (Mesh(mesh.sizes, rank=rank) for rank in range(mesh.world_size))
-    return sorted({tuple(row(place, dims)) for place in places})  # type: ignore[arg-type]
+    return sorted({tuple(row(place, mesh_dim)) for place in places})  # type: ignore[arg-type]
 
 
 def is_that_of_the_mesh(mesh: Mesh, order: str) -> bool:
     """Compare with what ``initialize_model_parallel`` would make, by Megatron's own generator of ranks."""
     sizes = {name: mesh.size(name) for name in ("tp", "dp", "pp")}
     made = RankGenerator(ep=1, cp=1, order=order, **sizes)
-    return all(sorted(map(tuple, made.get_ranks(name))) == rows(mesh, (name,)) for name in sizes)
+    return all(sorted(map(tuple, made.get_ranks(name))) == rows(mesh, name) for name in sizes)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -56,9 +56,9 @@ def test_a_device_mesh_is_read_by_its_ranks_not_by_its_dimensions(message: Messa
         stand_in = SimpleNamespace(mesh=torch.tensor(ranks), get_local_rank=lambda name: 0)
         return Mesh({"dp": 2, "tp": 2}, device_mesh=stand_in)  # type: ignore[arg-type]
 
-    assert order_of(device_mesh([[0, 1], [2, 3]])) == "tp-cp-ep-dp-pp"
-    assert order_of(device_mesh([[0, 2], [1, 3]])) == "cp-ep-dp-tp-pp"
-    assert row(device_mesh([[0, 2], [1, 3]]), ("tp",)) == [0, 2]
+    assert order_of(device_mesh([[0, 1], [2, 3]])) == "pp-tp-dp"
+    assert order_of(device_mesh([[0, 2], [1, 3]])) == "pp-dp-tp"
+    assert row(device_mesh([[0, 2], [1, 3]]), "tp") == [0, 2]
     reason = unfit(device_mesh([[0, 3], [1, 2]]))
     assert reason is not None
     message(reason.message, "order", "groups")

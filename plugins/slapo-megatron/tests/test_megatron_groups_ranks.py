@@ -1,8 +1,7 @@
-"""Megatron's groups on real ranks: made, joined, kept, let go of, compared rank by rank; cp and ep are replicas."""
+"""Megatron's groups on real ranks: made, joined, kept, let go of, compared rank by rank."""
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
@@ -33,7 +32,7 @@ def mesh_of(**sizes: int) -> Any:
 def kept_and_let_go() -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.process_groups import given_back, start
+    from slapo_megatron.groups import given_back, start
     from slapo_megatron.private import groups_of_megatron, is_alive, timeout_minutes
 
     found: dict[str, Any] = {}
@@ -48,12 +47,15 @@ def kept_and_let_go() -> dict[str, Any]:
     second.close()
     found["still in use"] = said(lambda: start(mesh_of(tp=4))) == found["in use"]
     groups = first.groups
-    del first
-    gc.collect()
+    first.close()
     third = start(mesh_of(pp=2, dp=2))
     found["gone"] = not any(is_alive(one) for one in groups)
     found["pp"] = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     third.close()
+    fourth = start(mesh_of(dp=4), instances=2)
+    part = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    found["two instances"] = part.size() == 2
+    fourth.close()
     found["a failed build"] = ""
     try:
         with given_back():
@@ -70,7 +72,7 @@ def half_made() -> list[Any]:
     """Making the groups fails in the middle, on every rank; then nothing is left, and they can be made."""
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.process_groups import start
+    from slapo_megatron.groups import start
     from slapo_megatron.private import groups_of_megatron
 
     create, made = parallel_state.create_group, []
@@ -98,7 +100,7 @@ def half_made() -> list[Any]:
 def joined() -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups.process_groups import start
+    from slapo_megatron.groups import start
 
     found: dict[str, Any] = {}
     parallel_state.initialize_model_parallel(2, 1, order="dp-tp")
@@ -148,7 +150,7 @@ def test_groups_stay_for_the_same_mesh_and_are_let_go_of_for_another(
     on_ranks: list[dict[str, Any]], message: Messages
 ) -> None:
     (in_use,) = {rank["kept"].pop("in use") for rank in on_ranks}
-    message(in_use, "an open engine", "{'dp': 2, 'tp': 2}", "{'tp': 4}")
+    message(in_use, "an open engine", "{'tp': 4}")
     for number, rank in enumerate(on_ranks):
         found = rank["kept"]
         assert found.pop("pp") == [number % 2, number % 2 + 2]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import slapo_core as slapo
-import slapo_megatron.single_stage
+import slapo_megatron.engine
 from slapo_core.layout import Layout
 from slapo_megatron.marks import Marks, mark
 from slapo_runtime.storage import LiveTensor
@@ -135,13 +135,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def norms_of(options: dict[str, Any], *, marked: bool) -> list[float]:
-    keep = slapo_megatron.single_stage.mark
+    keep = slapo_megatron.engine.mark
     if not marked:
-        slapo_megatron.single_stage.mark = lambda context: Marks([])
+        slapo_megatron.engine.mark = lambda context: Marks([])
     try:
         _, engine = tied_model.built(TP, target="megatron", max_grad_norm=tied_model.CLIP, **options)
     finally:
-        slapo_megatron.single_stage.mark = keep
+        slapo_megatron.engine.mark = keep
     found = [float(engine.train_step(tied_model.batch(step)).grad_norm) for step in range(2)]
     engine.close()
     return found

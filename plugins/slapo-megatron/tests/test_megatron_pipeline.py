@@ -14,7 +14,7 @@ from slapo_testing import preload_modules, run_ranks
 from tests.support import tied_model
 
 pytestmark = pytest.mark.ranks
-preload_modules("slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_tp.hooks")
+preload_modules("slapo_megatron.pipeline", "slapo_pipeline.partition.hook", "slapo_tp.hooks")
 
 SAMPLES = 8
 TWO, FOUR = ("blocks.0",), ("embedding", "blocks.0", "blocks.1")  # cuts into so many stages

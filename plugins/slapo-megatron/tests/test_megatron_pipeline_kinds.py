@@ -16,9 +16,7 @@ from tests.support import tied_model
 from tests.support.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
-preload_modules(
-    "slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline_engine"
-)
+preload_modules("slapo_megatron.pipeline", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline_engine")
 
 TWO = {"pp": 2}
 CUTS = {"one": ("one",), "three": ("one", "norm", "two")}
@@ -188,20 +186,23 @@ def sending_views() -> None:
 
 def over_megatrons_groups() -> dict[str, Any]:
     """As on GPUs: Megatron sends by itself, and is told the shapes of what comes."""
-    from slapo_megatron.pipeline.schedule import Communicator
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    def sending(*, batched: bool) -> Any:
-        def made(self: Any, group: Any, config: Any, own: Any = None) -> None:
+    from slapo_megatron.pipeline import Communicator
+
+    def sending(run: Callable[[], Any], *, batched: bool) -> Any:
+        def made(self: Any, group: Any, config: Any) -> None:
             make(self, group, config)
             self.config.batch_p2p_comm = batched
 
-        return made
+        own = P2PCommunicator._communicate
+        return changed(Communicator, "_communicate", own, lambda: changed(Communicator, "__init__", made, run))
 
     make = Communicator.__init__
     found = {}
     for name, cuts in {"one stage a rank": ("c",), "two stages a rank": ("a", "b", "d")}.items():
         run = Run(TWO, cuts, target="megatron", micro_batches=4, forms=((1, 5),))
-        found[name] = changed(Communicator, "__init__", sending(batched=False), functools.partial(differences, run))
+        found[name] = sending(functools.partial(differences, run), batched=False)
     alike: dict[str, Any] = {"mesh": TWO, "target": "megatron", "steps": cut, "microbatches": 4}
 
     def losses() -> list[float]:
@@ -211,8 +212,8 @@ def over_megatrons_groups() -> dict[str, Any]:
         return found
 
     found["guarded"] = losses()
-    found["megatron's, not batched"] = changed(Communicator, "__init__", sending(batched=False), losses)
-    found["batched"] = changed(Communicator, "__init__", sending(batched=True), losses)
+    found["megatron's, not batched"] = sending(losses, batched=False)
+    found["batched"] = sending(losses, batched=True)
     return found
 
 

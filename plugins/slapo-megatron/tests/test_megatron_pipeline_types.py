@@ -13,7 +13,7 @@ from tests.messages import Messages
 from tests.support.words_model import IDS, Words, adamw, by_hand, loss_of
 
 pytestmark = pytest.mark.ranks
-preload_modules("slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook")
+preload_modules("slapo_megatron.pipeline", "slapo_pipeline.partition.hook")
 
 ONE, TWICE = ("one",), ("emb", "one", "two")
 SETTINGS = {"lr": 1e-2, "adam_eps": 1e-4, "adam_beta2": 0.999, "weight_decay": 0.0, "clip_grad": 0.1}

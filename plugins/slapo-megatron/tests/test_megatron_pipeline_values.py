@@ -11,7 +11,7 @@ from slapo_testing import preload_modules, run_ranks
 from tests.support.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
-preload_modules("slapo_megatron.pipeline.schedule", "slapo_pipeline.partition.hook")
+preload_modules("slapo_megatron.pipeline", "slapo_pipeline.partition.hook")
 
 TWO = {"pp": 2}
 ALONE = {"max_grad_norm": 0.5, "target": "megatron"}

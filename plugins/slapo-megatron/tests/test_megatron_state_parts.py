@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from slapo_core import BuildError
-from slapo_megatron.state.optimizer import StoredOptimizer, settings_of
+from slapo_megatron.state import Kept, StoredOptimizer, kept_by, settings_of
 from slapo_runtime.flat_shards import Place
+from slapo_runtime.flat_storage import FlatStorage, Held
 from tests.messages import Messages
 
 
@@ -27,13 +28,11 @@ class FusedAdam(torch.optim.SGD):
 
 
 def stored(*parameters: torch.Tensor) -> tuple[FusedAdam, StoredOptimizer]:
-    from slapo_megatron.state.flat_layout import Held, Places
-
     inner = FusedAdam([{"params": list(parameters)}])
-    held = {id(one): Held(inner, Place.whole(one, tuple(one.shape)), one.dtype) for one in parameters}
-    places = Places(held, [(inner, 0, list(parameters))])
+    held = {id(one): Held(Place.whole(one, tuple(one.shape)), None, one.dtype, optimizer=inner) for one in parameters}
     names = {id(one): f"p{number}" for number, one in enumerate(parameters)}
-    return inner, StoredOptimizer(places, names, None, torch.device("cpu"), is_scheduled=False)
+    storage = FlatStorage(held, None, torch.device("cpu"))
+    return inner, StoredOptimizer(Kept(held, [(inner, 0, list(parameters))]), storage, names, is_scheduled=False)
 
 
 def test_a_fused_adam_is_that_of_torch_and_its_count_a_state() -> None:
@@ -66,8 +65,28 @@ def test_one_count_for_two_parameters_is_refused_where_they_differ(message: Mess
     assert inner.state == {}
 
 
+class Unknown:
+    """An optimizer of Megatron's that this plugin has never seen."""
+
+    def __init__(self) -> None:
+        from types import SimpleNamespace
+
+        self.optimizer = torch.optim.SGD([torch.zeros(2)], lr=0.1)
+        self.config = SimpleNamespace(use_precision_aware_optimizer=False)
+
+
+def test_an_optimizer_that_keeps_state_elsewhere_is_a_limit_of_saving() -> None:
+    unknown = Unknown()
+    assert "Unknown keeps its main weights" in kept_by(unknown, None).limit
+    unknown.config.use_precision_aware_optimizer = True
+    kept = kept_by(unknown, None)
+    assert "use_precision_aware_optimizer" in kept.limit
+    assert (kept.held, kept.groups) == ({}, [])
+    assert kept_by(None, None) == Kept()
+
+
 def test_the_names_of_megatron_that_no_manual_has_are_there() -> None:
-    """What ``state/places.py`` and ``state/beside.py`` read; the states of the integration tests show what it is."""
+    """What ``state.py`` reads; the states of the integration tests show what it is."""
     import inspect
 
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer

@@ -1,7 +1,7 @@
 """Parameters and optimizer state that a runtime keeps in flat tensors, by the parameters of the model.
 
-A dialect says where each parameter lies (:class:`Held`) and which groups the optimizer has (:class:`StoredGroup`); state
-dicts, checkpoints and their loading follow from that.
+A dialect says where each parameter lies (:class:`Held`) and which groups the optimizer has (:class:`StoredGroup`);
+state dicts, checkpoints and their loading follow from that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Held:
     """Where a runtime keeps one parameter on this rank.
 
     Args:
-        main: this rank's part of the values that the optimizer steps; None where it steps the parameter itself, or where
-            other replicas hold all of it.
+        main: this rank's part of the values that the optimizer steps; None where it steps the parameter itself, or
+            where other replicas hold all of it.
         working: this rank's part of the values of the forward, where replicas partition those too (ZeRO-3).
         dtype: in which the parameter is trained.
         is_part: whether replicas hold parts of what is trained.
@@ -231,12 +231,15 @@ class FlatOptimizer:
 
     def state_of(self, held: Held) -> dict[str, Any]:
         """The live state of the tensor that is stepped for a parameter."""
-        assert held.main is not None and held.optimizer is not None
+        assert held.main is not None
+        assert held.optimizer is not None
         return dict(held.optimizer.state.get(held.main.flat, {}))
 
     def put(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor, state: dict[str, Any]) -> None:
         """Give the tensor that is stepped another state; an empty one removes it."""
         optimizer.state.pop(flat, None)
+        if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):  # steps there, too
+            state = {key: one.to(flat.device) if isinstance(one, torch.Tensor) else one for key, one in state.items()}
         if state:
             optimizer.state[flat] = state
 
@@ -350,7 +353,8 @@ class FlatOptimizer:
                 by_flat.setdefault(id(held.main.flat), []).append((parameter, held))
         for inside in by_flat.values():
             held = inside[0][1]
-            assert held.main is not None and held.optimizer is not None
+            assert held.main is not None
+            assert held.optimizer is not None
             yield held.optimizer, held.main.flat, self._state_of(held, inside, states)
 
     def _state_of(

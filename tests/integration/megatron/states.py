@@ -11,8 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from slapo_megatron.state.optimizer import StoredOptimizer
-from slapo_megatron.state.tensors import MegatronTensors
+from slapo_runtime.flat_storage import FlatOptimizer, FlatTensors
 from tests.integration.dialects.small import build, train
 from tests.integration.dialects.states import before_the_first_step, different, low_precision, said
 
@@ -166,20 +165,20 @@ def masters_left_alone() -> Iterator[None]:
     def loading(self: Any, live: Any, value: torch.Tensor) -> Any:
         return lambda: live.tensor.data.copy_(value)
 
-    with mock.patch.object(MegatronTensors, "loading", loading):
+    with mock.patch.object(FlatTensors, "loading", loading):
         yield
 
 
 @contextlib.contextmanager
 def moments_of_another() -> Iterator[None]:
     """A fault: two parameters of one shape get each other's moments."""
-    right = StoredOptimizer.loading
+    right = FlatOptimizer.loading
 
     def loading(self: Any, groups: Any, states: Any) -> Any:
         (one, other, *_) = [parameter for parameter in states if tuple(parameter.shape) == (14, 10)]
         return right(self, groups, {**states, one: states[other], other: states[one]})
 
-    with mock.patch.object(StoredOptimizer, "loading", loading):
+    with mock.patch.object(FlatOptimizer, "loading", loading):
         yield
 
 
@@ -237,7 +236,7 @@ def corrupted() -> dict[str, Any]:
     return found
 
 
-def ends() -> dict[str, Any]:
+def ends(directory: Path) -> dict[str, Any]:
     """What an engine says after its end, and one without an optimizer."""
     engine = build("megatron dp2 distributed")
     train(engine, 0, 1)
@@ -246,10 +245,17 @@ def ends() -> dict[str, Any]:
     engine.close()
     engine.close()
     after = different(engine.state_dict(), state)
+    limited = build("megatron dp2")
+    limited._kept.limit = "with something new it keeps a state of its own"
+    train(limited, 0, 1)
+    unsaved = [said(limited.save, directory), said(limited.load, directory), said(limited.save_sharded, directory)]
+    trained = different(limited.state_dict(), state)
+    limited.close()
     evaluating = build("megatron dp2 distributed", optimizer=None)
     plain = build("megatron dp2").state_dict()
     return {
         "optimizer": (there, engine.optimizer, evaluating.optimizer),
+        "unsaved": (unsaved, trained),
         "steps": [said(train, engine, 0, 1), said(train, evaluating, 0, 1)],
         "differing": after + different(evaluating.state_dict(), plain),
     }
@@ -267,5 +273,5 @@ def all_cases(directory: Path) -> dict[str, Any]:
     found["scales"] = scales(directory / "scales")
     found["faults"] = faults(directory / "faults")
     found["corrupted"] = corrupted()
-    found["ends"] = ends()
+    found["ends"] = ends(directory / "ends")
     return found

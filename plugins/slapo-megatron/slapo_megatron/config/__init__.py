@@ -1,1 +1,0 @@
-"""Read the user's options in Megatron's terms, and complete them."""

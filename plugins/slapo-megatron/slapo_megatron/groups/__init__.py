@@ -1,1 +1,0 @@
-"""Megatron's process groups, those of our mesh."""

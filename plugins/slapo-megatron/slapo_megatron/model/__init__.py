@@ -1,1 +1,0 @@
-"""The scheduled model in the form in which Megatron takes one."""

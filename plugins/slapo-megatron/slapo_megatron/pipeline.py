@@ -1,0 +1,393 @@
+"""Run stages in Megatron's 1F1B and interleaved schedules: chunks, P2P messages, and the engine.
+
+Imports Megatron: import it in functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_with_interleaving as interleaved,
+    forward_backward_pipelining_without_interleaving as one_forward_one_backward,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from slapo_core import BuildError, StepResult
+from slapo_megatron.engine import MegatronEngine, Updates, instances_of, reduced
+from slapo_megatron.groups import start
+from slapo_megatron.marks import mark
+from slapo_megatron.model import Chunk, assemble, lowered, raised, transformer_config, working_dtype
+from slapo_megatron.private import children_of
+from slapo_runtime.stage_runner import RankStages, StageCache, Work, advance, step_seed
+
+if TYPE_CHECKING:
+    from slapo_core import Plan
+    from slapo_megatron.runtime import Megatron
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.stages import StagedModel
+
+
+class StageChunk(Chunk):
+    """Run a stage: called with the number of a micro-batch, with the message of :meth:`set_input_tensor`.
+
+    Args:
+        parameters: by name, which DistributedDataParallel looks after; of those that several chunks of a rank use, the
+            first one has them.
+        config: Megatron's.
+        place: among the stages of this rank; None where there is one.
+        is_first: of all stages.
+        is_last: of all stages.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: Any, place: int | None, *, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__(_tree(parameters), config)
+        self.vp_stage = place
+        self.pre_process, self.post_process = is_first, is_last
+        self._received: torch.Tensor | None = None
+
+    work: Work
+
+    def begin(self, work: Work) -> None:
+        """Begin a step, whose micro-batches are those of ``work``."""
+        self.work = work
+
+    def end(self) -> None:
+        """Release the step's tensors."""
+        del self.work
+        self._received = None
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take the previous stage's message; 1F1B passes a list."""
+        self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self, number: int) -> Any:
+        """Run a micro-batch.
+
+        Returns:
+            the message to the next stage, a tensor of its own; on the last stage the input of :meth:`Work.loss`, in
+            float32 where the model computes in lower precision.
+        """
+        received, self._received = self._received, None
+        self.gather()
+        outputs = self.work.forward(() if received is None else (received,), number)
+        return raised(outputs, working_dtype(self.config)) if self.work.chunk.is_last else outputs[0]
+
+
+def chunks_of(
+    stages: Mapping[int, nn.Module], unused: Mapping[str, nn.Parameter], count: int, config: Any
+) -> list[StageChunk]:
+    """Return the chunks of this rank.
+
+    Args:
+        stages: of this rank, by number, in their order.
+        unused: parameters that live on this rank and that no stage uses, by name.
+        count: of all stages.
+        config: Megatron's.
+    """
+    found: list[StageChunk] = []
+    taken: set[int] = set()
+    for number, stage in stages.items():
+        own = {name: one for name, one in stage.named_parameters() if id(one) not in taken}
+        own |= {} if found else unused
+        taken |= {id(parameter) for parameter in own.values()}
+        place = len(found) if len(stages) > 1 else None
+        found.append(StageChunk(own, config, place, is_first=number == 0, is_last=number == count - 1))
+    return found
+
+
+def _tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """Modules that only hold the parameters, at the paths of the scheduled model."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in children_of(module):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, parameter)
+    return root
+
+
+def ties_of(context: BuildContext) -> list[nn.Parameter]:
+    """Return parameters of this rank that others along ``pp`` hold too.
+
+    Args:
+        context: from ``build``.
+    """
+    placement = context.placement
+    assert placement is not None
+    return [
+        live.tensor
+        for live in context.state.tensors()
+        if live.is_local and isinstance(live.tensor, nn.Parameter) and len(placement.holders(live)) > 1
+    ]
+
+
+def _unused(context: BuildContext, stages: Any) -> dict[str, nn.Parameter]:
+    """Parameters that live on this rank and that no stage uses, by name."""
+    held = {id(parameter) for stage in stages for parameter in stage.parameters()}
+    here = {live.name: live.tensor for live in context.state.tensors() if live.is_local}
+    return {name: one for name, one in here.items() if isinstance(one, nn.Parameter) and id(one) not in held}
+
+
+def order_of(chunks: int, count: int, group: int) -> list[int]:
+    """Return the order in which a rank runs its stages: equal on all ranks.
+
+    Args:
+        chunks: stages of a rank.
+        count: of micro-batches.
+        group: how many of these a stage runs before the rank goes on to its next one.
+    """
+    found = []
+    for begin in range(0, count, group):
+        for chunk in range(chunks):
+            found += [chunk] * min(group, count - begin)
+    return found
+
+
+class Communicator(P2PCommunicator):  # type: ignore[misc]
+    """Send messages of the sizes that stages make.
+
+    Args:
+        group: Megatron's, along ``pp``.
+        config: Megatron's.
+    """
+
+    def __init__(self, group: Any, config: Any) -> None:
+        config = copy.copy(config)
+        config.variable_seq_lengths = True  # asks for the shape of every message
+        if group.size() == 2:
+            config.batch_p2p_comm = False  # both neighbors are one rank: batched messages are taken for each other
+        super().__init__(group, config)
+        self._from_previous: Iterator[int] = iter(())
+        self._from_next: Iterator[int] = iter(())
+
+    def begin(self, form: RankStages, order: Sequence[int]) -> None:
+        """Begin a step.
+
+        Args:
+            form: of the micro-batches, with joined messages.
+            order: as :func:`order_of` gives it; gradients come with the last stage first.
+        """
+        size, rank, last = self.pp_group.size(), self.pp_group.rank(), max(order)
+        lengths = {stage: message.length for stage, message in form.messages.items()}
+        sent = (chunk * size + (rank - 1) % size for chunk in order)
+        returned = ((last - chunk) * size + (rank + 1) % size - 1 for chunk in order)
+        self._from_previous = iter([lengths[stage] for stage in sent if stage in lengths])
+        self._from_next = iter([lengths[stage] for stage in returned if stage in lengths])
+        self.config.pipeline_dtype = next(iter(form.messages.values())).dtype
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return the known shapes of the messages, without communication."""
+        return [next(self._from_previous)] if recv_prev else [0], [next(self._from_next)] if recv_next else [0]
+
+
+class Schedule:
+    """1F1B, or interleaved 1F1B where a rank has several stages.
+
+    Args:
+        megatron: its objects; chunks are those of this rank.
+    """
+
+    def __init__(self, megatron: Megatron) -> None:
+        self._chunks, self._config = megatron.chunks, megatron.config
+        self._communicator = Communicator(parallel_state.get_pipeline_model_parallel_group(), self._config)
+
+    def run(self, form: RankStages, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
+        """Run all passes of a step, and what comes after them.
+
+        Args:
+            form: of the micro-batches.
+            works: of each stage of this rank.
+            count: of micro-batches.
+            backward: whether gradients go back and are finished by ``config.finalize_model_grads_func``.
+
+        Returns:
+            the losses of the micro-batches, on the last rank along ``pp``; nothing on others.
+        """
+        chunks = len(self._chunks)
+        group = self._config.microbatch_group_size_per_vp_stage if chunks > 1 else count
+        order = order_of(chunks, count, group)
+        self._communicator.begin(form, order)
+        for chunk, work in zip(self._chunks, works, strict=True):
+            chunk.module.begin(work)
+        numbers = [iter(range(count)) for _ in self._chunks]
+        arguments = {
+            "forward_step_func": _forward_step,
+            "num_microbatches": count,
+            "seq_length": 1,  # the communicator knows the shapes
+            "micro_batch_size": 1,
+            "forward_only": not backward,
+            "p2p_communicator": self._communicator,
+            "pg_collection": _groups(),
+        }
+        try:
+            if chunks > 1:
+                found = interleaved(data_iterator=numbers, model=self._chunks, **arguments)
+            else:
+                found = one_forward_one_backward(data_iterator=numbers[0], model=self._chunks[0], **arguments)
+        finally:
+            for chunk in self._chunks:
+                chunk.module.end()
+        return [one["loss"] for one in found]
+
+
+def _forward_step(numbers: Iterator[int], chunk: Any) -> tuple[Any, Any]:
+    """Run one micro-batch of one stage, called by Megatron."""
+    number = next(numbers)
+    outputs = chunk(number)
+    return outputs, functools.partial(_loss, chunk.module.work, number)
+
+
+def _loss(work: Work, number: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    return reduced(work.loss(outputs, number))
+
+
+def _groups() -> ProcessGroupCollection:
+    """Return the process groups that the schedules would take from ``parallel_state``."""
+    found = ProcessGroupCollection()
+    found.tp = parallel_state.get_tensor_model_parallel_group()
+    found.pp = parallel_state.get_pipeline_model_parallel_group()
+    found.cp = parallel_state.get_context_parallel_group()
+    found.embd = parallel_state.get_embedding_group(check_initialized=False)
+    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    found.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return found
+
+
+class PipelineEngine(MegatronEngine):
+    """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's 1F1B and interleaved schedules.
+
+    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
+    is closed.
+
+    Args:
+        plan: of the build.
+        context: from ``build``.
+    """
+
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
+        assert mesh is not None
+        self._mesh = mesh
+        self._at = "nothing"  # of a step, for the message of an error
+        self._count: int = plan.config["microbatches"]
+        axes = plan.config["batch_axes"] or None
+        per_rank = len(context.stage_ranks) // mesh.size("pp")
+        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None, instances=instances_of(plan))
+        config = transformer_config(plan.config, mesh)
+        dtype = working_dtype(config)
+        partition = context.staged_example(self._count, axes=axes).staged.partition
+        self._part = context.part(partition)
+        self._marks = mark(context)
+        with self._marks.taken_back_if_it_fails():
+            ranks, here = context.stage_ranks, mesh.rank("pp")
+            own = {stage.index: stage.module for stage in partition.stages if ranks[stage.index] == here}
+            config.virtual_pipeline_model_parallel_size = len(own) if len(own) > 1 else None
+            chunks = chunks_of(own, _unused(context, own.values()), len(context.stage_ranks), config)
+            over = weakref.WeakMethod(self._passes_are_over)  # hooks of Megatron's wrappers are never collected
+            ties = lambda: context.sum_tied_gradients("main_grad")  # noqa: E731
+            megatron = assemble(plan, context, chunks, config, finish=lambda: _call(over), sum_ties=ties)
+            super().__init__(plan, context, megatron)
+        self._updates = Updates(plan, context, megatron)
+        self._ties = ties_of(context)
+        self._loss_dtype = None if dtype is None else torch.float32
+        self._schedule = Schedule(megatron)
+        self._forms = StageCache(
+            context, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype)
+        )
+
+    def _form(self, staged: StagedModel, training: bool) -> RankStages:
+        ranks, rank = self._context.stage_ranks, self._mesh.rank("pp")
+        return RankStages(staged, ranks, rank, self._device, training=training, joined=True)
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the scheduled model."""
+        return self._part
+
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        self._refuse_autocast()
+        self._require_trainable()
+        with self._context.training(batch):
+            self._between.check()
+            form, works = self._works(batch, training=True)
+            self._updates.begin(self._part)
+            with self._closing(lambda: self._at):
+                with step_seed(self._device) as seed:
+                    for work in works:
+                        work.seed = seed
+                    losses = self._schedule.run(form, works, self._count, backward=True)
+                self._updates.seen(self._ties)
+                norm = self._updates.step(self._device)
+                self._after_step()
+                loss = self._loss(form, works, losses)
+        return StepResult(loss, None, norm)
+
+    def eval_step(self, batch: Any) -> StepResult:
+        self._refuse_autocast()
+        self._require_open()
+        with self._context.evaluating(batch):
+            form, works = self._works(batch, training=False)
+            with self._closing(lambda: self._at):
+                losses = self._schedule.run(form, works, self._count, backward=False)
+                return StepResult(self._loss(form, works, losses))
+
+    def _works(self, batch: Any, *, training: bool) -> tuple[RankStages, list[Work]]:
+        cut, form = self._forms.of(batch, training=training)
+        return form, [Work(form, chunk, cut, self._stand) for chunk in form.chunks]
+
+    def _loss(self, form: RankStages, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+        self._at = "exchanging the loss"
+        message = torch.zeros(2, dtype=torch.float64, device=self._device)
+        message[1] = any(work.drew for work in works)
+        if losses:
+            message[0] = torch.stack(list(losses)).mean()
+        dist.all_reduce(message, group=self._mesh.group("pp"))
+        loss, drew = message.unbind()
+        if drew:
+            advance()
+        return loss.to(self._loss_dtype or form.loss_dtype)
+
+    def _passes_are_over(self) -> None:
+        self._at = "Megatron's exchange of gradients, or its optimizer's step"
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _stand(self, what: str) -> None:
+        self._at = what
+
+    def _release(self) -> None:
+        self._forms.close()
+
+    def _refuse_autocast(self) -> None:
+        if torch.is_autocast_enabled(self._device.type):
+            raise BuildError(
+                "a step of a pipeline of target 'megatron' was called under torch.autocast: the dtypes of "
+                "P2P messages would differ between ranks",
+                hint='optimizer_config={"bf16": True}',
+            )
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()

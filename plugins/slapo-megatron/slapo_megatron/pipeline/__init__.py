@@ -1,1 +1,0 @@
-"""Run stages in Megatron's 1F1B and interleaved schedules."""
