@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_graph.example_calls import example_call
 from slapo_testing.snapshot import ModelSnapshot
 from tests.messages import Messages
 from tests.support.edits import Call, HookAll, post_hook, wrapped
@@ -129,15 +128,7 @@ def test_preconditions_apply_nothing() -> None:
     assert [record.index for record in sch.records] == [1]
 
 
-class Counted(nn.Linear):
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Counted.calls += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("asked", ["example_call", "node", "schedule"])
+@pytest.mark.parametrize("asked", ["node", "schedule"])
 def test_the_reference_model_can_be_asked_for_in_the_middle_of_an_edit(asked: str) -> None:
     """The edits made so far are as they were afterwards, though an earlier step changed the same place."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -149,9 +140,6 @@ def test_the_reference_model_can_be_asked_for_in_the_middle_of_an_edit(asked: st
     def ask(node: slapo.Node, edit: slapo.Edit) -> None:
         edit.replace_module(node, second)
         edit.set_attribute(node.parent, "factor", 2)
-        if asked == "example_call":
-            assert example_call(sch["1"])[0][0].shape == (1, 2)
-            return
         with sch["0"].reference() if asked == "node" else sch.reference() as found:
             assert (found if asked == "node" else found[0]) is reference
             assert not hasattr(model, "factor")
@@ -163,12 +151,3 @@ def test_the_reference_model_can_be_asked_for_in_the_middle_of_an_edit(asked: st
     assert (model[0], model.factor) == (second, 2)
     sch.undo()
     assert before.differences(model) == []
-
-
-def test_example_calls_are_taken_once() -> None:
-    model = nn.Sequential(*[nn.Sequential(Counted(2, 2), nn.ReLU()) for _ in range(3)])
-    sch = slapo.create_schedule(model, example_inputs=torch.ones(1, 2))
-    Counted.calls = 0
-    for number in range(3):
-        sch[str(number)].apply(Call(lambda node, edit: (edit.note("asks"), example_call(node))[0]))
-    assert Counted.calls == 3  # once for each layer: one run

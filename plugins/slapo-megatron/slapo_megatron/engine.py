@@ -25,6 +25,7 @@ from slapo_megatron.sharded import ShardedDirectory
 from slapo_megatron.state import (
     BetweenMegatronSteps,
     StoredOptimizer,
+    inner_optimizers,
     kept_by,
     read_extra_state,
     used_extra_state,
@@ -52,15 +53,15 @@ class Updates:
         plan: of the build.
         context: from ``build``.
         megatron: its objects.
+        lr_scheduler: the user's; None without one.
     """
 
-    def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
+    def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron, lr_scheduler: Any) -> None:
         mesh = context.schedule.mesh
-        self._context, self._megatron = context, megatron
+        self._context, self._megatron, self._lr_scheduler = context, megatron, lr_scheduler
         self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
         self._replicas = mesh.group("dp") if mesh is not None and mesh.size("dp") > 1 else None
         self._unused = UnusedParameters(context, "Megatron", steps_with_zeros=megatron.optimizer is not None)
-        self._has_stepped = False
         self._leave_alone()
 
     def begin(self, module: nn.Module) -> None:
@@ -95,12 +96,10 @@ class Updates:
             return torch.tensor(math.inf, device=device)
         if self._megatron.scheduler is not None:
             self._megatron.scheduler.step(1)
+        if self._lr_scheduler is not None:
+            self._lr_scheduler.step()
         self._unused.step_is_over()
-        if not self._has_stepped:
-            self._has_stepped = True
-            if self._context.optimizer is None:  # the user's tells core that the first step is over
-                self._megatron.optimizer.zero_grad()
-                self._context.clip_gradients()  # there are none any more
+        self._context.training_is_over()
         return torch.tensor(norm, device=device) if self._clips and norm is not None else None
 
     def _leave_alone(self) -> None:
@@ -128,7 +127,6 @@ class MegatronEngine(StatefulEngine):
     """Of Megatron's process groups; set by the engines, before they make anything of Megatron's."""
 
     _marks: Marks
-    _updates: Updates
 
     def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
         self.plan, self.megatron = plan, megatron
@@ -144,6 +142,9 @@ class MegatronEngine(StatefulEngine):
         context.state.keep_in(self._tensors)
         self._between = BetweenMegatronSteps(context, kept, self._tensors)
         self._is_closed = False
+        stepped = inner_optimizers(megatron.optimizer)
+        self.lr_scheduler = context.make_lr_scheduler(stepped[0] if stepped else None)
+        self._updates = Updates(plan, context, megatron, self.lr_scheduler)
 
     @property
     def module(self) -> nn.Module:
@@ -159,6 +160,7 @@ class MegatronEngine(StatefulEngine):
         if self._is_closed:
             return
         self._is_closed = True
+        self.lr_scheduler = None
         self._tensors.end()
         self._updates.end()
         release(self.megatron, self._marks, gather=self._reason is None)
@@ -291,14 +293,15 @@ class MegatronEngine(StatefulEngine):
         return stored
 
     def _beside(self) -> Mapping[str, Any]:
-        return read_extra_state(self.megatron) if self.optimizer is not None else {}
+        return {**read_extra_state(self.megatron), **super()._beside()} if self.optimizer is not None else {}
 
     def _uses(self) -> Collection[str]:
-        return used_extra_state(self.megatron) if self.optimizer is not None else ()
+        return (*used_extra_state(self.megatron), *super()._uses()) if self.optimizer is not None else ()
 
     def _resumed(self, runtime: Mapping[str, Any], optimizer: StoredOptimizer | None) -> None:
         if optimizer is not None:
             write_extra_state(self.megatron, runtime, optimizer.loaded or ())
+            super()._resume(runtime)
 
 
 class WholeEngine(MegatronEngine):
@@ -321,7 +324,6 @@ class WholeEngine(MegatronEngine):
             megatron = assemble(plan, context, [Chunk(context.schedule.model, config)], config)
             super().__init__(plan, context, megatron)
         self._count: int = plan.config["microbatches"]
-        self._updates = Updates(plan, context, megatron)
         self._has_begun = False  # the backward pass of a step
 
     # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------

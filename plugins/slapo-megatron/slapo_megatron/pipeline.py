@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
@@ -22,13 +21,14 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from slapo_core import BuildError, StepResult
-from slapo_megatron.engine import MegatronEngine, Updates, instances_of, reduced
+from slapo_core import StepResult
+from slapo_megatron.engine import MegatronEngine, instances_of, reduced
 from slapo_megatron.groups import start
 from slapo_megatron.marks import mark
 from slapo_megatron.model import Chunk, assemble, lowered, raised, transformer_config, working_dtype
 from slapo_megatron.private import children_of
-from slapo_runtime.stage_runner import RankStages, StageCache, Work, advance, step_seed
+from slapo_runtime.engine import PipelineSteps
+from slapo_runtime.stage_runner import RankStages, StageCache, Work, step_seed
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -270,7 +270,7 @@ def _groups() -> ProcessGroupCollection:
     return found
 
 
-class PipelineEngine(MegatronEngine):
+class PipelineEngine(PipelineSteps, MegatronEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's 1F1B and interleaved schedules.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
@@ -285,7 +285,6 @@ class PipelineEngine(MegatronEngine):
         mesh = context.schedule.mesh
         assert mesh is not None
         self._mesh = mesh
-        self._at = "nothing"  # of a step, for the message of an error
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
         per_rank = len(context.stage_ranks) // mesh.size("pp")
@@ -304,7 +303,6 @@ class PipelineEngine(MegatronEngine):
             ties = lambda: context.sum_tied_gradients("main_grad")  # noqa: E731
             megatron = assemble(plan, context, chunks, config, finish=lambda: _call(over), sum_ties=ties)
             super().__init__(plan, context, megatron)
-        self._updates = Updates(plan, context, megatron)
         self._ties = ties_of(context)
         self._loss_dtype = None if dtype is None else torch.float32
         self._schedule = Schedule(megatron)
@@ -324,7 +322,7 @@ class PipelineEngine(MegatronEngine):
     # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        self._refuse_autocast()
+        self._refuse_autocast(self._device, "megatron", 'optimizer_config={"bf16": True}')
         self._require_trainable()
         with self._context.training(batch):
             self._between.check()
@@ -342,7 +340,7 @@ class PipelineEngine(MegatronEngine):
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
-        self._refuse_autocast()
+        self._refuse_autocast(self._device, "megatron", 'optimizer_config={"bf16": True}')
         self._require_open()
         with self._context.evaluating(batch):
             form, works = self._works(batch, training=False)
@@ -356,35 +354,16 @@ class PipelineEngine(MegatronEngine):
 
     def _loss(self, form: RankStages, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
-        self._at = "exchanging the loss"
-        message = torch.zeros(2, dtype=torch.float64, device=self._device)
-        message[1] = any(work.drew for work in works)
-        if losses:
-            message[0] = torch.stack(list(losses)).mean()
-        dist.all_reduce(message, group=self._mesh.group("pp"))
-        loss, drew = message.unbind()
-        if drew:
-            advance()
-        return loss.to(self._loss_dtype or form.loss_dtype)
+        drew = any(work.drew for work in works)
+        return self._exchange_loss(losses, drew=drew, device=self._device, dtype=self._loss_dtype or form.loss_dtype)
 
     def _passes_are_over(self) -> None:
         self._at = "Megatron's exchange of gradients, or its optimizer's step"
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _stand(self, what: str) -> None:
-        self._at = what
-
     def _release(self) -> None:
         self._forms.close()
-
-    def _refuse_autocast(self) -> None:
-        if torch.is_autocast_enabled(self._device.type):
-            raise BuildError(
-                "a step of a pipeline of target 'megatron' was called under torch.autocast: the dtypes of "
-                "P2P messages would differ between ranks",
-                hint='optimizer_config={"bf16": True}',
-            )
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

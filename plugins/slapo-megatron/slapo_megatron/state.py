@@ -50,6 +50,12 @@ class Kept:
     limit: str = ""
 
 
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch in an optimizer of Megatron's; none of None."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [one.optimizer for one in chained if one is not None and one.optimizer is not None]
+
+
 def kept_by(optimizer: Any, mesh: Mesh | None) -> Kept:
     """Locate the main weights of Megatron's optimizer: a collective over its replicas.
 

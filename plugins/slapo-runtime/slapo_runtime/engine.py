@@ -124,11 +124,11 @@ class StatefulEngine:
         )
 
 
-class PipelineEngine(StatefulEngine):
-    """What engines of pipelines share: where a step is, the exchange of the loss, and refusals.
+class PipelineSteps:
+    """What engines of pipelines share: where a step is, the exchange of the loss, and a refusal.
 
-    An engine that derives from it sets ``_mesh``, passes :meth:`_stand` to what runs the stages, and runs its steps
-    inside of :meth:`_closing`.
+    An engine that derives from it, and from :class:`StatefulEngine`, sets ``_mesh``, passes :meth:`_stand` to what runs
+    the stages, and runs its steps inside of :meth:`StatefulEngine._closing`.
 
     Attributes:
         _mesh: of the schedule.
@@ -183,14 +183,6 @@ class PipelineEngine(StatefulEngine):
                 "messages would differ between ranks",
                 hint=hint,
             )
-
-    def _require_open(self) -> None:
-        """
-        Raises:
-            BuildError: the engine is closed, by the user or after a failed step.
-        """
-        if self._reason is not None:
-            raise self._closed(self._reason)
 
 
 _LOSS_TYPES = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")

@@ -72,6 +72,8 @@ def _single_users(modules: Iterable[str]) -> list[str]:
 
 
 def test_every_public_module_is_used_by_target_torch_or_by_two_distributions() -> None:
+    if not (_ROOT.parents[1] / "slapo-megatron").is_dir():
+        pytest.skip("needs the sources of the other distributions")
     assert _single_users(_public_modules()) == []
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import slapo_testing
 from slapo_core.errors import ArgumentError
 from slapo_core.plugins.metadata import core_version
 from slapo_testing.distributions import FakeEnvironment
@@ -16,7 +17,7 @@ from slapo_testing.new_command import Project, render
 from tests.messages import Messages
 from tests.support.overlay import Overlay
 
-TEMPLATE = Path(__file__).parents[1] / "slapo_testing" / "template"
+TEMPLATE = Path(slapo_testing.__file__).parent / "template"
 
 PRINTED = """\
 wrote acme-slapo/.github/workflows/test.yml

@@ -125,9 +125,9 @@ class TorchDialect(Dialect):
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         if context.stage_ranks:
-            from slapo_runtime.native.pipeline_engine import TorchPipelineEngine
+            from slapo_runtime.native.pipeline_engine import PipelineEngine
 
-            return TorchPipelineEngine(plan, context)
+            return PipelineEngine(plan, context)
         from slapo_runtime.native.engine import TorchEngine
 
         return TorchEngine(plan, context)

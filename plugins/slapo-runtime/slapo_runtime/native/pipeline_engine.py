@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
-from slapo_runtime.engine import PipelineEngine
+from slapo_runtime.engine import PipelineSteps, StatefulEngine
 from slapo_runtime.flat_shards import buckets
 from slapo_runtime.native.running_stage import Runner
 from slapo_runtime.native.schedules import schedule_of
@@ -160,7 +160,7 @@ def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group, group_src=root)
 
 
-class TorchPipelineEngine(PipelineEngine):
+class PipelineEngine(PipelineSteps, StatefulEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` by torch.distributed.pipelining.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
@@ -326,3 +326,7 @@ class TorchPipelineEngine(PipelineEngine):
             self._reason = ""
         self._forms.close()
         self.optimizer = self.lr_scheduler = None
+
+    def _require_open(self) -> None:
+        if self._reason is not None:
+            raise self._closed(self._reason)

@@ -17,8 +17,8 @@ from slapo_core.plugins import use_registry
 from slapo_core.plugins.registry import Registry
 from slapo_core.primitives.annotate import Annotate
 from slapo_runtime.batches import micro_batches
-from slapo_runtime.losses import LossCall
 from slapo_runtime.build import build
+from slapo_runtime.losses import LossCall
 from slapo_testing.bench import SEED, seeded
 from slapo_testing.check import CheckError
 from slapo_testing.dialects.case import DialectCase, Subject
