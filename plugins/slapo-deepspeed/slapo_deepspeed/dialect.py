@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
 from slapo_core.dialect import arguments_as_options
-from slapo_deepspeed.config.resolution import NOTES, filled, steps_of
+from slapo_deepspeed.config import NOTES, filled, steps_of
 from slapo_deepspeed.process_groups import check_device
 
 if TYPE_CHECKING:

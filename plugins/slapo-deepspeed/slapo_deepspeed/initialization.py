@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_deepspeed.config import AUTO
 from slapo_deepspeed.state.parameter_groups import Groups
 from slapo_deepspeed.zero.partitioning import with_shapes
 
@@ -50,6 +51,7 @@ def initialize(
         optimizer = context.make_optimizer(partitioned=zero.get("stage", 0) > 0)
     groups = Groups.of(optimizer, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
+    _fill_rates(config, optimizer)
     idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()
     with _numbers_left_out(model), idle:
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
@@ -65,6 +67,13 @@ def _leave_out_frozen(optimizer: torch.optim.Optimizer | None, also: Sequence[nn
     for group in optimizer.param_groups:
         group["params"] = [one for one in group["params"] if one.requires_grad]
     optimizer.param_groups[0]["params"] += also
+
+
+def _fill_rates(config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    """Let a scheduler warm up to the learning rates of the factory's optimizer, where the configuration is "auto"."""
+    params = (config.get("scheduler") or {}).get("params") or {}
+    if optimizer is not None and params.get("warmup_max_lr") == AUTO:
+        params["warmup_max_lr"] = [float(group["lr"]) for group in optimizer.param_groups if group["params"]]
 
 
 @contextlib.contextmanager

@@ -5,50 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-
-from slapo_core import BuildError
 from slapo_core.hookspecs import Fact, Problem
+from slapo_runtime.installed import Runtime
 
-
-def window() -> SpecifierSet:
-    """The versions of DeepSpeed that this plugin is made for, as its own metadata says: ``>=0.19,<0.20``."""
-    wanted = [Requirement(line) for line in requires("slapo-deepspeed") or ()]
-    return next(one.specifier for one in wanted if one.name == "deepspeed")
-
-
-def found_version() -> str | None:
-    """The version that is installed; None where it is not."""
-    try:
-        return version("deepspeed")
-    except PackageNotFoundError:
-        return None
-
-
-def require_deepspeed() -> None:
-    """
-    Raises:
-        BuildError: DeepSpeed is not installed, or in a version that this plugin was not made for.
-    """
-    found, wanted = found_version(), window()
-    if found is None:
-        raise BuildError(
-            "target 'deepspeed' needs DeepSpeed, which is not installed", hint="pip install slapo-deepspeed"
-        )
-    if not wanted.contains(found, prereleases=True):
-        raise BuildError(
-            f"target 'deepspeed' runs DeepSpeed {wanted}, and {found} is installed",
-            hint=f"pip install 'deepspeed{wanted}'",
-        )
+RUNTIME = Runtime("deepspeed", "slapo-deepspeed", "deepspeed", tested="0.19")
 
 
 def examine() -> Iterator[Fact | Problem]:
     """Versions, the accelerator that DeepSpeed will choose, and what its compiled operators need."""
-    yield from _version()
+    yield from RUNTIME.facts()
     device = _device()
     chosen = os.environ.get("DS_ACCELERATOR")
     yield Fact("accelerator", f"{chosen or device} ({'found' if chosen is None else f'DS_ACCELERATOR={chosen}'})")
@@ -59,15 +26,6 @@ def examine() -> Iterator[Fact | Problem]:
         )
     yield from _compilers(chosen or device)
     yield from _broken_builds()
-
-
-def _version() -> Iterator[Fact | Problem]:
-    found, wanted = found_version(), window()
-    yield Fact("deepspeed", found or "not installed")
-    if found is None:
-        yield Problem("DeepSpeed is not installed", "pip install slapo-deepspeed")
-    elif not wanted.contains(found, prereleases=True):
-        yield Problem(f"this plugin runs DeepSpeed {wanted}; installed is {found}", f"pip install 'deepspeed{wanted}'")
 
 
 def _device() -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slapo_core import BuildError
 from slapo_core.layout import start_single_process_group
-from slapo_deepspeed.installation import require_deepspeed
+from slapo_deepspeed.installation import RUNTIME
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def import_deepspeed(device_type: str) -> Any:
     Raises:
         BuildError: it is not installed, has another version, or runs on other devices.
     """
-    require_deepspeed()
+    RUNTIME.require()
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen is None and device_type == "cpu" and "deepspeed" not in sys.modules:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -92,7 +92,7 @@ def start(mesh: Mesh | None) -> None:
     Raises:
         BuildError: DeepSpeed is not installed, has another version, or runs on other devices than the mesh.
     """
-    require_deepspeed()
+    RUNTIME.require()
     if mesh is not None and mesh.device_mesh is not None:
         import_deepspeed(mesh.device_mesh.device_type)
     import deepspeed

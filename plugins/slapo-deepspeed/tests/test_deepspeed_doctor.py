@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from slapo_core.hookspecs import Fact, Problem
 from slapo_deepspeed import installation
+from slapo_runtime import installed
 from tests.messages import Messages
 
 
@@ -73,10 +75,21 @@ def test_an_accelerator_that_is_not_there_is_a_problem(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("found", "message"), [(None, "DeepSpeed is not installed"), ("0.18.1", "installed is 0.18.1")]
+    ("found", "message"),
+    [
+        (None, "deepspeed is not installed"),
+        ("0.18.1", "installed is 0.18.1"),
+        ("0.20.0", "0.20.0 is newer than the newest version that slapo-deepspeed is tested with, 0.19"),
+    ],
 )
 def test_another_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: str | None, message: str) -> None:
-    monkeypatch.setattr(installation, "found_version", lambda: found)
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(installed, "version", version)
+    monkeypatch.setattr(installed, "requires", lambda name: ["deepspeed>=0.19"])
     facts, (problem,) = examined()
     assert facts["deepspeed"] == (found or "not installed")
     assert message in problem.message
