@@ -8,7 +8,7 @@ from slapo_core import BuildError
 from slapo_runtime.engine import StepInvariants
 
 if TYPE_CHECKING:
-    from slapo_deepspeed.state.tensors import DeepSpeedTensors
+    from slapo_deepspeed.state import DeepSpeedTensors
     from slapo_runtime.context import BuildContext
     from slapo_runtime.storage import LiveTensor
 
@@ -26,7 +26,7 @@ class BetweenDeepSpeedSteps(StepInvariants):
         self._engine = engine
         self._count = engine.gradient_accumulation_steps()
         mesh = context.schedule.mesh
-        groups = [mesh.group("dp")] if mesh is not None and tensors.are_parts else []
+        groups = [mesh.group("dp")] if mesh is not None and tensors.storage.are_parts else []
         super().__init__(context, tensors, "DeepSpeed", groups=groups)
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_deepspeed.config import AUTO
-from slapo_deepspeed.state.parameter_groups import Groups
+from slapo_deepspeed.state import Group, groups_of
 from slapo_deepspeed.zero.partitioning import with_shapes
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def has_optimizer(plan: Plan, context: BuildContext) -> bool:
 
 def initialize(
     plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
-) -> tuple[Any, Groups | None]:
+) -> tuple[Any, list[Group] | None]:
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
@@ -49,7 +49,7 @@ def initialize(
         zero["stage"] = 0  # they partition what an optimizer needs; there is nothing of it
     with context.together("making the optimizer"), with_shapes(context.schedule.model):
         optimizer = context.make_optimizer(partitioned=zero.get("stage", 0) > 0)
-    groups = Groups.of(optimizer, keeps_first=bool(also))
+    groups = None if optimizer is None else groups_of(optimizer.param_groups, keeps_first=bool(also))
     _leave_out_frozen(optimizer, also)
     _fill_rates(config, optimizer)
     idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """Parameters and optimizer state that a runtime keeps in flat tensors, by the parameters of the model.
 
-A dialect says where each parameter lies (:class:`Held`) and which groups the optimizer has (:class:`StoredGroup`); state
-dicts, checkpoints and their loading follow from that.
+A dialect says where each parameter lies (:class:`Held`) and which groups the optimizer has (:class:`StoredGroup`):
+state dicts, checkpoints and their loading follow from that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Held:
     """Where a runtime keeps one parameter on this rank.
 
     Args:
-        main: this rank's part of the values that the optimizer steps; None where it steps the parameter itself, or where
-            other replicas hold all of it.
+        main: this rank's part of the values that the optimizer steps; None where it steps the parameter itself, or
+            where other replicas hold all of it.
         working: this rank's part of the values of the forward, where replicas partition those too (ZeRO-3).
         dtype: in which the parameter is trained.
         is_part: whether replicas hold parts of what is trained.
@@ -231,7 +231,8 @@ class FlatOptimizer:
 
     def state_of(self, held: Held) -> dict[str, Any]:
         """The live state of the tensor that is stepped for a parameter."""
-        assert held.main is not None and held.optimizer is not None
+        assert held.main is not None
+        assert held.optimizer is not None
         return dict(held.optimizer.state.get(held.main.flat, {}))
 
     def put(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor, state: dict[str, Any]) -> None:
@@ -240,10 +241,14 @@ class FlatOptimizer:
         if state:
             optimizer.state[flat] = state
 
+    def settings_of(self, group: StoredGroup) -> dict[str, Any]:
+        """The live settings of a group, where the runtime keeps them in another place now."""
+        return group.settings
+
     def set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Give every group other settings."""
         for group, values in zip(self._groups, settings, strict=True):
-            group.settings.update(values)
+            self.settings_of(group).update(values)
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
@@ -257,7 +262,7 @@ class FlatOptimizer:
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        return [{**group.settings, "params": list(group.parameters)} for group in self._groups]
+        return [{**self.settings_of(group), "params": list(group.parameters)} for group in self._groups]
 
     def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
         held = self._storage.of(parameter)
@@ -324,7 +329,7 @@ class FlatOptimizer:
         for optimizer in self._optimizers:
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             own = {one: states[one] for one in stepped if self._storage.of(one) is None and one in states}
-            if all(self._storage.of(one) is None and id(one) in self._names for one in stepped):
+            if stepped and all(self._storage.of(one) is None and id(one) in self._names for one in stepped):
                 settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
                 loads.append(TorchOptimizer(optimizer).loading(settings, own))
         return loads
@@ -350,7 +355,8 @@ class FlatOptimizer:
                 by_flat.setdefault(id(held.main.flat), []).append((parameter, held))
         for inside in by_flat.values():
             held = inside[0][1]
-            assert held.main is not None and held.optimizer is not None
+            assert held.main is not None
+            assert held.optimizer is not None
             yield held.optimizer, held.main.flat, self._state_of(held, inside, states)
 
     def _state_of(
