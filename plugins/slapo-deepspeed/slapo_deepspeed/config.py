@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import slapo_core
 from slapo_core import BuildError
-from slapo_deepspeed.process_groups import import_deepspeed, quietly
+from slapo_deepspeed.runtime import import_deepspeed, quietly
 from slapo_runtime.options import Options
 from slapo_runtime.planning import ScheduleFacts, boundaries, checked_axes, topology
 

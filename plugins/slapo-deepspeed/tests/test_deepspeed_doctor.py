@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from slapo_core.hookspecs import Fact, Problem
-from slapo_deepspeed import installation
+from slapo_deepspeed import runtime
 from slapo_runtime import installed
 from tests.messages import Messages
 
 
 def examined() -> tuple[dict[str, str], Sequence[Problem]]:
-    found = list(installation.examine())
+    found = list(runtime.examine())
     facts = {item.what: item.value for item in found if isinstance(item, Fact)}
     return facts, [item for item in found if isinstance(item, Problem)]
 
@@ -28,7 +28,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("DS_ACCELERATOR", "CXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(installation, "_device", lambda: "cpu")
+    monkeypatch.setattr(runtime, "_device", lambda: "cpu")
 
 
 def without_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_on_cpus_a_missing_compiler_is_no_problem(monkeypatch: pytest.MonkeyPatc
 
 def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     without_compilers(monkeypatch)
-    monkeypatch.setattr(installation, "_device", lambda: "cuda")
+    monkeypatch.setattr(runtime, "_device", lambda: "cuda")
     facts, (problem,) = examined()
     assert facts["nvcc"] == "none"
     message(problem.message, "Adam", "C++ compiler, nvcc")
@@ -57,7 +57,7 @@ def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyP
 
 def test_compilers_that_are_there_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/usr/bin/{name}")
-    monkeypatch.setattr(installation, "_device", lambda: "cuda")
+    monkeypatch.setattr(runtime, "_device", lambda: "cuda")
     facts, problems = examined()
     assert (facts["C++ compiler"], facts["nvcc"]) == ("/usr/bin/c++", "/usr/bin/nvcc")
     assert problems == []

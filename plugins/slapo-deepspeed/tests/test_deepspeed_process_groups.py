@@ -15,7 +15,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core.dialect import BuildArguments
 from slapo_deepspeed.dialect import DeepSpeedDialect
-from slapo_deepspeed.process_groups import import_deepspeed, quietly
+from slapo_deepspeed.runtime import import_deepspeed, quietly
 from slapo_runtime import installed
 from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
