@@ -75,7 +75,7 @@ def unscheduled(setting: Setting, target: str, device: torch.device) -> Step:
     if target == "deepspeed":
         import deepspeed
 
-        from slapo_deepspeed.process_groups import start
+        from slapo_deepspeed.runtime import start
 
         start(None)  # on a CPU, without compiling an operator for minutes
         config = deepspeed_config(dataclasses.replace(setting, mesh=""), 1, samples)

@@ -60,7 +60,7 @@ def deepspeed(name: str, size: str, compiler: str) -> Step:
     """The model as it is, by DeepSpeed, under ZeRO-1."""
     import deepspeed
 
-    from slapo_deepspeed.process_groups import start
+    from slapo_deepspeed.runtime import start
 
     start(None)  # on a CPU, without compiling an operator for minutes
     model, ranks = make(name, size, None), dist.get_world_size()

@@ -18,7 +18,7 @@ from report import save
 from transformers import BertConfig, BertForMaskedLM
 
 import slapo_core as slapo
-from slapo_deepspeed.process_groups import start
+from slapo_deepspeed.runtime import start
 from slapo_testing import preload_modules, run_ranks
 
 ALLOWED_MIB = 400

@@ -82,7 +82,7 @@ def run_case(config: Mapping[str, Any], function: Callable[..., T], *args: Any, 
 
 
 def _accelerator() -> Any:
-    from slapo_deepspeed.process_groups import import_deepspeed
+    from slapo_deepspeed.runtime import import_deepspeed
 
     import_deepspeed("cpu")
     from deepspeed.accelerator import get_accelerator

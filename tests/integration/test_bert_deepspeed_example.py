@@ -11,7 +11,7 @@ from tests.integration.example_runs import assert_trains_as_one_process
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "slapo_pipeline.partition.hook")
-preload_modules("transformers.models.bert.modeling_bert", "slapo_deepspeed.pipeline.engine")
+preload_modules("transformers.models.bert.modeling_bert", "slapo_deepspeed.pipeline")
 
 
 @pytest.mark.breadth

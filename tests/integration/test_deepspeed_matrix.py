@@ -11,7 +11,7 @@ from tests.integration.dialects.subjects import MAX_GRAD_NORM, SUBJECTS
 
 pytestmark = pytest.mark.ranks
 preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # the last one takes most of the time
-preload_modules("slapo_deepspeed.pipeline.engine")
+preload_modules("slapo_deepspeed.pipeline")
 
 LEFT_OUT = {("dp 2, tp 2", 3)}  # takes longest; ZeRO-3 runs on dp 2
 SAMPLE = sample(cells, lambda cell: (cell.mesh, cell.zero) in LEFT_OUT)

@@ -11,7 +11,7 @@ from tests.integration.dialects.subjects import MAX_GRAD_NORM, SUBJECTS
 from tests.integration.megatron.cases import MegatronCell, cells, sequence_cells
 
 pytestmark = pytest.mark.ranks
-preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "slapo_deepspeed.pipeline.engine")
+preload_modules("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "slapo_deepspeed.pipeline")
 preload_modules("tests.support.cpu_megatron", "slapo_megatron.engine")
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from slapo_core import Plan, Schedule
+    from slapo_deepspeed.runtime import MeshUnit
 
-__all__ = ["plan"]
+__all__ = ["plan", "prepare"]
 
 
 def plan(
@@ -59,3 +61,24 @@ def plan(
         device=device,
         accumulate=accumulate,
     )
+
+
+def prepare(sch: Schedule) -> tuple[nn.Module, MeshUnit, list[nn.Parameter]]:
+    """Prepare a scheduled model for ``deepspeed.initialize`` in your own script.
+
+    ``module, mpu, parameters = slapo_deepspeed.prepare(sch)``, then ``deepspeed.initialize(model=module,
+    model_parameters=parameters, mpu=mpu, config=...)``: the groups are those of the mesh, and parameters that a step
+    splits over ``tp`` carry the marks by which DeepSpeed counts them in the norm of all gradients.
+
+    Args:
+        sch: without a pipeline, and with a model that has its values, the same on every replica. It is sealed.
+
+    Returns:
+        the scheduled model; the groups of the mesh, as DeepSpeed's ``mpu``; the parameters that are trained.
+
+    Raises:
+        BuildError: the mesh has several ranks along ``pp`` (use ``slapo.build``), or parameters have no values.
+    """
+    from slapo_deepspeed.engine import prepared
+
+    return prepared(sch)

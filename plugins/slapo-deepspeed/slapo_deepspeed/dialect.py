@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
 from slapo_core.dialect import arguments_as_options
-from slapo_deepspeed.config.resolution import NOTES, filled, steps_of
-from slapo_deepspeed.process_groups import check_device
+from slapo_deepspeed.config import NOTES, filled, steps_of
+from slapo_deepspeed.runtime import check_device
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
@@ -53,9 +53,9 @@ class DeepSpeedDialect(Dialect):
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         if context.stage_ranks:
-            from slapo_deepspeed.pipeline.engine import PipelineEngine
+            from slapo_deepspeed.pipeline import PipelineEngine
 
             return PipelineEngine(plan, context)
-        from slapo_deepspeed.zero.engine import ZeroEngine
+        from slapo_deepspeed.engine import ZeroEngine
 
         return ZeroEngine(plan, context)

@@ -1,21 +1,240 @@
-"""Share state, refusals and DeepSpeed's engine between both engines of target ``"deepspeed"``."""
+"""The engine of target ``"deepspeed"``: what both share, and the one for a model that is not cut into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import copy
+import os
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slapo_core import Plan
-from slapo_deepspeed.external_changes import BetweenDeepSpeedSteps
-from slapo_deepspeed.state.parameter_groups import Groups
-from slapo_runtime.engine import StatefulEngine
+from slapo_core import BuildError, Plan, StepResult
+from slapo_deepspeed.config import AUTO
+from slapo_deepspeed.marks import keep_norm, mark, mark_tensors, marks_taken_back, norm_of_last_step, require_counted
+from slapo_deepspeed.runtime import MeshUnit, start
+from slapo_deepspeed.state import (
+    DeepSpeedOptimizer,
+    DeepSpeedTensors,
+    Group,
+    check_stages,
+    groups_of,
+    held_by,
+    read_extra_state,
+    unsaved,
+    used_extra_state,
+    write_extra_state,
+)
+from slapo_deepspeed.zero3 import Partitioning, gather_whole, linear_of_torch, partitioned_linear, with_shapes
+from slapo_runtime.consistency import refuse_if_incomplete
+from slapo_runtime.engine import StatefulEngine, StepInvariants, UnusedParameters
+from slapo_runtime.flat_shards import send_buffers
+from slapo_runtime.flat_storage import FlatStorage
+from slapo_runtime.state import ModelState
 
 if TYPE_CHECKING:
-    from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
+    from slapo_core import Schedule
     from slapo_runtime.context import BuildContext
+    from slapo_runtime.storage import LiveTensor
+
+
+# -- making DeepSpeed's engine
+
+
+def has_optimizer(plan: Plan, context: BuildContext) -> bool:
+    """Whether anything trains: the user's factory, or DeepSpeed's optimizer by its configuration."""
+    return context.optimizer is not None or bool(plan.config["config"].get("optimizer"))
+
+
+def initialize(
+    plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
+) -> tuple[Any, list[Group] | None]:
+    """Make DeepSpeed's engine; every tensor of the model is in its place by now.
+
+    Args:
+        plan: ``plan.config["config"]`` is DeepSpeed's configuration, filled in; DeepSpeed changes a copy of it.
+        context: of the build; its optimizer is made here.
+        model: the scheduled model, or DeepSpeed's ``PipelineModule`` of its stages.
+        mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
+        also: trained parameters that are not of the scheduled model.
+
+    Returns:
+        the engine, and the groups of the optimizer as they were before DeepSpeed saw it; None for its own optimizer.
+    """
+    import deepspeed
+
+    config = copy.deepcopy(dict(plan.config["config"]))
+    zero = config.get("zero_optimization", {})
+    if not has_optimizer(plan, context) and zero.get("stage", 0) in (1, 2):
+        zero["stage"] = 0  # they partition what an optimizer needs; there is nothing of it
+    with context.together("making the optimizer"), with_shapes(context.schedule.model):
+        optimizer = context.make_optimizer(partitioned=zero.get("stage", 0) > 0)
+    groups = None if optimizer is None else groups_of(optimizer.param_groups, keeps_first=bool(also))
+    _leave_out_frozen(optimizer, also)
+    _fill_rates(config, optimizer)
+    idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()
+    with _numbers_left_out(model), idle:
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    if _steps_at_construction(config):
+        _start_afresh(engine.optimizer)
+    return engine, groups
+
+
+def _leave_out_frozen(optimizer: torch.optim.Optimizer | None, also: Sequence[nn.Parameter]) -> None:
+    """DeepSpeed drops a group without parameters, and fails with one that has only frozen ones."""
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if one.requires_grad]
+    optimizer.param_groups[0]["params"] += also
+
+
+def _fill_rates(config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    """Let a scheduler warm up to the learning rates of the factory's optimizer, where the configuration is "auto"."""
+    params = (config.get("scheduler") or {}).get("params") or {}
+    if optimizer is not None and params.get("warmup_max_lr") == AUTO:
+        params["warmup_max_lr"] = [float(group["lr"]) for group in optimizer.param_groups if group["params"]]
+
+
+@contextlib.contextmanager
+def _numbers_left_out(model: nn.Module) -> Iterator[None]:
+    """DeepSpeed sends every parameter of the first replica to the others as bytes, and fails where one has no axes.
+
+    Replicas have the same values before.
+    """
+    numbers: list[Any] = [one for one in model.parameters() if not one.dim() and not hasattr(one, "ds_optim_param")]
+    for number in numbers:
+        number.ds_optim_param = True  # which it does not send
+    try:
+        yield
+    finally:
+        for number in numbers:
+            del number.ds_optim_param
+
+
+def _steps_at_construction(config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed steps the optimizer with zero gradients to create its state: main weights without ZeRO."""
+    low = any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
+    return low and config.get("zero_optimization", {}).get("stage", 0) == 0
+
+
+@contextlib.contextmanager
+def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Let an optimizer's step do nothing: that of a trial decays the weights, and counts as the first one."""
+    if optimizer is None:
+        yield
+        return
+    optimizer.step = types.MethodType(lambda *_: None, optimizer)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del optimizer.step
+
+
+def _start_afresh(wrapper: Any) -> None:
+    """Undo the trial step of DeepSpeed's own optimizer: its state, and its changes of the main weights."""
+    inner = getattr(wrapper, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
+        wrapper, "fp16_groups"
+    ):  # a pipeline's makes no trial
+        return
+    inner.state.clear()
+    with torch.no_grad():
+        for number, parameters in enumerate(wrapper.fp16_groups):
+            if hasattr(wrapper, "fp32_groups_flat"):
+                offset = 0
+                for parameter in parameters:
+                    shard = wrapper.fp32_groups_flat[number].narrow(0, offset, parameter.numel())
+                    shard.copy_(parameter.detach().reshape(-1))
+                    offset += parameter.numel()
+            else:
+                for master, parameter in zip(wrapper.fp32_groups[number], parameters, strict=True):
+                    master.copy_(parameter)
+
+
+# -- for a script's own deepspeed.initialize
+
+
+def prepared(sch: Schedule) -> tuple[nn.Module, MeshUnit, list[nn.Parameter]]:
+    """Implement :func:`slapo_deepspeed.prepare`."""
+    mesh = sch.mesh
+    if mesh is not None and mesh.size("pp") > 1:
+        raise BuildError(
+            f"prepare() runs no pipeline, and the mesh {mesh} has {mesh.size('pp')} ranks along 'pp'",
+            hint='slapo.build(sch, target="deepspeed", config=...)',
+        )
+    if mesh is not None and mesh.world_size > 1 and mesh.device_mesh is None:
+        raise BuildError(
+            f"prepare() needs the processes of the mesh {mesh}",
+            hint="torchrun, and torch.distributed.init_process_group() before create_schedule()",
+        )
+    lacking = [name for name, one in sch.model.named_parameters() if one.is_meta]
+    if lacking:
+        raise BuildError(
+            f"'{lacking[0]}' is on the meta device: prepare() gives no values",
+            hint='slapo.build(sch, target="deepspeed", weights=...)',
+        )
+    refuse_if_incomplete(sch)
+    state = ModelState.of(sch)
+    start(mesh)
+    mark_tensors(state.tensors(), mesh)
+    sch.seal("slapo_deepspeed.prepare()")
+    return sch.model, MeshUnit(mesh), [one for one in sch.model.parameters() if one.requires_grad]
+
+
+# -- what both engines share
+
+
+class BetweenDeepSpeedSteps(StepInvariants):
+    """The parameters, and DeepSpeed's counters.
+
+    Args:
+        context: of the build.
+        engine: DeepSpeed's.
+        tensors: compares the forward's parameters with their main weights.
+    """
+
+    def __init__(self, context: BuildContext, engine: Any, tensors: DeepSpeedTensors) -> None:
+        self._engine = engine
+        self._count = engine.gradient_accumulation_steps()
+        mesh = context.schedule.mesh
+        groups = [mesh.group("dp")] if mesh is not None and tensors.storage.are_parts else []
+        super().__init__(context, tensors, "DeepSpeed", groups=groups)
+
+    def check(self) -> None:
+        """Before a step.
+
+        Raises:
+            BuildError: a parameter was frozen, or unfrozen, or written into; or DeepSpeed's accumulation was changed.
+        """
+        super().check()
+        count = self._engine.gradient_accumulation_steps()
+        if count != self._count:
+            raise BuildError(
+                f"DeepSpeed accumulates {count} micro-batches now, and this engine gives it {self._count} a step",
+                hint=f"leave engine.deepspeed.set_train_batch_size(); or build(accumulate={count})",
+            )
+
+    def check_boundary(self) -> None:
+        """Before a step of an engine whose micro-batches are steps of DeepSpeed's.
+
+        Raises:
+            BuildError: a part of a step ran outside of train_step.
+        """
+        done = self._engine.micro_steps % self._count
+        if done:
+            raise BuildError(
+                f"train_step called in the middle of an accumulation window of engine.deepspeed ({done} of "
+                f"{self._count} micro-batches already ran)",
+                hint="run the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
+            )
+
+    def steps_frozen(self, live: LiveTensor) -> bool:
+        """Also where ZeRO-3 steps the parts of a parameter that it holds."""
+        return super().steps_frozen(live) or hasattr(live.tensor, "ds_tensor")
 
 
 class DeepSpeedEngine(StatefulEngine):
@@ -32,28 +251,25 @@ class DeepSpeedEngine(StatefulEngine):
             checkpoints, its scheduler.
     """
 
-    def __init__(self, plan: Plan, context: BuildContext, engine: Any, groups: Groups | None = None) -> None:
-        from slapo_deepspeed.state.flat_layout import places_of
-        from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
-        from slapo_deepspeed.state.tensors import DeepSpeedTensors
-        from slapo_deepspeed.state.universal import describe
-
+    def __init__(self, plan: Plan, context: BuildContext, engine: Any, groups: Sequence[Group] | None = None) -> None:
         self.plan, self.deepspeed = plan, engine
         self._context, self._state = context, context.state
         mesh, device = context.schedule.mesh, torch.device(engine.device)
-        places = places_of(engine)
         here = [live for live in context.state.tensors() if live.is_local]
+        parameters = [live.tensor for live in here if live.is_parameter]
+        self._unsaved, self._has_weights = unsaved(engine)
+        storage = FlatStorage(held_by(engine, parameters) if self._has_weights else {}, mesh, device)
         self._storage: DeepSpeedOptimizer | None = None
-        if places.inner is not None:
+        if engine.basic_optimizer is not None:
             if groups is None:
-                groups = Groups.one(live.tensor for live in here if live.is_parameter)
-            groups.check_stages(mesh)
-            names = {id(live.tensor): live.reference_name for live in here}
-            self._storage = DeepSpeedOptimizer(places, groups, names, mesh, device)
-        tensors = DeepSpeedTensors(places, mesh, device)
+                groups = groups_of([{"params": parameters}], keeps_first=True)
+            check_stages(groups, mesh)
+            if not self._unsaved:
+                names = {id(live.tensor): live.reference_name for live in here}
+                self._storage = DeepSpeedOptimizer(engine, storage, groups, names)
+        tensors = DeepSpeedTensors(storage)
         context.state.keep_in(tensors)
         self._between = BetweenDeepSpeedSteps(context, engine, tensors)
-        describe(engine, context)
         self._is_closed = False
 
     @property
@@ -63,16 +279,14 @@ class DeepSpeedEngine(StatefulEngine):
     @property
     def optimizer(self) -> Any:  # type: ignore[override]
         """DeepSpeed's optimizer; None where the engine only evaluates, or is closed."""
-        return self.deepspeed.optimizer if self._storage is not None and not self._is_closed else None
+        trains = self.deepspeed.basic_optimizer is not None and not self._is_closed
+        return self.deepspeed.optimizer if trains else None
 
     def close(self) -> None:
         """End what DeepSpeed hangs on the model; the model and its state stay."""
         if self._is_closed:
             return
         self._is_closed = True
-        from slapo_deepspeed.state.universal import forget
-
-        forget(self.deepspeed)
         self.deepspeed.destroy()
         self._release()
 
@@ -83,25 +297,236 @@ class DeepSpeedEngine(StatefulEngine):
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise self._closed()
+            raise self._closed(self._reason or "")
 
     # -- state; documented in slapo_core/engine.py -------------------------------------------------------
+
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+        self._require_weights("state_dict()")
+        return super().state_dict(rank0_only=rank0_only, include_added=include_added)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._require_weights("load_state_dict()")
+        super().load_state_dict(state)
+
+    def check_replicas(self, *, repair: bool = False) -> None:
+        self._require_weights("check_replicas()")
+        super().check_replicas(repair=repair)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        if self._unsaved:
+            raise self._cannot("save()")
+        super().save(directory)
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        if self._unsaved:
+            raise self._cannot("load()")
+        super().load(directory)
+
+    def _require_weights(self, what: str) -> None:
+        if not self._has_weights:
+            raise self._cannot(what)
+
+    def _cannot(self, what: str) -> BuildError:
+        return BuildError(
+            f"engine.{what} cannot express {self._unsaved} by the names of the reference model",
+            hint="engine.deepspeed.save_checkpoint(directory), and load_checkpoint(directory) on the same mesh",
+        )
 
     def _kept_optimizer(self) -> DeepSpeedOptimizer | None:
         return None if self._is_closed else self._storage
 
     def _beside(self) -> Mapping[str, Any]:
-        from slapo_deepspeed.state.extra_state import read_extra_state
-
         return read_extra_state(self.deepspeed) if self._kept_optimizer() is not None else {}
 
     def _uses(self) -> Collection[str]:
-        from slapo_deepspeed.state.extra_state import used_extra_state
-
         return used_extra_state(self.deepspeed) if self._kept_optimizer() is not None else ()
 
     def _resume(self, runtime: Mapping[str, Any]) -> None:
-        from slapo_deepspeed.state.extra_state import write_extra_state
-
         if self._kept_optimizer() is not None:
             write_extra_state(self.deepspeed, runtime)
+
+
+# -- without a pipeline
+
+
+class ZeroEngine(DeepSpeedEngine):
+    """The implementation of :class:`slapo_core.dialect.Engine` by DeepSpeed's engine.
+
+    Args:
+        plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
+        context: from ``build``.
+    """
+
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
+        start(mesh)
+        self._config = plan.config["config"]
+        self._trains = has_optimizer(plan, context)
+        self._unit = MeshUnit(mesh)
+        self._replicas = mesh.group("dp") if mesh is not None else None
+        self._has_stepped = False
+        with linear_of_torch():
+            engine, groups = self._made(plan, context, self._unit)
+        keep_norm(engine)
+        gather_whole(context, engine)
+        super().__init__(plan, context, engine, groups)
+        self._unused = unused_parameters(context, engine)
+
+    @staticmethod
+    def _made(plan: Plan, context: BuildContext, unit: MeshUnit) -> tuple[Any, Any]:
+        """DeepSpeed's engine of the model with its values, and the groups of its optimizer."""
+        partitioning = Partitioning(context, plan.config["config"], unit)
+        try:
+            partitioning.run()
+            with marks_taken_back(context):
+                marked = mark(context)
+                made = initialize(plan, context, context.schedule.model, mpu=unit)
+                require_counted(made[0], marked)
+        except BaseException:
+            partitioning.take_back()
+            raise
+        partitioning.keep()
+        return made
+
+    # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        self._require_open()
+        if not self._trains:
+            raise self._without_optimizer()
+        self._refuse_without_gradients()
+        self._between.check()
+        self._between.check_boundary()
+        micro_batches = self._micro_batches(batch)
+        losses, output = [], None
+        with self._ending(), partitioned_linear(self._config):
+            send_buffers(self.module, self._replicas)
+            forget_gradients(self.deepspeed)
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                loss, output = self._context.compute_loss(micro_batch, self.deepspeed)
+                self._has_gradients = True
+                with last_micro_batch(self.deepspeed) if number == len(micro_batches) > 1 else contextlib.nullcontext():
+                    self.deepspeed.backward(loss)
+                self.deepspeed.step()
+                losses.append(loss.detach())
+        self._between.note()
+        self._unused.step_is_over()
+        if not self._has_stepped:
+            self._end_first_step()
+        loss, output = (losses[0], output) if len(micro_batches) == 1 else (torch.stack(losses).mean(), None)
+        norm = norm_of_last_step(self.deepspeed) if self._config.get("gradient_clipping") else None
+        return StepResult(loss, output, norm)
+
+    def eval_step(self, batch: Any) -> StepResult:
+        self._require_open()
+        with self._context.evaluating(batch), partitioned_linear(self._config):
+            loss, output = self._context.compute_loss(batch, self.deepspeed)
+        return StepResult(loss, output)
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Close the engine if a step fails once gradients are accumulated: they would go into the next step.
+
+        Before that, DeepSpeed has only run the model: ZeRO-3 partitions its gathered parameters again.
+        """
+        self._has_gradients = False
+        try:
+            yield
+        except BaseException as error:
+            if self._has_gradients:
+                self._reason = f"a step failed: {type(error).__name__}: {error}".split("\n")[0]
+                self.close()
+            elif self.deepspeed.zero_optimization_partition_weights():
+                self.deepspeed.empty_partition_cache()
+            raise
+
+    def _micro_batches(self, batch: Any) -> list[Any]:
+        """The micro-batches of a step, as many as DeepSpeed accumulates."""
+        count = self._config.get("gradient_accumulation_steps", 1)
+        axes = self.plan.config.get("batch_axes") or None
+        return self._context.micro_batches(batch, None if count == self._context.accumulate else count, axes=axes)
+
+    def _end_first_step(self) -> None:
+        """The user's optimizer tells core that the first step is over; DeepSpeed's own cannot."""
+        self._has_stepped = True
+        if self._context.optimizer is None:
+            self._context.clip_gradients()  # there are none any more
+
+    def _release(self) -> None:
+        self._unused.stop()
+        self._unit.forget()
+
+
+# -- stale gradients
+#
+# DeepSpeed 0.19 writes a gradient over the last one where a step's first micro-batch gives one, and adds it otherwise.
+# With ZeRO-3, and with an offloaded optimizer, a parameter that only later micro-batches use gets the last step's
+# gradient added, and one that none uses is stepped with the last step's gradient once more.
+
+
+def forget_gradients(engine: Any) -> None:
+    """Let a step start from gradients of zero; to be called before its first micro-batch, on every rank.
+
+    Args:
+        engine: DeepSpeed's, of any stage.
+    """
+    optimizer = engine.optimizer
+    kept = getattr(optimizer, "grad_partitions_flat_buffer", None)  # of ZeRO-3
+    main_weights: list[torch.Tensor] = []  # whose gradients are copied there as they come
+    if getattr(optimizer, "offload_optimizer", False):
+        main_weights += optimizer.fp32_partitioned_groups_flat
+    if getattr(optimizer, "cpu_offload", False):
+        main_weights += optimizer.single_partition_of_fp32_groups
+    with torch.no_grad():
+        if kept is not None:
+            kept.zero_()
+        for main in main_weights:
+            if main.grad is not None:
+                main.grad.zero_()
+        for summed in getattr(optimizer, "accumulated_grads_in_cpu", {}).values():
+            summed.zero_()
+    if main_weights:
+        optimizer.norm_for_param_grads.clear()
+
+
+_USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_offload_accumulated_param_ids"}
+"""Names by which DeepSpeed's optimizers mark offloading -> those of the gradients of a step."""
+
+
+@contextlib.contextmanager
+def last_micro_batch(engine: Any) -> Iterator[None]:
+    """Wrap the backward pass of a step's last micro-batch.
+
+    An offloaded optimizer takes the gradients that this pass gives, summed; what only earlier ones gave it would leave.
+
+    Args:
+        engine: DeepSpeed's, of any stage.
+    """
+    optimizer = engine.optimizer
+    name = next((used for said, used in _USED.items() if getattr(optimizer, said, False)), None)
+    if name is None:
+        yield
+        return
+    earlier = getattr(optimizer, name)
+    setattr(optimizer, name, set())
+    yield
+    now = getattr(optimizer, name)
+    if earlier - now:
+        setattr(optimizer, name, earlier - now)
+        optimizer.finalize_gradient_accumulation_boundary()
+    setattr(optimizer, name, earlier | now)
+
+
+def unused_parameters(context: BuildContext, engine: Any) -> UnusedParameters:
+    """Make the guard against unused parameters.
+
+    Not in full precision without ZeRO, on one replica: there the optimizer is torch's, on the model's gradients.
+
+    Args:
+        context: of the build.
+        engine: DeepSpeed's.
+    """
+    low = engine.fp16_enabled() or engine.bfloat16_enabled()
+    with_zeros = engine.optimizer is not None and (engine.zero_optimization() or low or engine.dp_world_size > 1)
+    return UnusedParameters(context, "DeepSpeed", steps_with_zeros=bool(with_zeros))

@@ -10,6 +10,6 @@ from slapo_core.hookspecs import Fact, Problem
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:
-    from slapo_deepspeed.installation import examine
+    from slapo_deepspeed.runtime import examine
 
     return examine()

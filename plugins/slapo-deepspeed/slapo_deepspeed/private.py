@@ -67,3 +67,8 @@ def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
 def partition_rank(wrapper: Any, parameter: Any) -> int:
     """Return this rank's position in the group over which ZeRO stage 3 shards a parameter."""
     return int(wrapper._get_param_partition_rank(parameter))
+
+
+def zero_config_of(engine: Any) -> Any:
+    """Return the section ``zero_optimization`` as DeepSpeed's engine has read it."""
+    return engine._config.zero_config

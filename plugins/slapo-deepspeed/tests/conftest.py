@@ -8,6 +8,6 @@ preload_modules(
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine of DeepSpeed's, with much of torch's compiler
     "deepspeed.runtime.superoffload.superoffload_stage3",
-    "slapo_deepspeed.pipeline.engine",
-    "slapo_deepspeed.zero.engine",
+    "slapo_deepspeed.pipeline",
+    "slapo_deepspeed.engine",
 )

@@ -6,17 +6,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 from slapo_core.hookspecs import Fact, Problem
-from slapo_deepspeed import installation
+from slapo_deepspeed import runtime
+from slapo_runtime import installed
 from tests.messages import Messages
 
 
 def examined() -> tuple[dict[str, str], Sequence[Problem]]:
-    found = list(installation.examine())
+    found = list(runtime.examine())
     facts = {item.what: item.value for item in found if isinstance(item, Fact)}
     return facts, [item for item in found if isinstance(item, Problem)]
 
@@ -26,7 +28,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("DS_ACCELERATOR", "CXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(installation, "_device", lambda: "cpu")
+    monkeypatch.setattr(runtime, "_device", lambda: "cpu")
 
 
 def without_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +46,7 @@ def test_on_cpus_a_missing_compiler_is_no_problem(monkeypatch: pytest.MonkeyPatc
 
 def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     without_compilers(monkeypatch)
-    monkeypatch.setattr(installation, "_device", lambda: "cuda")
+    monkeypatch.setattr(runtime, "_device", lambda: "cuda")
     facts, (problem,) = examined()
     assert facts["nvcc"] == "none"
     message(problem.message, "Adam", "C++ compiler, nvcc")
@@ -55,7 +57,7 @@ def test_on_gpus_a_missing_compiler_says_what_to_set(monkeypatch: pytest.MonkeyP
 
 def test_compilers_that_are_there_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/usr/bin/{name}")
-    monkeypatch.setattr(installation, "_device", lambda: "cuda")
+    monkeypatch.setattr(runtime, "_device", lambda: "cuda")
     facts, problems = examined()
     assert (facts["C++ compiler"], facts["nvcc"]) == ("/usr/bin/c++", "/usr/bin/nvcc")
     assert problems == []
@@ -73,10 +75,21 @@ def test_an_accelerator_that_is_not_there_is_a_problem(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("found", "message"), [(None, "DeepSpeed is not installed"), ("0.18.1", "installed is 0.18.1")]
+    ("found", "message"),
+    [
+        (None, "deepspeed is not installed"),
+        ("0.18.1", "installed is 0.18.1"),
+        ("0.20.0", "0.20.0 is newer than the newest version that slapo-deepspeed is tested with, 0.19"),
+    ],
 )
 def test_another_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: str | None, message: str) -> None:
-    monkeypatch.setattr(installation, "found_version", lambda: found)
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(installed, "version", version)
+    monkeypatch.setattr(installed, "requires", lambda name: ["deepspeed>=0.19"])
     facts, (problem,) = examined()
     assert facts["deepspeed"] == (found or "not installed")
     assert message in problem.message

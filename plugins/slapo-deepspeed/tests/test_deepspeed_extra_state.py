@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slapo_core import BuildError
-from slapo_deepspeed.state.extra_state import read_extra_state, used_extra_state, write_extra_state
+from slapo_deepspeed.state import read_extra_state, used_extra_state, write_extra_state
 from tests.messages import Messages
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 preload_modules(
     "deepspeed.pipe",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "slapo_deepspeed.pipeline.engine",
+    "slapo_deepspeed.pipeline",
     "slapo_pipeline.partition.hook",
 )
 
@@ -86,7 +86,7 @@ def dropping() -> tuple[list[float], bool]:
 
 def counting_copies() -> list[str]:
     """Without the mark on copies of ties."""
-    from slapo_deepspeed.pipeline import engine as module
+    from slapo_deepspeed import pipeline as module
 
     original = module.count_once
     module.count_once = lambda context, copies: original(context, ())

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
 preload_modules(
     "deepspeed.pipe",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "slapo_deepspeed.pipeline.engine",
+    "slapo_deepspeed.pipeline",
     "slapo_pipeline.partition.hook",
 )
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.dialect import BuildArguments
-from slapo_deepspeed import installation
 from slapo_deepspeed.dialect import DeepSpeedDialect
-from slapo_deepspeed.process_groups import import_deepspeed, quietly
+from slapo_deepspeed.runtime import import_deepspeed, quietly
+from slapo_runtime import installed
 from slapo_testing import preload_modules, run_ranks
 from tests.messages import Messages
 
@@ -25,30 +25,31 @@ from .planned import plan, refusal
 preload_modules("deepspeed", "slapo_deepspeed.dialect")
 
 
-def test_the_versions_are_those_of_the_package() -> None:
-    assert str(installation.window()) in ("<0.20,>=0.19", ">=0.19,<0.20")
-    installation.require_deepspeed()
-
-
-@pytest.mark.parametrize(
-    ("found", "word"), [(None, "not installed"), ("0.18.9", "0.18.9 is installed"), ("0.20.0", "0.20.0 is installed")]
-)
-def test_another_deepspeed_is_refused_when_a_plan_is_made(
-    monkeypatch: pytest.MonkeyPatch, found: str | None, word: str, message: Messages
-) -> None:
+def installed_is(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
     def version(name: str) -> str:
         if found is None:
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(installation, "version", version)
+    monkeypatch.setattr(installed, "version", version)
+    monkeypatch.setattr(installed, "requires", lambda name: ["deepspeed>=0.19"])
+
+
+@pytest.mark.parametrize(("found", "word"), [(None, "not installed"), ("0.18.9", "0.18.9 is installed")])
+def test_another_deepspeed_is_refused_when_a_plan_is_made(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, word: str, message: Messages
+) -> None:
+    installed_is(monkeypatch, found)
     message(refusal(), word, "pip install ")
 
 
-def test_versions_of_the_window_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_versions_than_those_tested_are_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ("0.19.0", "0.19.8", "0.19.9+cu128"):
-        monkeypatch.setattr(installation, "version", lambda name, found=found: found)
-        installation.require_deepspeed()
+        installed_is(monkeypatch, found)
+        plan()
+    installed_is(monkeypatch, "0.20.0")
+    with pytest.warns(UserWarning, match=r"deepspeed 0.20.0 is newer than .* slapo-deepspeed is tested with, 0.19"):
+        plan()
 
 
 def test_a_plan_of_a_model_on_cpus_does_not_keep_a_later_one_from_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

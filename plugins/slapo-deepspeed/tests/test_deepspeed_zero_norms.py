@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import slapo_deepspeed.zero.engine
+import slapo_deepspeed.engine
 from slapo_testing import preload_modules, run_ranks
 from tests.processor import Outcome, run_case
 
@@ -32,14 +32,14 @@ WAYS: list[tuple[dict[str, Any], int, bool]] = [
 
 def _run(precision: dict[str, Any], stage: int, *, marked: bool) -> tuple[list[float], list[float], float]:
     """Losses, norms, and how far the weights are from the reference model's."""
-    keep = slapo_deepspeed.zero.engine.mark
+    keep = slapo_deepspeed.engine.mark
     if not marked:
-        slapo_deepspeed.zero.engine.mark = lambda context: []  # type: ignore[assignment]
+        slapo_deepspeed.engine.mark = lambda context: []  # type: ignore[assignment]
     try:
         config = {**precision, "zero_optimization": {"stage": stage}}
         _, engine = small.built({"tp": 2}, config, max_grad_norm=small.CLIP)
     finally:
-        slapo_deepspeed.zero.engine.mark = keep
+        slapo_deepspeed.engine.mark = keep
     results = [engine.train_step(small.batch(step)) for step in range(2)]
     state = engine.state_dict()
     engine.close()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_deepspeed.zero.partitioning import Partitioning
+from slapo_deepspeed.zero3 import Partitioning
 from slapo_testing import preload_modules, run_ranks
 
 from . import small

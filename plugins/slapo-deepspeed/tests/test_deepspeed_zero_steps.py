@@ -271,7 +271,7 @@ def test_a_step_that_fails_in_the_middle_is_never_added_to_the_next_one() -> Non
             torch.testing.assert_close(torch.tensor(weights), _one_step(), rtol=0, atol=2e-6)
             first, second, weights = rank[f"{stage} 2"]
             assert "bad sample" in first
-            assert second.startswith("BuildError: an earlier training step failed")
+            assert second.startswith("BuildError: the engine is closed, because a step failed")
             assert "ValueError: bad sample" in second
             assert torch.equal(torch.tensor(weights), small.make().head.weight)
         assert rank["index"] == ""

@@ -243,10 +243,14 @@ class FlatOptimizer:
         if state:
             optimizer.state[flat] = state
 
+    def settings_of(self, group: StoredGroup) -> dict[str, Any]:
+        """The live settings of a group, where the runtime keeps them in another place now."""
+        return group.settings
+
     def set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Give every group other settings."""
         for group, values in zip(self._groups, settings, strict=True):
-            group.settings.update(values)
+            self.settings_of(group).update(values)
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ class FlatOptimizer:
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        return [{**group.settings, "params": list(group.parameters)} for group in self._groups]
+        return [{**self.settings_of(group), "params": list(group.parameters)} for group in self._groups]
 
     def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
         held = self._storage.of(parameter)
@@ -327,7 +331,7 @@ class FlatOptimizer:
         for optimizer in self._optimizers:
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             own = {one: states[one] for one in stepped if self._storage.of(one) is None and one in states}
-            if all(self._storage.of(one) is None and id(one) in self._names for one in stepped):
+            if stepped and all(self._storage.of(one) is None and id(one) in self._names for one in stepped):
                 settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
                 loads.append(TorchOptimizer(optimizer).loading(settings, own))
         return loads

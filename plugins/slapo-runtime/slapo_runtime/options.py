@@ -9,6 +9,9 @@ from typing import Any
 
 from slapo_core.errors import BuildError
 
+_SHOWN = 12
+"""Names in a message."""
+
 
 class Options:
     """What the user gave, filled in by the schedule and the arguments of ``build``.
@@ -138,7 +141,8 @@ class Options:
         for name in names:
             if name not in known:
                 close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
-                nearest = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(sorted(known))}"
+                some = f"; it has {', '.join(sorted(known))}" if len(known) <= _SHOWN else ""
+                nearest = f"; did you mean '{close[0]}'?" if close else some
                 place = self.place(f"{key}.{name}" if key else str(name))
                 self._problems.append((f"{runtime} does not read {place}{nearest}", ""))
 

@@ -11,8 +11,7 @@ from unittest import mock
 
 import torch
 
-from slapo_deepspeed.state.optimizer import DeepSpeedOptimizer
-from slapo_deepspeed.state.tensors import DeepSpeedTensors
+from slapo_deepspeed.state import DeepSpeedOptimizer, DeepSpeedTensors
 from tests.integration.dialects.small import build, train
 from tests.integration.dialects.states import before_the_first_step, different, low_precision, said
 from tests.processor import run_case
@@ -95,7 +94,9 @@ def moments_of_another() -> Iterator[None]:
     right = DeepSpeedOptimizer.loading
 
     def loading(self: Any, groups: Any, states: Any) -> Any:
-        (one, other, *_) = [parameter for parameter in states if tuple(self._place(parameter).shape) == (14, 10)]
+        (one, other, *_) = [
+            parameter for parameter in states if tuple(self._storage.of(parameter).main.shape) == (14, 10)
+        ]
         return right(self, groups, {**states, one: states[other], other: states[one]})
 
     with mock.patch.object(DeepSpeedOptimizer, "loading", loading):
@@ -144,10 +145,10 @@ def corrupted() -> dict[str, Any]:
         ]
     engine = build("ZeRO-1 tp2")
     train(engine, 0, 1)
-    place = engine._storage._places.by_parameter[id(engine.module.get_parameter("blocks.0.norm.weight"))]
+    held = engine._storage._storage.of(engine.module.get_parameter("blocks.0.norm.weight"))
     with torch.no_grad():
         if torch.distributed.get_rank() == 1:
-            place.of(engine._storage._inner.state[place.flat]["exp_avg"]).add_(1.0)
+            held.main.of(engine._storage.state_of(held)["exp_avg"]).add_(1.0)
     found["a moment along tp"] = [said(engine.check_replicas), said(engine.check_replicas, repair=True)]
     found["a moment along tp"] += [said(engine.check_replicas), []]
     return found

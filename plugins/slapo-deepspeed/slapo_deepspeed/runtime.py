@@ -1,24 +1,29 @@
-"""Start DeepSpeed on the process groups of the mesh."""
+"""DeepSpeed as it is installed: importing it, its process groups, and ``slapo doctor``."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from slapo_core import BuildError
+from slapo_core.hookspecs import Fact, Problem
 from slapo_core.layout import start_single_process_group
-from slapo_deepspeed.installation import require_deepspeed
+from slapo_runtime.installed import Runtime
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core.layout import Mesh
+
+RUNTIME = Runtime("deepspeed", "slapo-deepspeed", "deepspeed", tested="0.19")
 
 
 def import_deepspeed(device_type: str) -> Any:
@@ -36,7 +41,7 @@ def import_deepspeed(device_type: str) -> Any:
     Raises:
         BuildError: it is not installed, has another version, or runs on other devices.
     """
-    require_deepspeed()
+    RUNTIME.require()
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen is None and device_type == "cpu" and "deepspeed" not in sys.modules:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -92,7 +97,7 @@ def start(mesh: Mesh | None) -> None:
     Raises:
         BuildError: DeepSpeed is not installed, has another version, or runs on other devices than the mesh.
     """
-    require_deepspeed()
+    RUNTIME.require()
     if mesh is not None and mesh.device_mesh is not None:
         import_deepspeed(mesh.device_mesh.device_type)
     import deepspeed
@@ -239,3 +244,65 @@ def _alone() -> Any:
     if not _ALONE or _ALONE[0][0] is not dist.group.WORLD:
         _ALONE[:] = [(dist.group.WORLD, dist.new_group([dist.get_rank()], use_local_synchronization=True))]
     return _ALONE[0][1]
+
+
+# -- doctor
+
+
+def examine() -> Iterator[Fact | Problem]:
+    """Versions, the accelerator that DeepSpeed will choose, and what its compiled operators need."""
+    yield from RUNTIME.facts()
+    device = _device()
+    chosen = os.environ.get("DS_ACCELERATOR")
+    yield Fact("accelerator", f"{chosen or device} ({'found' if chosen is None else f'DS_ACCELERATOR={chosen}'})")
+    if chosen not in (None, "", "cpu", device):
+        yield Problem(
+            f"DS_ACCELERATOR={chosen}, but torch finds no such device (it finds {device})",
+            f"unset DS_ACCELERATOR, or export DS_ACCELERATOR={device}",
+        )
+    yield from _compilers(chosen or device)
+    yield from _broken_builds()
+
+
+def _device() -> str:
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if kind is None else kind.type
+
+
+def _compilers(device: str) -> Iterator[Fact | Problem]:
+    """Operators of DeepSpeed are compiled when they are first used; on CPUs this plugin uses none of them."""
+    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    yield Fact("C++ compiler", found or "none")
+    if device == "cuda":
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        nvcc = shutil.which("nvcc") or (home and shutil.which("nvcc", path=str(Path(home) / "bin")))
+        yield Fact("nvcc", nvcc or "none")
+        missing = [name for name, path in (("a C++ compiler", found), ("nvcc", nvcc)) if not path]
+    elif device == "cpu":
+        if not found:
+            yield Fact(
+                "without a C++ compiler", "ZeRO and pipelines run; offloading with Adam of the configuration does not"
+            )
+        return
+    else:
+        missing = [] if found else ["a C++ compiler"]
+    if missing:
+        yield Problem(
+            f"DeepSpeed compiles its own Adam at first use; not found: {', '.join(missing)}",
+            'optimizer=lambda params: torch.optim.AdamW(params, ...) of build, or "torch_adam": true among '
+            '"optimizer.params" of the configuration; or install it, and set CUDA_HOME',
+        )
+
+
+def _broken_builds() -> Iterator[Problem]:
+    """A build that was killed leaves a lock file, for which the next one waits without end."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(given) if given else Path(os.path.expanduser("~/.cache/torch_extensions"))
+    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
+        yield Problem(
+            f"{lock.parent.name} is being compiled, or was when its process was killed: the next one waits for "
+            f"{lock} to vanish",
+            f"rm {lock}  (if nothing compiles it now)",
+        )

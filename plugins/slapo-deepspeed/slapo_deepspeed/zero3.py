@@ -1,21 +1,22 @@
-"""Materialize the model tensor by tensor; with ZeRO-3 partition each before the next.
-
-No rank ever holds more of the model than its partitions and one whole tensor."""
+"""ZeRO-3: partition a model tensor by tensor, and gather full parameters for modules that steps have changed."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
-import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.torch_version import TorchVersion
+
+from slapo_deepspeed.private import forward_hooks_of
 
 if TYPE_CHECKING:
-    from slapo_deepspeed.process_groups import MeshUnit
+    from slapo_core.tree.node import Node
+    from slapo_deepspeed.runtime import MeshUnit
     from slapo_runtime.context import BuildContext
 
 
@@ -120,27 +121,79 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     return None
 
 
-_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
-_SMALL, _LARGE = 256 * 2**10, 32 * 2**20
+def gather_whole(context: BuildContext, engine: Any) -> None:
+    """Let every module whose forward steps have changed gather all parameters below it; nothing without ZeRO-3.
+
+    Args:
+        context: of the build.
+        engine: DeepSpeed's.
+    """
+    if not engine.zero_optimization_partition_weights():
+        return
+    import deepspeed
+
+    below = set()
+    for node in _outermost(context.schedule.root):
+        own = {id(parameter) for parameter in node.module.parameters(recurse=False)}
+        for parameter in node.module.parameters():
+            if id(parameter) not in own:
+                deepspeed.zero.register_external_parameter(node.module, parameter)
+        for module in node.module.modules():
+            if module is not node.module:
+                below |= set(map(id, forward_hooks_of(module)))
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    for handles in (offload.forward_hooks, offload.backward_hooks):
+        for handle in handles:
+            if id(handle.hooks_dict_ref()) in below:
+                handle.remove()
+
+
+def _outermost(node: Node) -> Iterator[Node]:
+    """Nodes with a graph, or something around their forward, that are not below another one."""
+    if node.graph is not None or node.wrappers:
+        yield node
+        return
+    for child in node.children:
+        yield from _outermost(child)
+
+
+_IS_COMPILED_RIGHT = TorchVersion(torch.__version__) >= "2.13"
+"""Older dynamo (2.11 at least) loses the weights' gradients in DeepSpeed's function; torch's own keeps them there, and
+the gathered weights from forward to backward."""
 
 
 @contextlib.contextmanager
-def returned_at_once() -> Iterator[None]:
-    """Let the C library allocate each tensor from the system, and return it when freed.
-
-    Otherwise tensors lie in the heap of the process from the second one of a size on. Each is freed when it has been
-    partitioned, small things are put where it lay, and the heap keeps the rest: of a whole model, more than the
-    partition. Afterwards the limits are those that large tensors would cause anyway.
-
-    Nothing is done where the C library is another one than glibc, or where the environment sets its limits.
-    """
-    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
-    if adjust is None or any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        yield
-        return
-    adjust(_MMAP, _SMALL)
+def linear_of_torch() -> Iterator[None]:
+    """Restore ``torch.nn.functional.linear`` after DeepSpeed's engine is made."""
+    before = functional.linear
     try:
         yield
     finally:
-        adjust(_MMAP, _LARGE)
-        adjust(_TRIM, 2 * _LARGE)
+        functional.linear = before
+
+
+@contextlib.contextmanager
+def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
+    """Use DeepSpeed's linear function for partitioned weights only, in forward and backward.
+
+    Args:
+        config: DeepSpeed's, filled in; nothing is done without ZeRO-3, or with ``memory_efficient_linear`` false.
+    """
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") != 3 or not zero.get("memory_efficient_linear", True):
+        yield
+        return
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    before = functional.linear
+
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if hasattr(weight, "ds_id") and (_IS_COMPILED_RIGHT or not torch.compiler.is_compiling()):
+            return zero3_linear_wrap(input, weight, bias)  # type: ignore[no-any-return]
+        return before(input, weight, bias)
+
+    functional.linear = linear
+    try:
+        yield
+    finally:
+        functional.linear = before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,9 @@ from slapo_core import BuildError
 from slapo_deepspeed.private import gradient_hooks_of
 
 if TYPE_CHECKING:
+    from slapo_core.layout import Mesh
     from slapo_runtime.context import BuildContext
+    from slapo_runtime.storage import LiveTensor
 
 SHARDED = ("model_parallel", "tensor_model_parallel")
 """DeepSpeed takes either; other code around it one of them."""
@@ -55,9 +57,13 @@ def mark(context: BuildContext) -> list[torch.Tensor]:
     Returns:
         the marked parameters.
     """
+    return mark_tensors(context.state.tensors(), context.schedule.mesh)
+
+
+def mark_tensors(tensors: Iterable[LiveTensor], mesh: Mesh | None) -> list[torch.Tensor]:
+    """Mark the parameters that are split over ``tp`` (see :func:`mark`)."""
     marked = []
-    mesh = context.schedule.mesh
-    for live in context.state.tensors():
+    for live in tensors:
         if not live.is_parameter:
             continue
         split_over = {mesh_dim for mesh_dim, _ in live.layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1}

@@ -1,0 +1,659 @@
+"""DeepSpeed's configuration: completed by the schedule and ``build``, checked, and shown in the plan.
+
+About fifteen keys are owned by the schedule and ``build``; a table has those known to train wrongly. Everything else
+goes to the installed DeepSpeed as given, which says itself what it refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import slapo_core
+from slapo_core import BuildError
+from slapo_deepspeed.runtime import import_deepspeed, quietly
+from slapo_runtime.options import Options
+from slapo_runtime.planning import ScheduleFacts, boundaries, checked_axes, topology
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+    from slapo_core.primitive import Record
+
+OPTIONS = ("config", "batch_axes")
+"""What users give."""
+NOTES = ("arguments", "origins")
+"""The other entries of a plan: the arguments of ``build``, and the origins of values."""
+
+AUTO = "auto"
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+STAGE, CLIPPING = "zero_optimization.stage", "gradient_clipping"
+_EXAMPLE = 'config={"zero_optimization": {"stage": 1}}, or config="ds_config.json"'
+_SECTIONS = (
+    *("zero_optimization", "optimizer", "optimizer.params", "scheduler", "scheduler.params"),
+    *("pipeline", "tensor_parallel", "fp16", "bf16"),
+)
+_PIPELINE = {
+    "use_reentrant": "so that integers and booleans may cross stages",
+    "pipe_partitioned": "tensors cross stages whole",
+    "grad_partitioned": "gradients cross stages whole",
+}
+_PIPELINE_KEYS = {*_PIPELINE, "stages", "partition", "seed_layers", "activation_checkpoint_interval"}
+_TRAINER = "the default of transformers' TrainingArguments"
+_TRAINER_PARAMS: dict[str, Any] = {
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0,
+}
+RATES = "scheduler.params.warmup_max_lr"
+"""``"auto"`` here stays in the plan where a factory makes the optimizer: it becomes that optimizer's learning rates."""
+
+_MUP = frozenset({"muadam", "muadamw", "musgd"})
+_OWN = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", *_MUP})
+"""Optimizers that DeepSpeed makes itself, whatever the case of their letters; others are torch.optim's."""
+_ELEMENTWISE = frozenset(
+    {"adagrad", "adam", "adamw", "lion", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+_TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion"})
+_FUSED_ONLY = frozenset({"bias_correction", "set_grad_none"})  # params of DeepSpeed's own Adam that torch's has not
+
+
+def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the options of the dialect; given its own result, it returns the same; pure.
+
+    Args:
+        schedule: to build.
+        options: as the user gave them to ``build``, with the arguments of ``build``; or as an earlier call made them.
+
+    Returns:
+        ``config``: DeepSpeed's configuration, whole; ``batch_axes``; ``arguments``: those of ``build``;
+        ``origins``: key of a value that was filled in -> why.
+
+    Raises:
+        BuildError: an unknown option or key, a bad value, or one that contradicts the schedule.
+    """
+    for name in sorted(set(options) - {*OPTIONS, *NOTES}):
+        raise BuildError(
+            f"target 'deepspeed' has no option {name!r}; it has {', '.join(OPTIONS)}",
+            hint=f'what DeepSpeed itself takes goes into config={{"{name}": ...}}',
+        )
+    for name in NOTES:
+        if not isinstance(options.get(name) or {}, Mapping):
+            raise BuildError(
+                f"{name} is an entry of a plan of target 'deepspeed', not an option (got {options[name]!r})"
+            )
+    axes = checked_axes(options.get("batch_axes"))
+    values, source = _read(options.get("config"))
+    config = Options(values, source, options.get("origins"))
+    _check_sections(config)
+    facts = ScheduleFacts.of(schedule, {**options, "batch_axes": axes})
+    _fill_auto(config, facts)
+    _fill_sizes(config, facts)
+    _fill_clipping(config, facts)
+    _fill_zero(config, facts)
+    _fill_pipeline(config, facts)
+    _fill_optimizer(config, facts)
+    for key, value in (("sequence_parallel_size", 1), ("data_parallel_size", facts.dp)):
+        _check_mesh(config, key, value, facts)
+        config.leave_out(key, f"the mesh {facts.mesh} says it")
+    for danger in DANGERS:
+        if danger.is_wrong(config, facts, schedule):
+            config.refuse(danger.key, f"is {config.get(danger.key)!r}: {danger.why}", danger.hint)
+    _let_deepspeed_read(config, facts.device)
+    _check_mesh(config, "tensor_parallel.autotp_size", facts.tp, facts)
+    config.leave_out("tensor_parallel", "the steps of the schedule split the model")
+    config.check("DeepSpeed")
+    made = {"config": config.values, "batch_axes": axes, "origins": config.origins}
+    return made | ({"arguments": dict(options["arguments"])} if options.get("arguments") else {})
+
+
+def _read(config: Any) -> tuple[Mapping[str, Any], str]:
+    """The configuration, and its name for messages.
+
+    Raises:
+        BuildError: it is neither a dictionary nor the path of a JSON file with one.
+    """
+    if config is None or isinstance(config, Mapping):
+        return config or {}, "config"
+    if not isinstance(config, (str, os.PathLike)):
+        raise BuildError(
+            f"config must be a dictionary, or the path of a DeepSpeed JSON file (got {config!r})", hint=_EXAMPLE
+        )
+    file = os.fspath(config)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            found = json.load(stream)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise BuildError(f"cannot read the DeepSpeed configuration {file!r}: {why}", hint=_EXAMPLE) from error
+    except ValueError as error:
+        raise BuildError(f"the DeepSpeed configuration {file!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BuildError(
+            f"the DeepSpeed configuration {file!r} must be an object, {{...}} (got {type(found).__name__})",
+            hint=_EXAMPLE,
+        )
+    return found, str(file)
+
+
+def _check_sections(config: Options) -> None:
+    """
+    Raises:
+        BuildError: a section is not an object, or a value that is computed with is not a number.
+    """
+    for key in _SECTIONS:
+        if not isinstance(config.get(key, {}), Mapping):
+            config.refuse(key, f"must be an object, {{...}} (got {config.get(key)!r})")
+    config.check("DeepSpeed")
+    for key, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        if config.get(key) is not None and not isinstance(config.get(f"{key}.type"), str):
+            config.refuse(f"{key}.type", f"must be a name (got {config.get(f'{key}.type')!r})", f'"type": "{example}"')
+    for key in (TOTAL, MICRO, STEPS):
+        value = config.get(key)
+        if value not in (None, AUTO) and (type(value) is not int or value < 1):
+            config.refuse(key, f"must be a positive integer (got {value!r})")
+    value = config.get(CLIPPING)
+    if value not in (None, AUTO) and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
+        config.refuse(CLIPPING, f"must be a number, where 0 does not clip (got {value!r})")
+    value = config.get(STAGE)
+    if value not in (None, AUTO) and (type(value) is not int or value not in (0, 1, 2, 3)):
+        config.refuse(STAGE, f"must be 0, 1, 2 or 3 (got {value!r})")
+    config.check("DeepSpeed")
+
+
+# -- what the schedule and ``build`` decide ------------------------------------------------------------------------
+
+
+def _fill_auto(config: Options, facts: ScheduleFacts) -> None:
+    """Resolve ``"auto"``, as configurations for transformers' Trainer have it, and yield to a factory."""
+    for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")):
+        if config.get(f"{name}.enabled") == AUTO:
+            found = ", ".join(sorted(facts.dtypes)) or "no parameters"
+            config.fill(f"{name}.enabled", facts.dtypes == {dtype}, f"the model is in {found}")
+    for key in (TOTAL, MICRO, STEPS):
+        if config.get(key) == AUTO:
+            config.leave_out(key, "'auto'")  # it is filled in below
+    for name, value in dict(config.get("zero_optimization", {})).items():
+        if value == AUTO:
+            config.leave_out(f"zero_optimization.{name}", "'auto' is DeepSpeed's default here")
+    params = config.get("optimizer.params", {})
+    if facts.has_optimizer and config.get("optimizer") is not None:
+        if all(value == AUTO for value in params.values()):
+            config.leave_out("optimizer", "build(optimizer=...) makes it, and all params here are 'auto'")
+        else:
+            config.refuse(
+                "optimizer",
+                f"is {config.get('optimizer.type')!r}, and build(optimizer=...) makes another one",
+                "give one of the two",
+            )
+    if facts.has_optimizer is False and config.get("optimizer") is None and config.get("scheduler") is not None:
+        config.leave_out("scheduler", "without an optimizer the engine only evaluates")
+    for section in ("optimizer", "scheduler"):
+        for name, value in dict(config.get(f"{section}.params", {})).items():
+            if value == AUTO:
+                _fill_param(config, f"{section}.params.{name}")
+
+
+def _fill_param(config: Options, key: str) -> None:
+    if key in _TRAINER_PARAMS:
+        config.fill(key, copy.copy(_TRAINER_PARAMS[key]), f"{_TRAINER}, for 'auto'")
+    elif key == "scheduler.params.warmup_num_steps":
+        config.fill(key, 1, f"{_TRAINER} is 0, and DeepSpeed takes 1 at least")
+    elif key == RATES and config.get("optimizer") is None:
+        config.origins[key] = "the learning rates of the optimizer that build(optimizer=...) makes"
+    elif key == RATES and config.get("optimizer.params.lr") is not None:
+        config.fill(key, config.get("optimizer.params.lr"), "as 'optimizer.params.lr'")
+    else:
+        config.refuse(key, "is 'auto', and has no default", "give a value, or leave the key out")
+
+
+def _fill_sizes(config: Options, facts: ScheduleFacts) -> None:
+    """Fill in those of batch size, micro-batch size and accumulation that are missing."""
+    total, micro = config.get(TOTAL), config.get(MICRO)
+    if total is not None and micro is not None and config.get(STEPS) is None and facts.accumulate is None:
+        how = f"{TOTAL} {total} / ({MICRO} {micro} x {facts.dp} replicas)"
+        config.fill(STEPS, _divided(config, total, micro * facts.dp, how), how)
+    steps = facts.micro_batches(config, STEPS)
+    if micro is None and total is not None:
+        how = f"{TOTAL} {total} / ({STEPS} {steps} x {facts.dp} replicas)"
+        micro = config.fill(MICRO, _divided(config, total, steps * facts.dp, how), how)
+    elif micro is None and facts.samples is not None and facts.samples % steps == 0:
+        how = f"{facts.samples} samples in the example inputs / {steps}"
+        micro = config.fill(MICRO, facts.samples // steps, how)
+    elif micro is None:
+        micro = config.fill(MICRO, 1, "DeepSpeed only counts samples with it")
+    whole = micro * steps * facts.dp
+    if total is None:
+        config.fill(TOTAL, whole, f"{micro} x {steps} x {facts.dp} replicas")
+    elif total != whole:
+        config.refuse(
+            TOTAL,
+            f"is {total}, but {MICRO} {micro} x {STEPS} {steps} x {facts.dp} replicas (dp of the mesh {facts.mesh}) "
+            f"is {whole}",
+            f'"{TOTAL}": {whole}, or leave one of the three out',
+        )
+
+
+def _divided(config: Options, number: int, divisor: int, how: str) -> int:
+    if number % divisor:
+        multiple = max(1, round(number / divisor)) * divisor
+        config.refuse(TOTAL, f"is not divisible: {how} is {number / divisor:g}", f"a multiple of {divisor}: {multiple}")
+        config.check("DeepSpeed")
+    return number // divisor
+
+
+def _fill_clipping(config: Options, facts: ScheduleFacts) -> None:
+    if config.get(CLIPPING) == AUTO:
+        config.leave_out(CLIPPING, "'auto'")
+        if facts.max_grad_norm is None:
+            config.fill(CLIPPING, 1.0, f"{_TRAINER}, for 'auto'")
+    if facts.max_grad_norm is not None:
+        config.own(CLIPPING, float(facts.max_grad_norm), f"build(max_grad_norm={facts.max_grad_norm})", "say it once")
+    config.default(CLIPPING, 0.0, "no max_grad_norm: nothing is clipped (DeepSpeed's default is 1.0)")
+
+
+def _fill_zero(config: Options, facts: ScheduleFacts) -> None:
+    if facts.pp > 1:
+        config.default(STAGE, 1, "with a pipeline; ZeRO-1 is the most that one runs with")
+    elif config.get("fp16.enabled"):
+        config.default(STAGE, 1, "with fp16; without ZeRO, DeepSpeed does not scale the loss")
+    stage = config.default(STAGE, 0, "DeepSpeed's default")
+    if not _trains(config, facts) and stage in (1, 2):
+        why = f"instead of {stage}: without an optimizer the engine only evaluates, and nothing is partitioned"
+        config.fill(STAGE, 0, why)
+
+
+def _fill_pipeline(config: Options, facts: ScheduleFacts) -> None:
+    if facts.pp == 1:
+        config.leave_out("pipeline", f"the mesh {facts.mesh} has one rank along 'pp'")
+        return
+    config.refuse_unknown("pipeline", config.get("pipeline", {}), _PIPELINE_KEYS, "DeepSpeed")
+    for name, why in _PIPELINE.items():
+        if config.default(f"pipeline.{name}", False, why):
+            config.refuse(f"pipeline.{name}", f"must be false: {why}")
+    for name, values in (("stages", (facts.pp, AUTO)), ("partition", ("best", AUTO)), ("seed_layers", (False,))):
+        value = config.get(f"pipeline.{name}", values[0])
+        if value not in values:
+            config.refuse(f"pipeline.{name}", f"is {value!r}, but the schedule decides the stages: {facts.mesh}")
+
+
+def _fill_optimizer(config: Options, facts: ScheduleFacts) -> None:
+    name, params = optimizer_name(config), config.get("optimizer.params", {})
+    offloads = config.get("zero_optimization.offload_optimizer.device", "none") != "none"
+    is_own_adam = name in ("adam", "adamw") and facts.device == "cpu" and not offloads and "torch_adam" not in params
+    if is_own_adam and not _FUSED_ONLY & set(params):
+        config.fill("optimizer.params.torch_adam", True, "DeepSpeed's own Adam would be compiled on a CPU")
+        why = "the default of DeepSpeed's own Adam; torch's is 0.01"
+        config.default("optimizer.params.weight_decay", 0.0, why)
+    if config.get(STAGE) and name not in _TESTED_WITH_ZERO:
+        which = "all but Adam, AdamW and Adagrad of torch" if name is None else repr(name)
+        config.default("zero_allow_untested_optimizer", True, f"DeepSpeed asks for it with ZeRO and {which}")
+    if offloads and name is None:
+        why = "a factory makes the optimizer whose state is offloaded"
+        config.default("zero_force_ds_cpu_optimizer", False, why)
+
+
+def _check_mesh(config: Options, key: str, value: int, facts: ScheduleFacts) -> None:
+    """Refuse a size that the mesh contradicts; 0 says nothing."""
+    if config.get(key, 0) not in (0, value):
+        problem = f"is {config.get(key)!r}, but {value} by the mesh {facts.mesh}"
+        config.refuse(key, f"{problem}; DeepSpeed splits nothing itself here")
+
+
+def optimizer_name(config: Options) -> str | None:
+    """The optimizer's name as DeepSpeed takes it, e.g. ``"adamw"`` or ``"SGD"``; None without a section."""
+    name = config.get("optimizer.type")
+    return name.lower() if isinstance(name, str) and name.lower() in _OWN else name
+
+
+def _trains(config: Options, facts: ScheduleFacts) -> bool:
+    return facts.has_optimizer is not False or config.get("optimizer") is not None
+
+
+# -- what is known to train wrongly --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Danger:
+    """A value with which DeepSpeed trains wrongly here, or silently does nothing.
+
+    Args:
+        key: of the value.
+        is_wrong: of the configuration, the facts and the schedule.
+        why: the reason, after ``"'key' of config is value: "``.
+        hint: what to do.
+    """
+
+    key: str
+    is_wrong: Callable[[Options, ScheduleFacts, Schedule], bool]
+    why: str
+    hint: str
+
+
+def _scatters(config: Options) -> bool:
+    return config.get(STAGE) > 1 and bool(config.get("zero_optimization.reduce_scatter", True))
+
+
+def _is_sharded(config: Options, facts: ScheduleFacts) -> bool:
+    """Whether ranks step shards of a parameter: by a step, by ZeRO, or in DeepSpeed's pipelines in bf16."""
+    low = config.get("bf16.enabled") or config.get("bfloat16.enabled")
+    return bool(facts.split) or config.get(STAGE) > 0 or (facts.pp > 1 and bool(low))
+
+
+def _is_captured(record: Record) -> bool:
+    """Whether a step replays kernels of a GPU at fixed addresses."""
+    name, arguments = record.primitive.name, vars(record.primitive)
+    graphs = dict(arguments.get("options") or ()).get("triton.cudagraphs")
+    by_mode = name == "fusion.compile" and (graphs or arguments.get("mode") in ("reduce-overhead", "max-autotune"))
+    return name == "fusion.cudagraphify" or bool(by_mode)
+
+
+def _if_on(key: str, why: str) -> Danger:
+    return Danger(key, lambda config, *_: bool(config.get(key)), why, "leave it out")
+
+
+_REDUCES = "ZeRO-2 and ZeRO-3 do it only without reduce_scatter"
+_NO_SCATTER = '"zero_optimization": {"reduce_scatter": false}'
+DANGERS = (
+    Danger(
+        STAGE,
+        lambda config, facts, _: facts.pp > 1 and config.get(STAGE) > 1,
+        "a pipeline accumulates gradients in place, and ZeRO-2 and ZeRO-3 partition them away",
+        '"zero_optimization": {"stage": 1}',
+    ),
+    Danger(
+        STAGE,
+        lambda config, facts, _: config.get(STAGE) == 0 and config.get("fp16.enabled") and _trains(config, facts),
+        "with fp16, DeepSpeed without ZeRO divides gradients by the scale of a loss that was not scaled",
+        '"zero_optimization": {"stage": 1}',
+    ),
+    Danger(
+        STAGE,
+        lambda config, _, schedule: config.get(STAGE) == 3 and any(map(_is_captured, schedule.records)),
+        "ZeRO-3 moves parameters in memory in each call, and a step of the schedule replays kernels on fixed addresses",
+        '"zero_optimization": {"stage": 2}, or undo cudagraphify() or compile(mode="reduce-overhead")',
+    ),
+    Danger(
+        "gradient_allreduce_op",
+        lambda config, *_: config.get("gradient_allreduce_op") == "sum",
+        "replicas train as one process does: gradients are averaged",
+        "leave it out",
+    ),
+    Danger("prescale_gradients", lambda c, *_: _scatters(c) and c.get("prescale_gradients"), _REDUCES, _NO_SCATTER),
+    Danger(
+        "gradient_predivide_factor",
+        lambda config, *_: _scatters(config) and config.get("gradient_predivide_factor", 1) != 1,
+        _REDUCES,
+        _NO_SCATTER,
+    ),
+    Danger(
+        "zero_optimization.compute_grad_norm",
+        lambda config, *_: config.get("zero_optimization.compute_grad_norm") is False and bool(config.get(CLIPPING)),
+        "gradients are clipped by their norm",
+        f'"{CLIPPING}": 0, or leave compute_grad_norm out',
+    ),
+    Danger(
+        "managed_gradient_accumulation",
+        lambda config, *_: config.get("managed_gradient_accumulation") is False,
+        "train_step counts on DeepSpeed for the boundaries of accumulation",
+        "leave it out",
+    ),
+    _if_on("data_efficiency.enabled", "DeepSpeed samples batches by its own loader, and train_step takes yours"),
+    _if_on("compile.deepcompile", "DeepSpeed would rewrite modules that the schedule has changed"),
+    _if_on("expert_parallel.enabled", "DeepSpeed would replace modules that the schedule has changed"),
+    _if_on("hybrid_engine.enabled", "DeepSpeed would replace modules that the schedule has changed"),
+    Danger(
+        "torch_autocast.enabled",
+        lambda config, facts, _: facts.pp > 1 and bool(config.get("torch_autocast.enabled")),
+        "in a pipeline, the dtypes of P2P messages would differ between ranks",
+        '"bf16": {"enabled": true}',
+    ),
+    Danger(
+        "optimizer.type",
+        lambda config, *_: optimizer_name(config) in _MUP,
+        "it reads what mup has put on the reference model's parameters, and steps make parameters without that",
+        "optimizer=lambda params: ... of build",
+    ),
+    Danger(
+        "optimizer.type",
+        lambda config, facts, _: optimizer_name(config) == "muon" and bool(facts.split),
+        "it is not element-wise, and a step splits parameters over mesh_dim 'tp'",
+        '"type": "AdamW"',
+    ),
+    Danger(
+        "optimizer.type",
+        lambda config, facts, _: (
+            optimizer_name(config) not in {None, "muon", *_MUP, *_ELEMENTWISE} and _is_sharded(config, facts)
+        ),
+        "it is not known to be element-wise, and ranks step shards of parameters, by ZeRO or by steps of the schedule",
+        '"type": "AdamW"',
+    ),
+)
+
+_UNVERIFIED: dict[str, Callable[[Any], bool]] = {
+    "zero_optimization.offload_optimizer.device": lambda value: value == "nvme",
+    "zero_optimization.offload_optimizer.super_offload": bool,
+    "zero_optimization.offload_param.device": lambda value: value == "nvme",
+    "zero_optimization.zenflow": lambda value: value is not None,
+    "zero_optimization.zero_hpz_partition_size": lambda value: value != 1,
+    "zero_optimization.zero_quantized_gradients": bool,
+    "zero_optimization.zero_quantized_nontrainable_weights": bool,
+    "zero_optimization.zero_quantized_weights": bool,
+    "optimizer.type": lambda value: str(value).lower() == "muon",
+}
+"""Settings that no test of this plugin has trained with: they want a GPU, files, or several machines."""
+
+
+# -- what DeepSpeed reads ------------------------------------------------------------------------------------------
+
+
+class Watched(dict[str, Any]):
+    """A dictionary that records which of its keys are read; so do those inside.
+
+    Attributes:
+        read: names of keys that were asked for, given or not.
+        is_iterated: whether all were read at once: by a loop, or by ``**``.
+        last: the key of the outermost one that was asked for last.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({key: Watched(one) if isinstance(one, Mapping) else one for key, one in values.items()})
+        self.read: set[str] = set()
+        self.is_iterated = False
+        self.last = ""
+        self._given = dict(dict.items(self))
+
+    def _note(self, key: Any) -> None:
+        self.last = str(key)
+        self.read.add(self.last)
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._note(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().setdefault(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._note(key)
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.is_iterated = True
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        return _Keys(self)
+
+    def values(self) -> Any:
+        self.is_iterated = True
+        return super().values()
+
+    def items(self) -> Any:
+        self.is_iterated = True
+        return super().items()
+
+    def __copy__(self) -> Watched:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Watched:
+        return self
+
+    def unread(self, before: str = "") -> Iterator[tuple[str, list[str], set[str]]]:
+        """Give every key below which something was not read, with the names of that, and those that were read.
+
+        A dictionary of which nothing was read, or all, is left to who took it: to a function, to pydantic.
+        """
+        if self.is_iterated or not self.read:
+            return
+        names = [name for name in self._given if name not in self.read]
+        if names:
+            yield before, names, self.read
+        for name, value in self._given.items():
+            if isinstance(value, Watched) and name in self.read and f"{before}{name}" not in _READ_LATER:
+                yield from value.unread(f"{before}{name}.")
+
+
+_READ_LATER = ("optimizer.params", "scheduler.params")
+"""The optimizer and the scheduler take them as arguments, and refuse others."""
+
+
+class _Keys(Iterable[str]):
+    """``keys()``: a test for one of them reads one, a loop all."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched = watched
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._watched
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._watched)
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+
+def _let_deepspeed_read(config: Options, device: str) -> None:
+    """Note what DeepSpeed itself refuses, in its words, and every key that it does not read.
+
+    Args:
+        config: filled in.
+        device: the type of the model's device.
+
+    Raises:
+        BuildError: DeepSpeed cannot be used.
+    """
+    import_deepspeed(device)
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    # Without the total, DeepSpeed takes the number of ranks from this process, which may have no group yet.
+    watched = Watched({key: copy.deepcopy(value) for key, value in config.values.items() if key != TOTAL})
+    try:
+        with quietly():
+            DeepSpeedConfig(watched)
+    except ValidationError as error:
+        for one in error.errors():
+            inside = one["loc"] if one["loc"][:1] and one["loc"][0] in config.values else (watched.last, *one["loc"])
+            place = ".".join(map(str, inside))
+            config.refuse(place, f"is refused by DeepSpeed: {one['msg']} (got {one['input']!r})")
+        return
+    except Exception as error:
+        reason = f"is refused by DeepSpeed: {type(error).__name__}: {error}"
+        if watched.last not in config.values:  # it compares several
+            config.check("DeepSpeed")
+            raise BuildError(f"{config.name} {reason}") from error
+        config.refuse(watched.last, reason)
+        return
+    for key, names, known in watched.unread():
+        config.refuse_unknown(key.removesuffix("."), names, known, "DeepSpeed")
+
+
+# -- the lines of the plan -----------------------------------------------------------------------------------------
+
+_ZERO = {
+    0: "without ZeRO: every replica holds parameters, gradients and optimizer state whole",
+    1: "ZeRO-1: replicas partition the optimizer state",
+    2: "ZeRO-2: replicas partition optimizer state and gradients",
+    3: "ZeRO-3: replicas partition optimizer state, gradients and parameters",
+}
+
+
+def steps_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
+    """List the lines of the plan: features, the topology, the filled-in configuration.
+
+    Args:
+        schedule: to build.
+        options: as :func:`filled` made them.
+    """
+    config, facts = Options(options["config"], "config", options["origins"]), ScheduleFacts.of(schedule, options)
+    origins, mesh = options["origins"], schedule.mesh
+    yield f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"
+    over = f" over mesh_dim 'dp' ({facts.dp} ranks)" if facts.dp > 1 else ", one replica"
+    yield f"{_ZERO[config.get(STAGE)]}{over}"
+    if facts.tp > 1:
+        yield f"collectives over mesh_dim 'tp' ({facts.tp} ranks), as the steps say; DeepSpeed is told the groups"
+        yield "one random state for the ranks of mesh_dim 'tp': that of the first of them"
+    yield from _of_training(config, facts)
+    if facts.pp > 1:
+        yield from boundaries(schedule, lambda: slapo_core.stages(schedule, whole_output=facts.has_loss))
+    if mesh is not None and mesh.world_size > 1:
+        yield f"ranks: {topology(mesh)}"
+    for key, is_unverified in _UNVERIFIED.items():
+        value = config.get(key)
+        if value is not None and is_unverified(value):
+            yield f"not verified: '{key}' {json.dumps(value, default=str)} is passed on; no test has trained with it"
+    yield "the configuration that DeepSpeed is given:"
+    for key, value in config.leaves():
+        why = f"  (filled in: {origins[key]})" if key in origins else ""
+        yield f"  {key}: {json.dumps(value, default=str)}{why}"
+    for key, why in sorted(origins.items()):
+        if why.startswith("left out"):
+            yield f"  {key} is {why}"
+
+
+def _of_training(config: Options, facts: ScheduleFacts) -> Iterator[str]:
+    micro, steps, largest = config.get(MICRO), config.get(STEPS), config.get(CLIPPING)
+    how = f"through {facts.pp} ranks along mesh_dim 'pp', 1F1B" if facts.pp > 1 else "one after the other"
+    replicas = f" on each of {facts.dp} replicas" if facts.dp > 1 else ""
+    if steps > 1 or facts.pp > 1:
+        yield f"a step: {steps} micro-batches{replicas}, {how}; by the configuration of {micro} samples each"
+    else:
+        yield f"a step: one batch{replicas}; by the configuration of {micro} samples"
+    for name in ("fp16", "bf16", "bfloat16", "torch_autocast"):
+        if config.get(f"{name}.enabled"):
+            yield f"{name}, as the configuration says"
+    for name in ("offload_optimizer", "offload_param"):
+        device = config.get(f"zero_optimization.{name}.device", "none")
+        if device != "none":
+            yield f"{name} to {device}"
+    if config.get("activation_checkpointing") is not None:
+        yield "activation_checkpointing is for models that call deepspeed.checkpointing: .checkpoint() steps recompute"
+    if config.get("optimizer") is not None:
+        yield f"optimizer: {config.get('optimizer.type')}, of the configuration"
+    elif facts.has_optimizer is None:
+        yield "optimizer: that of the factory given to build; without one the engine only evaluates"
+    else:
+        yield (
+            "optimizer: that of the factory given to build"
+            if facts.has_optimizer
+            else "no optimizer: it only evaluates"
+        )
+    if config.get("scheduler") is not None:
+        yield f"learning rate: {config.get('scheduler.type')}, one step after each of the optimizer"
+    yield f"gradients are clipped to a norm of {largest:g} over all ranks" if largest else "gradients are not clipped"

@@ -1,1 +1,0 @@
-"""DeepSpeed's configuration: read, checked, filled in, and shown."""

@@ -1,0 +1,451 @@
+"""The engine of target ``"deepspeed"`` for a model that is cut into stages.
+
+This module imports DeepSpeed: import it inside of functions only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import nn
+
+from slapo_core import BuildError, StepResult
+from slapo_deepspeed.engine import (
+    DeepSpeedEngine,
+    forget_gradients,
+    has_optimizer,
+    initialize,
+    unused_parameters,
+)
+from slapo_deepspeed.marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
+from slapo_deepspeed.private import (
+    buffers_of,
+    children_of,
+    forget,
+    losses_of,
+    non_persistent_buffers_of,
+    parameters_of,
+    prepare,
+)
+from slapo_deepspeed.runtime import start
+from slapo_runtime.stage_runner import ModelChunk, RankStages, StageCache, Work, advance, step_seed
+
+if TYPE_CHECKING:
+    from slapo_core import Plan
+    from slapo_core.layout import Mesh
+    from slapo_runtime.context import BuildContext
+    from slapo_runtime.stages import StagedModel
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """The implementation of :class:`slapo_core.dialect.Engine` by DeepSpeed's PipelineEngine.
+
+    Every rank is given the whole batch of its replica, and has the replica's loss. All replicas evaluate together,
+    because DeepSpeed has all ranks wait for each other there. After a step that failed the engine is closed.
+
+    Args:
+        plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
+        context: from ``build``.
+    """
+
+    def __init__(self, plan: Plan, context: BuildContext) -> None:
+        mesh = context.schedule.mesh
+        assert mesh is not None
+        self._mesh = mesh
+        start(mesh)
+        self._axes = plan.config["batch_axes"] or None
+        self._count: int = plan.config["config"]["gradient_accumulation_steps"]
+        self._trains = has_optimizer(plan, context)
+        self._at = "nothing"  # of a step, for the message of an error
+        self._has_stepped = False
+        for _ in context.materialize():
+            pass
+        self._part = context.part(context.staged_example(self._count, axes=self._axes).staged.partition)
+        bare = bare_ranks(context) if self._trains else frozenset()
+        self._placeholder = placeholder(context) if mesh.rank("pp") in bare else None
+        with marks_taken_back(context):
+            self._make(context)
+            mark(context)
+            count_once(context, self._ties.copies)
+            also = () if self._placeholder is None else (self._placeholder,)
+            engine, groups = initialize(plan, context, self._stages, also=also)
+        share_types(context, engine.device)
+        keep_norm(engine)
+        super().__init__(plan, context, engine, groups)
+        self._unused = unused_parameters(context, engine)
+        make = forms_with_buffers(context, engine.device, bare)
+        self._forms = StageCache(context, self._count, self._axes, "gradient_accumulation_steps", make)
+
+    def _make(self, context: BuildContext) -> None:
+        """DeepSpeed's module, and the process groups of ties."""
+        mesh = context.schedule.mesh
+        assert mesh is not None
+        held = {id(one) for one in self._part.parameters()}
+        here = [live for live in context.state.tensors() if live.is_local]
+        unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
+        unused = {name: one for name, one in unused.items() if id(one) not in held}
+        self._ties = Ties(context, topology_of(mesh))
+        self._stages = StagesModule(self._part, unused, self._placeholder, mesh, self._tied)
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's part of the scheduled model."""
+        return self._part
+
+    # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        self._require_open()
+        if not self._trains:
+            raise self._without_optimizer()
+        self._refuse_without_gradients()
+        with self._context.training(batch):
+            self._between.check()
+            forget_gradients(self.deepspeed)
+            work = self._work(batch, training=True)
+            with self._closing(lambda: self._at):
+                with step_seed(self.deepspeed.device) as work.seed:
+                    self.deepspeed.train_batch(self._numbers())
+                loss = self._loss(work)
+        self._between.note()
+        self._unused.step_is_over()
+        if not self._has_stepped:
+            self._end_first_step()
+        norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
+        return StepResult(loss, None, norm)
+
+    def eval_step(self, batch: Any) -> StepResult:
+        self._require_open()
+        with self._context.evaluating(batch):
+            work = self._work(batch, training=False)
+            with self._closing(lambda: self._at):
+                self.deepspeed.eval_batch(self._numbers(), bcast_loss=False)
+                return StepResult(self._loss(work))
+
+    def _end_first_step(self) -> None:
+        self._has_stepped = True
+        if self._context.optimizer is None:  # nothing else tells that it is over
+            self._context.clip_gradients()  # there are none any more
+
+    def _work(self, batch: Any, *, training: bool) -> Work:
+        cut, form = self._forms.of(batch, training=training)
+        work = Work(form, form.chunk, cut, self._stand, placeholder=self._placeholder)
+        self._stages.begin(work)
+        prepare(self.deepspeed, form.received, form.gradients)
+        return work
+
+    def _numbers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the micro-batch numbers that DeepSpeed takes as data."""
+        return iter([(torch.tensor(number), torch.tensor(number)) for number in range(self._count)])
+
+    def _tied(self) -> Sequence[tuple[nn.Parameter, Any]]:
+        """All passes of a step are over here; DeepSpeed's exchanges follow."""
+        self._at = "DeepSpeed's exchange of gradients, or its optimizer's step"
+        ties = self._ties.ready(self.deepspeed)
+        for parameter, _ in ties:
+            self._unused.seen(parameter)
+        return ties
+
+    def _loss(self, work: Work) -> torch.Tensor:
+        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+        self._at = "exchanging the loss"
+        message = torch.zeros(2, dtype=torch.float64, device=self.deepspeed.device)
+        message[1] = work.drew
+        if work.chunk.is_last:
+            message[0] = torch.stack(losses_of(self.deepspeed)).mean()
+        dist.all_reduce(message, group=self._mesh.group("pp"))
+        loss, drew = message.unbind()
+        if drew:
+            advance()
+        return loss.to(work.form.loss_dtype)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def _stand(self, what: str) -> None:
+        self._at = what
+
+    def _release(self) -> None:
+        """The engine's own state, apart from DeepSpeed's."""
+        self._forms.close()
+        self._unused.stop()
+        forget(self._stages)
+
+    def _require_open(self) -> None:
+        if torch.is_autocast_enabled(torch.device(self.deepspeed.device).type):
+            raise _no_autocast("a step of a pipeline of target 'deepspeed' was called under torch.autocast")
+        super()._require_open()
+
+
+def _no_autocast(what: str) -> BuildError:
+    """A rank finds the other stages on placeholders (meta tensors), which autocast ignores."""
+    return BuildError(
+        f"{what}: the dtypes of P2P messages would differ between ranks", hint='config={"bf16": {"enabled": True}}'
+    )
+
+
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def share_types(context: BuildContext, device: torch.device) -> None:
+    """Give placeholders the dtypes of their tensors on the owning ranks: a collective over the mesh.
+
+    Args:
+        context: of the build.
+        device: that ranks send from.
+    """
+    mesh = context.schedule.mesh
+    assert mesh is not None
+    tensors = context.state.tensors()
+    own = [
+        _TYPES.index(live.tensor.dtype) + 1 if live.is_local and live.tensor.dtype in _TYPES else 0 for live in tensors
+    ]
+    types = torch.tensor(own, dtype=torch.uint8, device=device)
+    dist.all_reduce(types, op=dist.ReduceOp.MAX, group=mesh.group("pp"))
+    for live, number in zip(tensors, types.tolist(), strict=True):
+        if not live.is_local and number and live.tensor.dtype != _TYPES[number - 1]:
+            live.tensor.data = live.tensor.data.to(_TYPES[number - 1])
+
+
+class BufferedForm(RankStages):
+    """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbors."""
+
+    @property
+    def chunk(self) -> ModelChunk:
+        """The stages of this rank."""
+        (chunk,) = self.chunks
+        return chunk
+
+    def allocate(self) -> None:
+        """Once, for all steps of this form."""
+        coming, going = self.chunk.coming, self.chunk.going
+        self.received = coming.empty(self.device) if coming is not None else ()
+        sent = going.empty(self.device) if going is not None else ()
+        self.gradients = [one for one in sent if one.is_floating_point()]
+
+
+def forms_with_buffers(
+    context: BuildContext, device: torch.device, bare: Collection[int]
+) -> Callable[[StagedModel, bool], BufferedForm]:
+    """Return a function that makes a `BufferedForm` of stages.
+
+    Args:
+        context: from ``build``.
+        device: where stages compute.
+        bare: the ranks along ``pp`` that train nothing.
+    """
+    mesh = context.schedule.mesh
+    assert mesh is not None
+    rank = mesh.rank("pp")
+
+    def make(staged: StagedModel, training: bool) -> BufferedForm:
+        form = BufferedForm(staged, context.stage_ranks, rank, device, training=training, bare=bare)
+        form.allocate()
+        return form
+
+    return make
+
+
+# -- the stages as DeepSpeed's module
+
+
+AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
+
+
+def topology_of(mesh: Mesh) -> ProcessTopology:
+    """DeepSpeed's axes in the order of the mesh, so that its groups are of the same ranks as ours."""
+    sizes = {AXES[mesh_dim]: size for mesh_dim, size in mesh.sizes.items() if mesh_dim in AXES}
+    for axis in AXES.values():  # DeepSpeed looks for all of them, and names its files by them
+        sizes.setdefault(axis, 1)
+    return ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
+
+
+class _Layer(nn.Module):
+    """All stages of this rank, with their modules and tensors at the reference paths.
+
+    Args:
+        part: this rank's part of the model.
+        unused: parameters that live on this rank and that no stage uses, by name.
+        placeholder: trained on a rank without other trained parameters.
+    """
+
+    def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter], placeholder: nn.Parameter | None) -> None:
+        super().__init__()
+        for name, child in children_of(part).items():
+            self.add_module(name, child)
+        for name, parameter in parameters_of(part).items():
+            self.register_parameter(name, parameter)
+        for name, buffer in buffers_of(part).items():
+            self.register_buffer(name, buffer, persistent=name not in non_persistent_buffers_of(part))
+        self.unused = nn.ParameterDict({name.replace(".", "/"): one for name, one in unused.items()})
+        self.placeholder = placeholder
+
+    work: Work
+
+    def forward(self, given: Any) -> Any:
+        *received, number = given if isinstance(given, tuple) else (given,)
+        return self.work.forward(tuple(received), int(number))
+
+
+class StagesModule(PipelineModule):
+    """The stages of a schedule, one layer for each rank along ``pipe``.
+
+    Every rank has the whole batch of its replica, so that what stages read of it is not sent: the data iterator of a
+    step gives the numbers of the micro-batches only. Modes are those that the engine around it sets.
+
+    Args:
+        part: this rank's part of the model.
+        unused: parameters that live on this rank and that no stage uses, by name.
+        placeholder: trained on a rank without other trained parameters.
+        mesh: the schedule's.
+        tied: gives the parameters that several ranks along ``pipe`` hold, and the groups over which their gradients are
+            summed; called once a step, on every rank, when all passes are over.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        unused: Mapping[str, nn.Parameter],
+        placeholder: nn.Parameter | None,
+        mesh: Mesh,
+        tied: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
+    ) -> None:
+        own = _Layer(part, unused, placeholder)
+        layers = [own if rank == mesh.rank("pp") else nn.Identity() for rank in range(mesh.size("pp"))]
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the contents of the plan
+            super().__init__(layers, topology=topology_of(mesh), partition_method="uniform", loss_fn=self._loss)
+        self.__dict__["_own"], self.__dict__["_tied"] = own, tied
+
+    def begin(self, work: Work) -> None:
+        """A step: what comes is for this."""
+        self.__dict__["_work"] = self.__dict__["_own"].work = work
+        self.__dict__["_count"] = 0
+
+    def forward(self, forward_input: Any) -> Any:
+        work: Work = self.__dict__["_work"]
+        received = forward_input if work.chunk.coming is not None else ()
+        number = self.__dict__["_count"]  # they come in order on every rank
+        self.__dict__["_count"] += 1
+        # The number tells DeepSpeed's activation checkpointing which layer to recompute.
+        outputs = super().forward((*received, torch.tensor(number)))
+        return outputs if isinstance(outputs, tuple) else (outputs,)  # which it makes of a tuple of one
+
+    def _loss(self, outputs: Any, label: torch.Tensor) -> torch.Tensor:
+        work: Work = self.__dict__["_work"]
+        return work.loss(outputs, self.__dict__["_count"] - 1)
+
+    def train(self, mode: bool = True) -> StagesModule:
+        """Set only the own flag: the surrounding engine sets the modules' modes."""
+        self.training = mode
+        return self
+
+    def get_tied_weights_and_groups(self) -> Any:
+        return self.__dict__["_tied"]()
+
+
+# -- parameters of several stages, and ranks without any that is trained
+
+
+class Ties:
+    """The ties of this rank, with groups over the ranks of each: a collective over the mesh.
+
+    Args:
+        context: of the build; every tensor is in its place.
+        topology: DeepSpeed's.
+
+    Attributes:
+        groups: that were made, of which this rank is a member.
+        copies: those of its parameters that an earlier rank holds too.
+    """
+
+    def __init__(self, context: BuildContext, topology: Any) -> None:
+        mesh, placement = context.schedule.mesh, context.placement
+        assert mesh is not None
+        assert placement is not None
+        holders = {
+            live.name: placement.holders(live)
+            for live in context.state.tensors()
+            if isinstance(live.tensor, nn.Parameter)
+        }
+        groups: dict[tuple[int, ...], Any] = {}
+        for places in sorted({one for one in holders.values() if len(one) > 1}):
+            for data, model in itertools.product(range(mesh.size("dp")), range(mesh.size("tp"))):
+                ranks = [topology.get_rank(pipe=place, data=data, model=model) for place in places]
+                group = dist.new_group(ranks)
+                if mesh.global_rank in ranks:
+                    groups[places] = group
+        self.groups: list[Any] = list(groups.values())
+        self._ties: list[tuple[nn.Parameter, Any]] = []
+        self.copies: list[nn.Parameter] = []
+        for live in context.state.tensors():
+            places = holders.get(live.name, ())
+            if live.is_local and len(places) > 1:
+                assert isinstance(live.tensor, nn.Parameter)
+                self._ties.append((live.tensor, groups[places]))
+                if mesh.rank("pp") != places[0]:
+                    self.copies.append(live.tensor)
+
+    def ready(self, engine: Any) -> list[tuple[nn.Parameter, Any]]:
+        """The ties with their groups, each with a gradient: a rank that has none adds zeros.
+
+        Args:
+            engine: DeepSpeed's, which sums them then; but not where its optimizer keeps gradients in another type
+                under a name of its own: those are summed here.
+        """
+        found = []
+        for parameter, group in self._ties:
+            if not parameter.requires_grad:
+                continue
+            if engine.using_bf16_optimizer:
+                _count_as_there(engine.optimizer, parameter)
+            elif getattr(engine.optimizer, "use_grad_accum_attribute", False):
+                _sum_accumulated(engine.optimizer, parameter, group)
+                continue
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found.append((parameter, group))
+        return found
+
+
+def _count_as_there(optimizer: Any, parameter: nn.Parameter) -> None:
+    """Its gradient is zeros where there was none, which DeepSpeed would not clip after the sum."""
+    for number, group in enumerate(optimizer.bf16_groups):
+        for place, one in enumerate(group):
+            if one is parameter:
+                optimizer.fp32_groups_has_gradients[number][place] = True
+                one._hp_grad = optimizer.fp32_groups_gradients[number][place]  # type: ignore[attr-defined]
+
+
+def _sum_accumulated(optimizer: Any, parameter: Any, group: Any) -> None:
+    if parameter.grad_accum is None:
+        parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+    dist.all_reduce(parameter.grad_accum, group=group)
+
+
+def bare_ranks(context: BuildContext) -> frozenset[int]:
+    """The ranks along ``pp`` that train nothing; every rank knows all of them."""
+    mesh, placement = context.schedule.mesh, context.placement
+    assert mesh is not None
+    assert placement is not None
+    training = {
+        rank
+        for live in context.state.tensors()
+        if live.is_parameter and live.tensor.requires_grad
+        for rank in placement.holders(live)
+    }
+    return frozenset(range(mesh.size("pp"))) - training
+
+
+def placeholder(context: BuildContext) -> nn.Parameter:
+    """Make the placeholder of such a rank, with the dtype and device of its parameters."""
+    here = (live.tensor for live in context.state.tensors() if live.is_local and live.tensor.is_floating_point())
+    like = next(here, torch.empty(0))
+    return nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))

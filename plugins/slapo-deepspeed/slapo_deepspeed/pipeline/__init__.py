@@ -1,1 +1,0 @@
-"""Run stages in DeepSpeed's PipelineModule and PipelineEngine."""

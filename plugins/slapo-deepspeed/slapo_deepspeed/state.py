@@ -1,0 +1,369 @@
+"""Where DeepSpeed keeps parameters and optimizer state, and its further state, for state dicts and checkpoints.
+
+DeepSpeed documents functions that give one parameter whole (``deepspeed.utils.safe_get_full_fp32_param`` and others),
+but none before the first step, none for an optimizer without ZeRO, and none that works after ``engine.destroy()``.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core import BuildError
+from slapo_deepspeed.private import link_optimizer_state, partition_rank, zero_config_of
+from slapo_runtime.flat_shards import Place
+from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup
+
+if TYPE_CHECKING:
+    from slapo_core.layout import Mesh
+
+
+# -- where parameters lie --------------------------------------------------------------------------------------------
+
+
+def held_by(engine: Any, parameters: Iterable[torch.Tensor]) -> dict[int, Held]:
+    """Locate the parameters of DeepSpeed's engine, once it is ready to train.
+
+    Args:
+        engine: DeepSpeed's.
+        parameters: of the model, on this rank.
+
+    Returns:
+        by identity; those that the model holds itself are not there.
+    """
+    inner, wrapper = engine.basic_optimizer, engine.optimizer
+    mains = {} if inner is None or wrapper is inner else {id(one): place for one, place in _mains(wrapper)}
+    is_part = hasattr(wrapper, "real_dp_process_group") or engine.zero_optimization_partition_weights()
+    held = {}
+    for parameter in parameters:
+        main, working = mains.get(id(parameter)), _partition(parameter, engine)
+        if main is not None:
+            held[id(parameter)] = Held(main, working, main.flat.dtype, is_part, wrapper.optimizer)
+        elif working is not None:
+            held[id(parameter)] = Held(None, working, parameter.dtype, is_part=True)
+    return held
+
+
+def _mains(wrapper: Any) -> Iterator[tuple[torch.Tensor, Place]]:
+    """Give every parameter with main weights, and where they lie: all access to the optimizers' internals."""
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # ZeRO-3: equal parts of every parameter, the last one padded
+        for parameter in _all(wrapper.fp16_groups):
+            number, start, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
+            flat, offset = wrapper.fp32_partitioned_groups_flat[number], partition_rank(wrapper, parameter) * size
+            yield parameter, Place(flat, start, offset, _within(parameter, offset, size), shape_of(parameter))
+    elif hasattr(wrapper, "single_partition_of_fp32_groups"):  # ZeRO-1 and ZeRO-2: equal parts of flat groups
+        for number, flat in enumerate(wrapper.single_partition_of_fp32_groups):
+            begin = _rank(wrapper.real_dp_process_group[number]) * wrapper.partition_size[number]
+            starts = wrapper.round_robin_bit16_offsets[number]
+            for parameter, start in zip(wrapper.round_robin_bit16_groups[number], starts, strict=True):
+                yield parameter, _fragment(parameter, start, flat, begin)
+    elif hasattr(wrapper, "fp32_groups_flat_partition"):  # the optimizer for bfloat16: likewise
+        for number, flat in enumerate(wrapper.fp32_groups_flat_partition):
+            begin = _rank(wrapper.real_dp_process_group[number]) * flat.numel()
+            for parameter, start in _consecutive(wrapper.bf16_groups[number]):
+                yield parameter, _fragment(parameter, start, flat, begin)
+    elif hasattr(wrapper, "fp32_groups_flat"):  # without ZeRO: a group in one flat tensor
+        for parameters, flat in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
+            for parameter, start in _consecutive(parameters):
+                yield parameter, Place(flat, start, 0, parameter.numel(), shape_of(parameter))
+    elif hasattr(wrapper, "fp32_groups"):  # without ZeRO: one by one
+        for parameter, main in zip(_all(wrapper.fp16_groups), _all(wrapper.fp32_groups), strict=True):
+            yield parameter, Place.whole(main, shape_of(parameter))
+
+
+def _all(groups: Iterable[Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    for group in groups:
+        yield from group
+
+
+def _consecutive(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+    start = 0
+    for parameter in parameters:
+        yield parameter, start
+        start += parameter.numel()
+
+
+def _fragment(parameter: torch.Tensor, start: int, flat: torch.Tensor, begin: int) -> Place:
+    """Return the part of a parameter, at ``start`` in its group, that lies in the shard from ``begin`` on."""
+    first, last = max(start, begin), min(start + parameter.numel(), begin + flat.numel())
+    if first >= last:
+        return Place(flat, 0, 0, 0, shape_of(parameter))
+    return Place(flat, first - begin, first - start, last - first, shape_of(parameter))
+
+
+def _partition(parameter: Any, engine: Any) -> Place | None:
+    """This rank's elements of a parameter that ZeRO-3 partitions; None for another one."""
+    own = getattr(parameter, "ds_tensor", None)
+    if own is None:
+        return None
+    offset = _rank(engine.seq_data_parallel_group) * own.ds_numel
+    return Place(own, 0, offset, _within(parameter, offset, own.ds_numel), shape_of(parameter))
+
+
+def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The whole shape, also where ZeRO-3 holds a part."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _within(parameter: torch.Tensor, offset: int, size: int) -> int:
+    return min(size, max(0, math.prod(shape_of(parameter)) - offset))
+
+
+def _rank(group: Any) -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank(group)
+
+
+class DeepSpeedTensors(FlatTensors):
+    """The model's tensors under DeepSpeed: ZeRO-3 keeps some parameters whole between steps."""
+
+    def is_whole(self, parameter: torch.Tensor) -> bool:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        return bool(parameter.ds_status == ZeroParamStatus.AVAILABLE)  # type: ignore[attr-defined]
+
+
+# -- what cannot be saved --------------------------------------------------------------------------------------------
+
+
+def unsaved(engine: Any) -> tuple[str, bool]:
+    """What ``engine.save`` cannot express by the names of the reference model.
+
+    Args:
+        engine: DeepSpeed's.
+
+    Returns:
+        the reason, ``""`` where all can be saved; and whether the weights can be expressed.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    known = (
+        *(DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer),
+        *(BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer),
+    )
+    inner, wrapper, zero = engine.basic_optimizer, engine.optimizer, zero_config_of(engine)
+    offloads = [one for one in (zero.offload_optimizer, zero.offload_param) if one is not None]
+    if any(str(getattr(one.device, "value", one.device)) == "nvme" for one in offloads):
+        return "state in files (offloading to nvme)", False
+    if any(getattr(one, "super_offload", False) for one in offloads):
+        return "the state of SuperOffload", False
+    if zero.zenflow is not None:
+        return "the state of ZenFlow", False
+    if zero.zero_hpz_partition_size > 1 or zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
+        return "the partitions of ZeRO++", False
+    if engine.optimizer_name() == "muon":
+        return "the groups that DeepSpeed makes for Muon", True
+    if inner is not None and wrapper is not inner and type(wrapper) not in known and not _is_empty(wrapper):
+        return f"the state of DeepSpeed's {type(wrapper).__name__}", False
+    return "", True
+
+
+def _is_empty(wrapper: Any) -> bool:
+    """Whether it stands for an optimizer where only ZeRO-3's partitions are kept, for an engine that evaluates."""
+    return getattr(wrapper, "optimizer", None) is None
+
+
+# -- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Group(StoredGroup):
+    """One group of the user's factory.
+
+    Args:
+        place: among the groups that DeepSpeed keeps; None where it keeps none, as this rank has no parameters of it.
+    """
+
+    place: int | None = None
+
+
+def groups_of(groups: Iterable[Mapping[str, Any]], *, keeps_first: bool = False) -> list[Group]:
+    """Remember the groups of an optimizer that DeepSpeed has not seen yet.
+
+    Args:
+        groups: with all parameters, the frozen ones too, which DeepSpeed does not get.
+        keeps_first: whether the first group gets a placeholder, on a rank without trained parameters.
+    """
+    found: list[Group] = []
+    place = 0
+    for group in groups:
+        is_kept = any(one.requires_grad for one in group["params"]) or (keeps_first and not found)
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found.append(Group(tuple(group["params"]), settings, place if is_kept else None))
+        place += is_kept
+    return found
+
+
+def check_stages(groups: Sequence[Group], mesh: Mesh | None) -> None:
+    """Refuse a group with trained parameters on some stages only, or a placeholder: a collective over ``pp``.
+
+    DeepSpeed sums norms group by group over the ranks of a replica: those that lack one would be one sum behind.
+
+    Raises:
+        BuildError: on every rank.
+    """
+    if mesh is None or mesh.size("pp") == 1:
+        return
+    import torch.distributed as dist
+
+    by_rank: list[list[bool]] = [[]] * mesh.size("pp")
+    dist.all_gather_object(by_rank, [group.place is not None for group in groups], group=mesh.group("pp"))
+    for number, there in enumerate(zip(*by_rank, strict=True)):
+        if any(there) and not all(there):
+            lacking = ", ".join(str(rank) for rank, has_some in enumerate(there) if not has_some)
+            raise BuildError(
+                f"group {number} of the optimizer has no parameters on rank {lacking} of 'pp': DeepSpeed sums the "
+                "norm of gradients group by group over all stages, and would wait for that rank for ever",
+                hint="group parameters by properties found on every stage (weights, biases), or make one group",
+            )
+
+
+class DeepSpeedOptimizer(FlatOptimizer):
+    """DeepSpeed's optimizer by the parameters of the model.
+
+    Args:
+        engine: DeepSpeed's, with an optimizer.
+        storage: where parameters lie.
+        groups: as the user's factory made them.
+        names: of the parameters, by identity, for messages.
+
+    Raises:
+        BuildError: DeepSpeed did not keep the groups: it would train parameters with the settings of others.
+    """
+
+    def __init__(self, engine: Any, storage: FlatStorage, groups: Sequence[Group], names: Mapping[int, str]) -> None:
+        self._engine_optimizer, self._basic = engine.optimizer, engine.basic_optimizer
+        super().__init__(storage, groups, names, "DeepSpeed", [self.now])
+        kept = sum(group.place is not None for group in groups)
+        if len(self.now.param_groups) != kept:
+            raise BuildError(
+                f"DeepSpeed made {len(self.now.param_groups)} of the {kept} groups of parameters that the factory of "
+                f"{self.kind} gave, so that settings of groups are lost",
+                hint="give all parameters the same settings, or use another optimizer",
+            )
+
+    @property
+    def now(self) -> torch.optim.Optimizer:
+        """The optimizer that steps: DeepSpeed replaces some by others of its own."""
+        wrapper, basic = self._engine_optimizer, self._basic
+        found: torch.optim.Optimizer = basic if wrapper is basic else getattr(wrapper, "optimizer", basic)
+        return found
+
+    def state_of(self, held: Held) -> dict[str, Any]:
+        assert held.main is not None
+        return dict(self.now.state.get(held.main.flat, {}))
+
+    def put(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor, state: dict[str, Any]) -> None:
+        super().put(self.now, flat, state)
+
+    def settings_of(self, group: StoredGroup) -> dict[str, Any]:
+        place = group.place if isinstance(group, Group) else None
+        return group.settings if place is None else self.now.param_groups[place]
+
+    def loading(
+        self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> Callable[[], None]:
+        load = super().loading(groups, states)
+
+        def take() -> None:
+            load()
+            link_optimizer_state(self._engine_optimizer, self.now)
+
+        return take
+
+
+# -- further state: scheduler, loss scale and counters ---------------------------------------------------------------
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCHEDULER, SCALE, COUNTERS = "lr_scheduler", "loss_scale", "counters"
+
+
+def read_extra_state(engine: Any) -> dict[str, Any]:
+    """Return the extra state of DeepSpeed's engine, as JSON.
+
+    Raises:
+        BuildError: the scheduler's state is not JSON-serializable.
+    """
+    found: dict[str, Any] = {COUNTERS: {name: int(getattr(engine, name)) for name in _COUNTERS}}
+    if engine.lr_scheduler is not None:
+        found[SCHEDULER] = _to_json(engine.lr_scheduler.state_dict(), type(engine.lr_scheduler).__name__)
+    scaler = _scaler(engine)
+    if scaler is not None:
+        found[SCALE] = {name: getattr(scaler, name) for name in _SCALE if getattr(scaler, name, None) is not None}
+    return found
+
+
+def used_extra_state(engine: Any) -> list[str]:
+    """List the entries of a checkpoint's extra state that an engine uses."""
+    there = {SCHEDULER: engine.lr_scheduler is not None, SCALE: _scaler(engine) is not None, COUNTERS: True}
+    return [name for name, is_there in there.items() if is_there]
+
+
+def write_extra_state(engine: Any, found: Mapping[str, Any]) -> None:
+    """Load the result of :func:`read_extra_state`; warn if the scheduler has to start from step 0."""
+    for name, value in found.get(COUNTERS, {}).items():
+        if name in _COUNTERS:
+            setattr(engine, name, value)
+    scheduler, scaler = engine.lr_scheduler, _scaler(engine)
+    if scheduler is not None and SCHEDULER in found:
+        scheduler.load_state_dict(_from_json(found[SCHEDULER], scheduler.state_dict()))
+    elif scheduler is not None:
+        warnings.warn(
+            f"the checkpoint holds no state of a scheduler of the learning rate: {type(scheduler).__name__} goes on "
+            "from where it was before, and sets the learning rate in the next step",
+            stacklevel=4,
+        )
+    if scaler is not None and SCALE in found:
+        for name, value in found[SCALE].items():
+            if name in _SCALE:
+                setattr(scaler, name, value)
+
+
+def _scaler(engine: Any) -> Any:
+    """Return the dynamic loss scaler of float16, or None."""
+    wrapper = engine.optimizer
+    for name in ("loss_scaler", "loss_scale_config"):
+        scaler = getattr(wrapper, name, None)
+        if scaler is not None and getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
+            return scaler
+    return None
+
+
+def _to_json(value: Any, what: str) -> Any:
+    """Mappings as lists of pairs, because their keys may be numbers."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {"items": [[_to_json(key, what), _to_json(item, what)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item, what) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a number of torch or numpy
+        return value.item()
+    raise BuildError(
+        f"the state of the scheduler {what} cannot be saved: it holds a {type(value).__name__}",
+        hint="engine.deepspeed.save_checkpoint(directory) saves it",
+    )
+
+
+def _from_json(value: Any, present: Any) -> Any:
+    """A saved value, in the kind that the scheduler holds now."""
+    if isinstance(value, dict):
+        known = present if isinstance(present, Mapping) else {}
+        found = {key: _from_json(item, known.get(key)) for key, item in value["items"]}
+        return Counter(found) if isinstance(present, Counter) else found
+    if isinstance(value, list):
+        items = [_from_json(item, None) for item in value]
+        return tuple(items) if isinstance(present, tuple) else items
+    return value

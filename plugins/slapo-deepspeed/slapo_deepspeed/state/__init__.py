@@ -1,1 +1,0 @@
-"""Read and write weights, optimizer state and checkpoints under DeepSpeed."""
