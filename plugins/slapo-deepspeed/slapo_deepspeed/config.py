@@ -191,6 +191,15 @@ def _fill_auto(config: Options, facts: ScheduleFacts) -> None:
                 f"is {config.get('optimizer.type')!r}, and build(optimizer=...) makes another one",
                 "give one of the two",
             )
+    if facts.has_lr_scheduler and config.get("scheduler") is not None:
+        if all(value == AUTO for value in config.get("scheduler.params", {}).values()):
+            config.leave_out("scheduler", "build(lr_scheduler=...) makes it, and all params here are 'auto'")
+        else:
+            config.refuse(
+                "scheduler",
+                f"is {config.get('scheduler.type')!r}, and build(lr_scheduler=...) makes another one",
+                "give one of the two",
+            )
     if facts.has_optimizer is False and config.get("optimizer") is None and config.get("scheduler") is not None:
         config.leave_out("scheduler", "without an optimizer the engine only evaluates")
     for section in ("optimizer", "scheduler"):

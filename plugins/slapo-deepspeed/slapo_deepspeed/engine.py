@@ -257,6 +257,9 @@ class DeepSpeedEngine(StatefulEngine):
         mesh, device = context.schedule.mesh, torch.device(engine.device)
         here = [live for live in context.state.tensors() if live.is_local]
         parameters = [live.tensor for live in here if live.is_parameter]
+        if context.lr_scheduler is not None and engine.basic_optimizer is not None:
+            engine.lr_scheduler = context.make_lr_scheduler(engine.basic_optimizer)  # which DeepSpeed steps
+        self.lr_scheduler = engine.lr_scheduler
         self._unsaved, self._has_weights = unsaved(engine)
         storage = FlatStorage(held_by(engine, parameters) if self._has_weights else {}, mesh, device)
         self._storage: DeepSpeedOptimizer | None = None
@@ -287,6 +290,7 @@ class DeepSpeedEngine(StatefulEngine):
         if self._is_closed:
             return
         self._is_closed = True
+        self.lr_scheduler = None
         self.deepspeed.destroy()
         self._release()
 
@@ -365,7 +369,6 @@ class ZeroEngine(DeepSpeedEngine):
         self._trains = has_optimizer(plan, context)
         self._unit = MeshUnit(mesh)
         self._replicas = mesh.group("dp") if mesh is not None else None
-        self._has_stepped = False
         with linear_of_torch():
             engine, groups = self._made(plan, context, self._unit)
         keep_norm(engine)
@@ -412,8 +415,7 @@ class ZeroEngine(DeepSpeedEngine):
                 losses.append(loss.detach())
         self._between.note()
         self._unused.step_is_over()
-        if not self._has_stepped:
-            self._end_first_step()
+        self._context.training_is_over()
         loss, output = (losses[0], output) if len(micro_batches) == 1 else (torch.stack(losses).mean(), None)
         norm = norm_of_last_step(self.deepspeed) if self._config.get("gradient_clipping") else None
         return StepResult(loss, output, norm)
@@ -446,12 +448,6 @@ class ZeroEngine(DeepSpeedEngine):
         count = self._config.get("gradient_accumulation_steps", 1)
         axes = self.plan.config.get("batch_axes") or None
         return self._context.micro_batches(batch, None if count == self._context.accumulate else count, axes=axes)
-
-    def _end_first_step(self) -> None:
-        """The user's optimizer tells core that the first step is over; DeepSpeed's own cannot."""
-        self._has_stepped = True
-        if self._context.optimizer is None:
-            self._context.clip_gradients()  # there are none any more
 
     def _release(self) -> None:
         self._unused.stop()

@@ -17,7 +17,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
-from slapo_core import BuildError, StepResult
+from slapo_core import StepResult
 from slapo_deepspeed.engine import (
     DeepSpeedEngine,
     forget_gradients,
@@ -36,7 +36,8 @@ from slapo_deepspeed.private import (
     prepare,
 )
 from slapo_deepspeed.runtime import start
-from slapo_runtime.stage_runner import ModelChunk, RankStages, StageCache, Work, advance, step_seed
+from slapo_runtime.engine import PipelineSteps
+from slapo_runtime.stage_runner import ModelChunk, RankStages, StageCache, Work, step_seed
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from slapo_runtime.stages import StagedModel
 
 
-class PipelineEngine(DeepSpeedEngine):
+class PipelineEngine(PipelineSteps, DeepSpeedEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` by DeepSpeed's PipelineEngine.
 
     Every rank is given the whole batch of its replica, and has the replica's loss. All replicas evaluate together,
@@ -64,8 +65,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._axes = plan.config["batch_axes"] or None
         self._count: int = plan.config["config"]["gradient_accumulation_steps"]
         self._trains = has_optimizer(plan, context)
-        self._at = "nothing"  # of a step, for the message of an error
-        self._has_stepped = False
         for _ in context.materialize():
             pass
         self._part = context.part(context.staged_example(self._count, axes=self._axes).staged.partition)
@@ -117,8 +116,7 @@ class PipelineEngine(DeepSpeedEngine):
                 loss = self._loss(work)
         self._between.note()
         self._unused.step_is_over()
-        if not self._has_stepped:
-            self._end_first_step()
+        self._context.training_is_over()
         norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
         return StepResult(loss, None, norm)
 
@@ -129,11 +127,6 @@ class PipelineEngine(DeepSpeedEngine):
             with self._closing(lambda: self._at):
                 self.deepspeed.eval_batch(self._numbers(), bcast_loss=False)
                 return StepResult(self._loss(work))
-
-    def _end_first_step(self) -> None:
-        self._has_stepped = True
-        if self._context.optimizer is None:  # nothing else tells that it is over
-            self._context.clip_gradients()  # there are none any more
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
@@ -156,21 +149,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _loss(self, work: Work) -> torch.Tensor:
         """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
-        self._at = "exchanging the loss"
-        message = torch.zeros(2, dtype=torch.float64, device=self.deepspeed.device)
-        message[1] = work.drew
-        if work.chunk.is_last:
-            message[0] = torch.stack(losses_of(self.deepspeed)).mean()
-        dist.all_reduce(message, group=self._mesh.group("pp"))
-        loss, drew = message.unbind()
-        if drew:
-            advance()
-        return loss.to(work.form.loss_dtype)
+        own = losses_of(self.deepspeed) if work.chunk.is_last else []
+        return self._exchange_loss(own, drew=work.drew, device=self.deepspeed.device, dtype=work.form.loss_dtype)
 
     # -- the end ----------------------------------------------------------------------------------------------
-
-    def _stand(self, what: str) -> None:
-        self._at = what
 
     def _release(self) -> None:
         """The engine's own state, apart from DeepSpeed's."""
@@ -179,16 +161,8 @@ class PipelineEngine(DeepSpeedEngine):
         forget(self._stages)
 
     def _require_open(self) -> None:
-        if torch.is_autocast_enabled(torch.device(self.deepspeed.device).type):
-            raise _no_autocast("a step of a pipeline of target 'deepspeed' was called under torch.autocast")
+        self._refuse_autocast(torch.device(self.deepspeed.device), "deepspeed", 'config={"bf16": {"enabled": True}}')
         super()._require_open()
-
-
-def _no_autocast(what: str) -> BuildError:
-    """A rank finds the other stages on placeholders (meta tensors), which autocast ignores."""
-    return BuildError(
-        f"{what}: the dtypes of P2P messages would differ between ranks", hint='config={"bf16": {"enabled": True}}'
-    )
 
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

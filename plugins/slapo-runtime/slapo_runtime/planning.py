@@ -66,6 +66,7 @@ class ScheduleFacts:
         max_grad_norm: the norm that the user asks for; None where nothing is said.
         has_optimizer: whether the user gives a factory; None if unknown, in a plan without ``build``.
         has_loss: whether the user gives a loss.
+        has_lr_scheduler: whether the user gives a scheduler of the learning rate.
     """
 
     mesh: str
@@ -81,6 +82,7 @@ class ScheduleFacts:
     max_grad_norm: float | None
     has_optimizer: bool | None
     has_loss: bool
+    has_lr_scheduler: bool
 
     @classmethod
     def of(cls, schedule: Schedule, options: Mapping[str, Any]) -> ScheduleFacts:
@@ -108,6 +110,7 @@ class ScheduleFacts:
             max_grad_norm=arguments.get("max_grad_norm"),
             has_optimizer=arguments.get("has_optimizer"),
             has_loss=bool(arguments.get("has_loss")),
+            has_lr_scheduler=bool(arguments.get("has_lr_scheduler")),
         )
 
     def micro_batches(self, options: Options, key: str) -> int:
