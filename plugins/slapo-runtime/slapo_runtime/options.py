@@ -37,7 +37,7 @@ class Options:
     # -- read -----------------------------------------------------------------------------------------------------
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value; ``default`` where there is none, or something on the way is no dictionary."""
+        """Return a value; ``default`` where there is none, or something on the way is not a dictionary."""
         value: Any = self.values
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
