@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from slapo_fsdp.cases import Stack
+from slapo_fsdp.cases import Block, Stack
 from transformers import BertConfig, BertForMaskedLM
 
 import slapo_core as slapo
@@ -201,6 +201,41 @@ class Odd(Stack):
         return Opaque(super().forward(x, y)["loss"])
 
 
+class Shared(Stack):
+    """Three blocks, two of which share a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(Block(7))
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+def shared(mesh):
+    torch.manual_seed(0)
+    engine = build_stack(mesh, Shared().double())
+    return train(engine, mesh, stack_batches()), engine.plan.config["wrap"]
+
+
+def stack_batches():
+    torch.manual_seed(1)
+    return [{"x": torch.randn(8, 6).double(), "y": torch.randn(8, 4).double()} for _ in range(3)]
+
+
+def test_blocks_that_share_a_parameter_train_it_once():
+    torch.manual_seed(0)
+    model, losses = Shared().double(), []
+    optimizer = adamw(model.parameters())
+    for batch in stack_batches():
+        optimizer.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    for found, wrapped in run_ranks(shared, {"dp": 2}, world_size=2):
+        assert wrapped == ["blocks.1"]
+        assert_same(found, (torch.stack(losses), torch.tensor([]), model.state_dict()), 1e-10)
+
+
 def adopted(mesh):
     """What the user changes of the model after the build."""
     torch.manual_seed(0)
@@ -246,6 +281,13 @@ def misuse(mesh, directory):
         engine.module(**own(mesh, batches[1]))  # leaves the root's group gathered
     after = engine.state_dict()
     found["a forward of the user's changes"] = [name for name in before if not torch.equal(before[name], after[name])]
+    with torch.no_grad():
+        engine.module(**own(mesh, batches[1]))
+    engine.load_state_dict({name: tensor + 1 for name, tensor in before.items()})
+    engine.eval_step(own(mesh, batches[1]))  # shards again
+    loaded = engine.state_dict()
+    found["lost by loading"] = [name for name in before if not torch.equal(before[name] + 1, loaded[name])]
+    engine.load_state_dict(before)
     found["a wrong batch"] = refusal(lambda: engine.train_step({"input_ids": torch.zeros(1, 1, 1, 1).long()}))
     found["a wrong batch to evaluate"] = refusal(lambda: engine.eval_step({"inputs": None}))
     found["evaluated"] = [float(engine.eval_step(own(mesh, batch)).loss) for batch in batches[1:2]]
@@ -255,6 +297,11 @@ def misuse(mesh, directory):
     engine.close()
     found["closed"] = [refusal(lambda: engine.train_step(batches[0])), refusal(lambda: engine.eval_step(batches[0]))]
     found["state after close()"] = engine.state_dict()
+    engine, calls = build(mesh, accumulate=2), []
+    handle = engine.module.register_forward_pre_hook(lambda *_: calls.append(1) if not calls else 1 / 0)
+    found["the second micro-batch"] = refusal(lambda: engine.train_step(own(mesh, batches[0])))
+    handle.remove()
+    found["after it"] = train(engine, mesh)
     adagrad = partial(torch.optim.Adagrad, lr=0.1)
     found["early state"] = refusal(lambda: build(mesh, optimizer=adagrad))
     tied = ["bert.embeddings", "bert.encoder.layer.*"]
@@ -264,10 +311,14 @@ def misuse(mesh, directory):
 
 def test_what_is_between_the_steps_changes_nothing(tmp_path):
     mesh = {"dp": 2, "tp": 2}
-    plain = train_plain()[2]
+    whole = train_plain()
+    plain = whole[2]
     for found in run_ranks(misuse, mesh, str(tmp_path), world_size=4, timeout=300):
         assert found["full parameters that are left"] == 0
         assert found["a forward of the user's changes"] == []
+        assert found["lost by loading"] == []
+        assert "ZeroDivisionError" in found["the second micro-batch"]
+        assert_same(found["after it"], whole, 1e-10)
         assert "Error" in found["a wrong batch"]
         assert "Error" in found["a wrong batch to evaluate"]
         for name, tensor in plain.items():

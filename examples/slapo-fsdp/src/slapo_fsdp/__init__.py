@@ -48,7 +48,7 @@ class FullyShard(slapo.Dialect):
         else:
             blocks = [path for path in repeated if tie(shared, path) is None]
             options.fill("wrap", blocks, "the repeated blocks")
-            if facts.dp > 1 and not blocks:
+            if facts.dp > 1 and not repeated:
                 hint = 'wrap="encoder.layer.*", or wrap=[] for one group of all parameters'
                 options.refuse("wrap", "is missing, and no ModuleList or Sequential repeats a block", hint)
         reshards = options.default("reshard_after_forward", True, "the default of fully_shard")

@@ -21,7 +21,7 @@ class FSDPEngine(StatefulEngine):
         mesh = context.schedule.mesh
         is_sharded = mesh is not None and mesh.size("dp") > 1
         self.plan, self._context, self.module = plan, context, context.schedule.model
-        self._name = type(self.module).__name__
+        self._name, self._has_failed = type(self.module).__name__, False
         self.optimizer, self._groups = context.make_optimizer(partitioned=is_sharded), []
         if is_sharded:
             self._refuse_early_state()
@@ -60,6 +60,7 @@ class FSDPEngine(StatefulEngine):
         self._refuse_without_gradients()
         batches, losses, output = self._context.micro_batches(batch), [], None
         with self._passes():
+            self._forget_gradients()
             for number, inputs in enumerate(batches, start=1):
                 if self._groups:
                     self.module.set_requires_gradient_sync(number == len(batches))
@@ -97,8 +98,19 @@ class FSDPEngine(StatefulEngine):
                 self.close()
             elif self._groups:
                 self.module.reset_iter_state()
+                self._has_failed = True
             raise
         self._reshard()
+
+    def _forget_gradients(self):
+        """Drop what the micro-batches of a step that failed left in full gradients: a collective after such a step."""
+        for group in self._groups if self._has_failed else ():
+            group.unshard()
+            for parameter in group.parameters():
+                if not sharded_over(parameter):
+                    parameter.grad = None
+            group.reshard()
+        self._has_failed = False
 
     def _reshard(self):
         for group in self._groups:
