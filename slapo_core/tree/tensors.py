@@ -180,6 +180,7 @@ class TensorTable:
         self._layouts = {key: value for key, value in self._layouts.items() if key in live}
         self._shapes = {key: value for key, value in self._shapes.items() if key in live}
         self._made = {key: value for key, value in self._made.items() if key in live}
+        self._tree.forget_former_tensors()
 
     def _adopted(self, tensor: torch.Tensor, name: str) -> Layout:
         """Return the layout of a tensor set outside of the schedule: that of the tensor it replaced."""

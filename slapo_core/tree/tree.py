@@ -91,6 +91,12 @@ class Tree:
         self._former_sites = self._sites or self._former_sites
         self._index = self._sites = None
 
+    def forget_former_tensors(self) -> None:
+        """Look at the tensors of the model again, and let go of those that were replaced."""
+        self._former_sites = None
+        if self._sites is not None:
+            self._sites = TensorSites(self.index)
+
     @property
     def layouts(self) -> dict[str, Layout]:
         """Full name -> layout of every live tensor for which a step recorded one."""

@@ -203,6 +203,19 @@ def test_a_replaced_module_is_let_go_when_the_schedule_is_sealed() -> None:
     assert sch["head"].hooks == (("forward", post_hook),)
 
 
+def test_a_tensor_that_was_replaced_beside_the_schedule_is_let_go_when_it_is_sealed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    old = weakref.ref(model[1].weight)
+    sch = slapo.create_schedule(model)
+    sch["0"].apply(Call(lambda node, edit: edit.set_parameter(node, "weight", torch.ones(2, 2))))
+    model[1].weight = nn.Parameter(torch.ones(2, 2))
+    assert sch["1"].layout("weight").origin == "1.weight"
+    sch.seal()
+    gc.collect()
+    assert old() is None
+    assert sch["1"].layout("weight").origin == "1.weight"
+
+
 # -- replace --------------------------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,8 @@ def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
     shell, ran = Shell(tmp_path), 0
     for block in blocks((ROOT / "docs" / name).read_text()):
         where = f"{name}:{block.line}"
+        if block.key == "source":
+            continue  # test_excerpts_are_in_the_sources_that_they_name
         if block.key == "file":
             file = shell.directory / block.value
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +82,16 @@ def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path) -> None:
                 ran += 1
                 assert matches(expected, got), f"{where}\n$ {command}\n--- shown\n{expected}--- printed\n{got}"
     assert ran >= TUTORIALS[name]
+
+
+def test_excerpts_are_in_the_sources_that_they_name() -> None:
+    found = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        for block in blocks(page.read_text()):
+            if block.key == "source":
+                found += 1
+                assert block.text in (ROOT / block.value).read_text(), f"{page.name}:{block.line}"
+    assert found >= 3
 
 
 @pytest.mark.parametrize(

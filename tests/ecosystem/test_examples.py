@@ -61,7 +61,12 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed("slapo-loop", tmp_path_factory.mktemp("loop"))
 
 
-@pytest.mark.parametrize(("example", "most"), [("slapo-hello", 30), ("slapo-loop", 60)])
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed("slapo-fsdp", tmp_path_factory.mktemp("fsdp"))
+
+
+@pytest.mark.parametrize(("example", "most"), [("slapo-hello", 30), ("slapo-loop", 60), ("slapo-fsdp", 280)])
 def test_an_example_is_as_short_as_promised(example: str, most: int) -> None:
     lines = [line for path in (EXAMPLES / example / "src").rglob("*.py") for line in path.read_text().splitlines()]
     assert 0 < len([line for line in lines if line.strip()]) < most
@@ -99,3 +104,11 @@ def test_loop_is_listed_by_the_command_line(loop: Installed) -> None:
 @pytest.mark.breadth
 def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
     assert "37 passed, 6 skipped" in loop.run_own_tests()
+
+
+@pytest.mark.slow
+@pytest.mark.breadth
+def test_fsdp_is_a_dialect_that_trains_on_replicas_and_beside_tensor_parallelism(fsdp: Installed) -> None:
+    listed = fsdp.slapo_json("dialects")
+    assert {"distribution": "slapo-fsdp", "name": "fsdp", "version": "1.0.0"} in listed
+    assert "100 passed, 1 skipped" in fsdp.run_own_tests()

@@ -258,20 +258,14 @@ class InPlace:
         return live.tensor.dtype
 
     def read(self, live: LiveTensor) -> torch.Tensor:
-        tensor: Any = live.tensor
-        return tensor.detach().full_tensor() if sharded_over(tensor) else tensor  # type: ignore[no-any-return]
+        return unsharded(live.tensor)
 
     def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
-        def assign() -> None:
-            tensor: Any = live.tensor
-            with torch.no_grad():
-                if sharded_over(tensor):
-                    from torch.distributed.tensor import distribute_tensor
+        own = sharded_like(live.tensor, value)
 
-                    own = value.to(tensor.device, tensor.dtype)
-                    tensor.copy_(distribute_tensor(own, tensor.device_mesh, tensor.placements, src_data_rank=None))
-                else:
-                    tensor.copy_(value)
+        def assign() -> None:
+            with torch.no_grad():
+                live.tensor.copy_(own)
 
         return assign
 
@@ -284,6 +278,8 @@ class InPlace:
 
 class TorchOptimizer:
     """The implementation of :class:`slapo_runtime.storage.OptimizerStorage` by an optimizer of the model's tensors.
+
+    The state of a parameter under ``fully_shard`` is of DTensors, as the parameter itself.
 
     Args:
         optimizer: its parameters are the model's.
@@ -308,21 +304,24 @@ class TorchOptimizer:
         return self._optimizer.param_groups
 
     def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        return ()
+        return sharded_over(parameter)
 
     def state(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        return self._optimizer.state.get(parameter, {})
+        state: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
+        if not sharded_over(parameter):
+            return state
+        return {key: _without_values(value) if _is_sharded(value) else value for key, value in state.items()}
 
     def read(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        value: torch.Tensor = self._optimizer.state[parameter][key]
-        return value
+        return unsharded(self._optimizer.state[parameter][key])
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        self._optimizer.state[parameter][key].copy_(value)
+        held = self._optimizer.state[parameter][key]
+        held.copy_(sharded_like(held, value))
 
     def put(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         """Replace a tensor of the state by one in its own type, which ``load_state_dict`` does not keep."""
-        self._optimizer.state[parameter][key] = value.to(parameter.device)
+        self._optimizer.state[parameter][key] = self._own(parameter, value.to(parameter.device))
 
     def loading(
         self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
@@ -333,7 +332,7 @@ class TorchOptimizer:
         """
         packed: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
-        values = {parameter: dict(state) for parameter, state in states.items()}
+        values = {one: {key: self._own(one, state[key]) for key in state} for one, state in states.items()}
         number = 0
         for present, settings in zip(self._optimizer.param_groups, groups, strict=True):
             numbers = list(range(number, number + len(present["params"])))
@@ -348,6 +347,12 @@ class TorchOptimizer:
         """Give the optimizer the state that it had when this was made."""
         self._optimizer.__setstate__(self._before)
 
+    @staticmethod
+    def _own(parameter: torch.Tensor, value: Any) -> Any:
+        """Keep this rank's shard of a state tensor of the parameter's shape; anything else as a whole."""
+        is_of_its_shape = isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
+        return sharded_like(parameter, value) if is_of_its_shape else value
+
 
 def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
     """The mesh dimensions over which ``fully_shard`` partitions a tensor; none of a plain one."""
@@ -355,6 +360,36 @@ def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
     return tuple(name for name, one in zip(names, tensor.placements, strict=True) if not one.is_replicate())  # type: ignore[attr-defined]
+
+
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """All-gather a tensor under ``fully_shard``; a plain one is returned as it is."""
+    own: Any = tensor
+    return own.detach().full_tensor() if sharded_over(own) else own  # type: ignore[no-any-return]
+
+
+def sharded_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Shard a full value as ``fully_shard`` shards a tensor: this rank's part alone is kept, without communication.
+
+    Args:
+        tensor: of the same shape; a plain one leaves the value as it is.
+        value: the same on every rank that shares the tensor.
+    """
+    if not sharded_over(tensor):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    like: Any = tensor
+    own = value.detach().to(like.device)
+    return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None).clone()
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and bool(sharded_over(value))
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def optimizer_storage(optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerStorage | None:

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.state import ModelState
+from slapo_runtime.storage import TorchOptimizer
 from tests.messages import Messages
 from tests.support.building import batches, real, split
 
@@ -200,6 +202,71 @@ def test_a_model_in_fully_shard_over_dp_is_clipped_saved_and_loaded(tmp_path: Pa
             torch.testing.assert_close(found["state"][name], tensor, rtol=1e-9, atol=1e-11)
             assert torch.equal(found["loaded"][name], found["state"][name] + 1)
             assert torch.equal(exported[name], found["state"][name])
+
+
+def steps_under_fully_shard(sch: slapo.Schedule, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for batch in list(batches(last))[first:]:
+        optimizer.zero_grad()
+        sch.model(**{n: v.double().chunk(2)[sch.mesh.rank("dp")] for n, v in batch.items()}).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def resumed_under_fully_shard(written: str, read: str) -> dict[str, Any]:
+    """Two steps, saved; a third, and the same third of the checkpoint of one process."""
+    sch = scheduled()
+    wrapped("fully_shard over dp", sch)
+    optimizer = torch.optim.AdamW(sch.model.parameters(), lr=0.01)
+    steps_under_fully_shard(sch, optimizer, 0, 2)
+    state = ModelState.of(sch)
+    state.save(written, optimizer=optimizer)
+    storage, weight = TorchOptimizer(optimizer), sch.model.get_parameter("fc1.weight")
+    moment = storage.read(weight, "exp_avg")
+    storage.write(weight, "exp_avg", moment + 1)
+    found = {
+        "partitioned": storage.partitioned(weight),
+        "state": {key: value.is_meta for key, value in storage.state(weight).items()},
+        "shapes": (tuple(weight.shape), tuple(moment.shape), type(moment) is torch.Tensor),
+        "written": torch.equal(storage.read(weight, "exp_avg"), moment + 1),
+    }
+    sch = scheduled()
+    wrapped("fully_shard over dp", sch)
+    optimizer = torch.optim.AdamW(sch.model.parameters(), lr=0.01)
+    ModelState.of(sch).load(read, optimizer=optimizer)
+    kept = optimizer.state[sch.model.get_parameter("fc1.weight")]["exp_avg"]
+    found["memory of a moment's shard"] = kept.to_local().untyped_storage().nbytes() // kept.to_local().nbytes
+    steps_under_fully_shard(sch, optimizer, 2, 3)
+    state = ModelState.of(sch)
+    state.check_replicas(optimizer=optimizer)
+    found["third step"] = state.state_dict()
+    return found
+
+
+@pytest.mark.ranks
+def test_the_state_of_an_optimizer_in_fully_shard_is_saved_and_loaded_in_full(tmp_path: Path) -> None:
+    def engine() -> Any:
+        sch = slapo.create_schedule(real("mlp").double())
+        return slapo.build(sch, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+
+    plain = engine()
+    for batch in batches(2):
+        plain.train_step({name: value.double() for name, value in batch.items()})
+    plain.save(tmp_path / "plain")
+    third = {name: value.double() for name, value in list(batches(3))[2].items()}
+    plain.train_step(third)
+    results = run_ranks(resumed_under_fully_shard, str(tmp_path / "sharded"), str(tmp_path / "plain"), world_size=4)
+    resumed = engine()
+    resumed.load(tmp_path / "sharded")
+    resumed.train_step(third)
+    for found in results:
+        assert found["partitioned"] == ("dp",)
+        assert found["state"] == {"step": False, "exp_avg": True, "exp_avg_sq": True}
+        assert found["shapes"][0] == found["shapes"][1]
+        assert found["shapes"][2]
+        assert found["written"]
+        assert found["memory of a moment's shard"] == 1
+        for name, tensor in plain.state_dict().items():
+            torch.testing.assert_close(found["third step"][name], tensor, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(resumed.state_dict()[name], tensor, rtol=1e-9, atol=1e-11)
 
 
 class Teaching(nn.Module):

@@ -128,7 +128,8 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
 def _with_class(config: Any, model: nn.Module) -> Any:
     """A copy that names the class and the element type, as ``model.save_pretrained`` writes it."""
     config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__]
+    own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
+    config.architectures = [own.__name__]  # fully_shard puts a class of its own before it
     dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
     config.dtype = str(dtype).removeprefix("torch.")
     return config

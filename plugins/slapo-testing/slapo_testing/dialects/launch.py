@@ -22,6 +22,7 @@ from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.initializers import copy_on_meta
 from slapo_runtime.launcher import preload_modules, run_ranks
 from slapo_runtime.replicas import replicas_of
+from slapo_runtime.storage import sharded_over
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError
 from slapo_testing.dialects.bench import Before, DialectBench, Training, open_bench, train
@@ -170,10 +171,12 @@ def _fault(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
 
 def _diverged(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, *_: Any) -> tuple[str, Any]:
     schedule = bench.schedule(steps=True, mesh=sizes)
-    copies = [held.name for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)]
+    copies = [held for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)]
     mesh, engine = schedule.mesh, bench.engine(schedule)
     assert mesh is not None
-    name = _on_last_and_another_rank(engine, copies)
+    parameter = engine.module.get_parameter
+    still = [held.name for held in copies if set(held.over) - set(sharded_over(parameter(held.name)))]
+    name = _on_last_and_another_rank(engine, still)
     if name is None:
         return "", {}
     train(engine, [_share(batches[0], mesh)])
@@ -371,5 +374,6 @@ def _parts(bench: DialectBench) -> list[Part]:
         parts.append(Part("unsupported", ((mesh_dim, 2),)))
     for sizes in usable[:1]:
         parts += [Part("other_options", sizes), Part("fault", sizes), Part("diverged", sizes)]
-    parts += [Part("other_batch", sizes) for sizes in usable if dict(sizes).get("tp", 1) > 1][:1]
+    split = [sizes for sizes in usable if dict(sizes).get("tp", 1) > 1 and dict(sizes).get("dp", 1) == 1]
+    parts += [Part("other_batch", sizes) for sizes in split[:1]]
     return parts

@@ -222,10 +222,10 @@ def another_batch_on_a_rank_is_refused(bench: DialectBench) -> None:
     for words, mesh in meshes(bench).items():
         if isinstance(mesh, str):
             reasons += [mesh] * ("tp" in words)
-        elif mesh.get("tp", 1) > 1:
+        elif mesh.get("tp", 1) > 1 and mesh.get("dp", 1) == 1:  # other replicas are not told, and would wait
             chosen = chosen or Part("other_batch", tuple(mesh.items()))
     if chosen is None:
-        raise NotApplicable("; ".join(reasons) or "none of the case's meshes= splits over mesh_dim 'tp'")
+        raise NotApplicable("; ".join(reasons) or "none of the case's meshes= splits over mesh_dim 'tp' alone")
     for rank, text in enumerate(on_ranks(bench, chosen)):
         if not text.startswith("RankMismatchError: ranks disagree about the batch"):
             raise CheckError(
