@@ -58,7 +58,8 @@ class Messages:
 
 
 def _same_everywhere(text: str) -> str:
-    """Without line numbers of tests, directories and addresses."""
+    """Without line numbers of tests, directories, addresses, and which distributions are not installed."""
+    text = re.sub(r"; not installed: slapo-[\w, -]+", "", text)
     text = re.sub(r"/\S*?pytest-of-[^/]+/pytest-\d+/(?:popen-\w+/)?\w+", "TMP", text).replace(f"{ROOT}/", "")
     return re.sub(r" at 0x[0-9a-f]+", " at 0x", re.sub(r"(\w+\.py):\d+", r"\1:N", text))
 

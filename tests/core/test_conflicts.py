@@ -67,20 +67,6 @@ def test_two_distributions_may_share_a_namespace(fake_distributions: FakeEnviron
     assert registry.names("primitives") == ("acme.join", "acme.pad")
 
 
-def test_a_name_that_the_projects_own_plugin_provides_stays_its_own(
-    fake_distributions: FakeEnvironment, message: Messages
-) -> None:
-    points = {"slapo.v1.samplers": {"random": "evil_slapo:Random", "evil": "evil_slapo:Evil"}}
-    fake_distributions.install(FakeDistribution("evil-slapo", "1.0", points))
-    registry = fake_distributions.registry(with_installed=True)
-    evil = registry.plugin("evil-slapo")
-    assert evil.state == "conflict"
-    message(evil.reason, "'random'", "evil-slapo 1.0 and slapo-tune", "slapo-tune keeps it")
-    assert registry.plugin("slapo-tune").state == "ok"
-    assert registry.resolve("samplers", "random").distribution == "slapo-tune"
-    assert registry.resolve("samplers", "evil").distribution == "evil-slapo"
-
-
 def test_an_installed_distribution_keeps_the_namespace_of_its_name(
     fake_distributions: FakeEnvironment, message: Messages
 ) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
 from torch import nn
 
@@ -106,13 +103,6 @@ def test_kinds_without_namespace_use_plain_names(fake_distributions: FakeEnviron
     registry = fake_distributions.registry()
     assert registry.names("dialects") == registry.bare_names("dialects") == ("fast",)
     assert registry.load("fast", "dialects").name == "fast"
-
-
-def test_what_a_user_is_told_to_install_is_what_this_repository_has() -> None:
-    root = Path(__file__).parents[2]
-    files = [root / "pyproject.toml", *(root / "plugins").glob("*/pyproject.toml")]
-    projects = [tomllib.loads(file.read_text())["project"] for file in files]
-    assert tuple(sorted(project["name"] for project in projects)) == FIRST_PARTY
 
 
 def test_the_namespace_of_a_disabled_plugin_says_so(fake_distributions: FakeEnvironment, message: Messages) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
 from torch import nn
 
@@ -102,30 +99,3 @@ def test_a_broken_import_changes_the_state_and_spares_the_other_names(fake_distr
     assert plugin.reason.startswith("primitive 'acme.cut': ModuleNotFoundError: ")
     assert registry.names("primitives") == ("acme.pad",)
     assert registry.load("pad").name == "acme.pad"
-
-
-FREE = ("hooks", "hookspecs", "renamed")
-"""Groups in which a name means nothing, or is another's former name."""
-
-
-def test_nobody_can_take_a_name_of_the_project(fake_distributions: FakeEnvironment) -> None:
-    root = Path(__file__).parents[2]
-    projects = [tomllib.loads(file.read_text())["project"] for file in (root / "plugins").glob("*/pyproject.toml")]
-    projects.append(tomllib.loads((root / "pyproject.toml").read_text())["project"])
-    own = {
-        (group, name): project["name"]
-        for project in projects
-        for group, points in project.get("entry-points", {}).items()
-        for name in points
-        if group.rpartition(".")[2] not in FREE
-    }
-    assert len(own) >= 40
-    evil = [
-        FakeDistribution(f"evil{number}", entry_points={group: {name: "x:Y"}})
-        for number, (group, name) in enumerate(own)
-    ]
-    fake_distributions.install(*evil)
-    registry = fake_distributions.registry(with_installed=True)
-    assert all(registry.plugin(each.name).state in ("unusable", "conflict") for each in evil)
-    resolved = {(group, name): registry.resolve(group.rpartition(".")[2], name).distribution for group, name in own}
-    assert resolved == own

@@ -328,3 +328,54 @@ def test_what_is_between_the_steps_changes_nothing(tmp_path):
         assert "Adagrad has state before its first step" in found["early state"]
         assert "'bert.embeddings', whose parameter 'bert.embeddings.word_embeddings.weight'" in found["tied"]
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+
+
+def scheduled_and_weighed(directory):
+    """Two steps, saved; two more by target "torch", which loads what was saved; the learning rates."""
+    rates = []
+    for target, steps in (("fsdp", range(2)), ("torch", range(2, 4))):
+        engine = slapo.build(
+            slapo.create_schedule(make_model(), mesh={"dp": 2}),
+            target=target,
+            optimizer=adamw,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 3], gamma=0.5),
+            loss_weight=labels_of,
+            accumulate=2,
+        )
+        if steps[0]:
+            engine.load(directory)
+        for step in steps:
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            own = {name: one.chunk(2)[dist.get_rank()] for name, one in uneven_batch(step).items()}
+            engine.train_step(own)
+        engine.save(directory)
+        state = engine.state_dict()
+        engine.close()
+    return rates, state
+
+
+def labels_of(batch):
+    return (batch["labels"] != -100).sum()
+
+
+def uneven_batch(step):
+    batch = make_batches(4)[step]
+    labels = batch["labels"].clone()
+    for row, kept in enumerate((1, 0, 7, 5, 6, 7, 2, 3)):
+        labels[row, kept:] = -100
+    return {**batch, "labels": labels}
+
+
+def test_the_learning_rate_is_scheduled_and_tokens_weigh_alike(tmp_path):
+    model = make_model()
+    optimizer = adamw(model.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 3], gamma=0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(**uneven_batch(step)).loss.backward()
+        optimizer.step()
+        scheduler.step()
+    for rates, state in run_ranks(scheduled_and_weighed, str(tmp_path), world_size=2):
+        assert rates == pytest.approx([0.01, 0.005, 0.0025, 0.00125])
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10)

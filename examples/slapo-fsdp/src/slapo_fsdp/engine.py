@@ -26,6 +26,7 @@ class FSDPEngine(StatefulEngine):
         if is_sharded:
             self._refuse_early_state()
             self._shard(mesh.device_mesh["dp"])
+        self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
 
     def _refuse_early_state(self):
         if self.optimizer is not None and self.optimizer.state:
@@ -72,6 +73,8 @@ class FSDPEngine(StatefulEngine):
             self._refuse_unseen_backward()
         norm = self._context.clip_gradients()
         self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         return slapo.StepResult(torch.stack(losses).mean(), output if len(batches) == 1 else None, norm)
 
     def eval_step(self, batch):
@@ -83,7 +86,7 @@ class FSDPEngine(StatefulEngine):
 
     def close(self):
         """Let go of the optimizer; the model stays under ``fully_shard``."""
-        self._reason, self.optimizer = self._reason or "", None
+        self._reason, self.optimizer, self.lr_scheduler = self._reason or "", None, None
 
     # -- full parameters, for a while ---------------------------------------------------------------------------
 
