@@ -46,9 +46,9 @@ class Installed:
     def slapo_json(self, *arguments: str) -> list[dict[str, str]] | dict[str, list[dict[str, str]]]:
         return json.loads(self.overlay.slapo(*arguments, "--json", cwd=self.work, check=True).stdout)
 
-    def run_own_tests(self) -> str:
+    def run_own_tests(self, tests: str = "tests") -> str:
         options = ("--import-mode=importlib", "-q", "-p", "no:cacheprovider")
-        return self.overlay.run("-m", "pytest", *options, "tests", cwd=self.source, check=True).stdout
+        return self.overlay.run("-m", "pytest", *options, tests, cwd=self.source, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,11 @@ def test_loop_is_listed_by_the_command_line(loop: Installed) -> None:
 @pytest.mark.breadth
 def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
     assert "37 passed, 6 skipped" in loop.run_own_tests()
+
+
+@pytest.mark.slow
+def test_fsdp_trains_a_bert_as_plain_pytorch_does(fsdp: Installed) -> None:
+    assert "6 passed" in fsdp.run_own_tests("tests/test_fsdp_training.py")
 
 
 @pytest.mark.slow
