@@ -626,7 +626,8 @@ def steps_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
     for key, is_unverified in _UNVERIFIED.items():
         value = config.get(key)
         if value is not None and is_unverified(value):
-            yield f"not verified: '{key}' {json.dumps(value, default=str)} is passed on; no test has trained with it"
+            shown = json.dumps(value, default=str)
+            yield f"not verified: '{key}' {shown} is passed on; no test has compared it with the reference model"
     yield "the configuration that DeepSpeed is given:"
     for key, value in config.leaves():
         why = f"  (filled in: {origins[key]})" if key in origins else ""

@@ -174,8 +174,9 @@ def _diverged(bench: DialectBench, sizes: dict[str, int], batches: list[Any], ow
     copies = [held for held in replicas_of(Correspondence.of(schedule)[0]) if isinstance(held.value, nn.Parameter)]
     mesh, engine = schedule.mesh, bench.engine(schedule)
     assert mesh is not None
-    parameter = engine.module.get_parameter
-    still = [held.name for held in copies if set(held.over) - set(sharded_over(parameter(held.name)))]
+    here = dict(engine.module.named_parameters(remove_duplicate=False))  # of a pipeline, this rank's
+    shards = {name: set(sharded_over(parameter)) for name, parameter in here.items()}
+    still = [held.name for held in copies if set(held.over) - shards.get(held.name, set())]
     name = _on_last_and_another_rank(engine, still)
     if name is None:
         return "", {}
