@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import pytest
 
@@ -48,10 +49,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -recorded.get(_file(item.nodeid), 0.0))  # a long file at the end leaves workers idle
     if os.environ.get("SLAPO_TEST_WHOLE"):
         return
-    broad = {item for item in items if item.get_closest_marker("breadth")}
+    broad = {item for item in items if item.get_closest_marker("breadth")} | set(_left_out(items))
     if broad and len(broad) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item in broad])
         items[:] = [item for item in items if item not in broad]
+
+
+_LEAST, _OF = 3, 3
+
+
+def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Leave out two thirds of the cases of each parametrized test that is no unit test, where there are many.
+
+    Which third stays differs from test to test: of a kit's checks, which several plugins run, each runs somewhere.
+    """
+    tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("ranks") or item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        if len(cases) > _LEAST:
+            cases.sort(key=lambda item: item.nodeid)
+            step = min(_OF, len(cases) // _LEAST + 1)
+            yield from (case for number, case in enumerate(cases, start=crc32(name.encode())) if number % step)
 
 
 def _file(nodeid: str) -> str:
