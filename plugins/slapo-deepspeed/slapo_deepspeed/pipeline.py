@@ -1,6 +1,6 @@
 """The engine of target ``"deepspeed"`` for a model that is cut into stages.
 
-This module imports DeepSpeed: import it inside of functions only.
+Imports DeepSpeed: import it in functions.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
 
     @property
     def module(self) -> nn.Module:
-        """This rank's part of the scheduled model."""
+        """The stages of this rank, with their modules at the reference paths."""
         return self._part
 
     # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------

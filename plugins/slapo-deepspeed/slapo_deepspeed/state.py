@@ -97,7 +97,7 @@ def _fragment(parameter: torch.Tensor, start: int, flat: torch.Tensor, begin: in
 
 
 def _partition(parameter: Any, engine: Any) -> Place | None:
-    """This rank's elements of a parameter that ZeRO-3 partitions; None for another one."""
+    """Return this rank's shard of a parameter under ZeRO-3; None where it is not partitioned."""
     own = getattr(parameter, "ds_tensor", None)
     if own is None:
         return None

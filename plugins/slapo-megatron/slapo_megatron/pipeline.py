@@ -316,7 +316,7 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
 
     @property
     def module(self) -> nn.Module:
-        """This rank's part of the scheduled model."""
+        """The stages of this rank, with their modules at the reference paths."""
         return self._part
 
     # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------

@@ -27,11 +27,11 @@ class Held:
     """Where a runtime keeps one parameter on this rank.
 
     Args:
-        main: this rank's part of the values that the optimizer steps; None where it steps the parameter itself, or
+        main: this rank's shard of the values that the optimizer steps; None where it steps the parameter itself, or
             where other replicas hold all of it.
-        working: this rank's part of the values of the forward, where replicas partition those too (ZeRO-3).
+        working: this rank's shard of the values of the forward, where replicas partition those too (ZeRO-3).
         dtype: in which the parameter is trained.
-        is_part: whether replicas hold parts of what is trained.
+        is_part: whether replicas hold shards of what is trained.
         optimizer: of torch, which steps it; None where nothing does.
     """
 
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def trained(self) -> Place | None:
-        """This rank's part of the values that are read and saved; None: the parameter's own, or no part at all."""
+        """This rank's shard of the values that are read and saved; None: the parameter itself, or no elements."""
         return self.main or self.working
 
 
@@ -67,7 +67,7 @@ class FlatStorage:
         held: by the identity of the parameter; those that are not there are held by the model, as torch has them.
         mesh: of the schedule; None for one process.
         device: that process groups send from.
-        groups: over which parts lie: the replicas are the product of these; None: those along ``dp``.
+        groups: over which shards lie: the replicas are the product of these; None: those along ``dp``.
         order: parameters in an order that the replicas share, of which some may hold nothing (:meth:`meet`).
     """
 
@@ -91,22 +91,22 @@ class FlatStorage:
 
     @property
     def are_parts(self) -> bool:
-        """Whether replicas hold parts of some parameter."""
+        """Whether replicas hold shards of some parameter."""
         return self._replicas > 1 and any(one.is_part for one in self.held.values())
 
     def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """The mesh dimensions along which ranks hold parts of a parameter."""
+        """The mesh dimensions along which ranks hold shards of a parameter."""
         held = self.of(parameter)
         return ("dp",) if held is not None and held.is_part and self._replicas > 1 else ()
 
     def whole(self, parameter: torch.Tensor, shape: tuple[int, ...], place: Place | None, own: Any) -> torch.Tensor:
-        """All-gather a tensor of a parameter's shape: a collective over the replicas that hold parts of it.
+        """All-gather a tensor of a parameter's shape: a collective over the replicas that hold shards of it.
 
         Args:
             parameter: whose.
             shape: of the parameter.
-            place: of this rank's part; None where it holds nothing.
-            own: this rank's part, flat; without elements where it holds nothing.
+            place: of this rank's shard; None where it holds nothing.
+            own: this rank's shard, flat; without elements where it holds nothing.
         """
         groups = self.groups if self.partitioned(parameter) else []
         return gathered(own, 0 if place is None else place.offset, shape, groups, device=self._device)

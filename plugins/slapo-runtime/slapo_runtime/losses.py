@@ -127,7 +127,7 @@ class LossWeights:
 
     A runtime averages the losses of ``n`` micro-batches and of the replicas. With the weight ``w`` of a micro-batch,
     and ``W`` that of all micro-batches of all replicas, a loss is multiplied by ``w * n * replicas / W``. A loss that
-    the model has divided by ``num_items_in_batch`` already is a part of a sum: it is multiplied by ``n * replicas``.
+    the model has divided by ``num_items_in_batch`` already is a term of a sum: it is multiplied by ``n * replicas``.
 
     Args:
         mesh: of the schedule.
@@ -166,7 +166,7 @@ class LossWeights:
             return [torch.tensor(float(len(batches) * self._replicas))] * len(batches)
         if self._function is None:
             return None
-        weights = torch.stack([self._weight(batch) for batch in batches]).to(self._device)
+        weights = torch.stack([self._weight(batch) for batch in batches])
         total, replicas = weights.sum(), 1
         if training and self._group is not None:
             import torch.distributed as dist
@@ -195,12 +195,16 @@ class LossWeights:
         if not self.applies(batch):
             return loss
         if torch.is_grad_enabled():
-            if not any(one is batch for one, _ in self._scales):
+            number = self._number_of(batch)
+            if number is None:
                 self.prepare([batch])
-            number = next(number for number, (one, _) in enumerate(self._scales) if one is batch)
+                number = 0
             return times(loss, self._scales.pop(number)[1])
         scales = self.scales([batch], training=False)
         return times(loss, None if scales is None else scales[0])
+
+    def _number_of(self, batch: Any) -> int | None:
+        return next((number for number, (one, _) in enumerate(self._scales) if one is batch), None)
 
     def probe(self, batch: Any) -> Any:
         """Return the batch to give to the model: in the first training step one whose count of items is told apart."""
@@ -232,7 +236,7 @@ class LossWeights:
                 f"loss_weight must return a number, or a tensor of one (got {weight!r})",
                 hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
             )
-        return torch.as_tensor(weight, dtype=torch.float64).detach().reshape(()).cpu()
+        return torch.as_tensor(weight, dtype=torch.float64, device=self._device).detach().reshape(())
 
     def _check_items(self, items: Any) -> None:
         """Refuse a count of one replica's own items, in the first step."""

@@ -196,7 +196,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
 
     @property
     def module(self) -> nn.Module:
-        """This rank's part of the scheduled model; made when it is first asked for."""
+        """The stages of this rank, with their modules at the reference paths; made when it is first asked for."""
         if self._part is None:
             example = self._context.staged_example(self._count, axes=self._axes)
             self._part = self._context.part(example.staged.partition)
