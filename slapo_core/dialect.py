@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -141,6 +141,22 @@ class Dialect(ABC):
             plan: what :meth:`plan` gave; all ranks have the same.
             context: the model, its state, and the user's arguments of ``build``.
         """
+
+    def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
+        """Return the ``train_step`` of :meth:`build`'s engine on tensors without memory, for estimates.
+
+        It is called in a process of its own that stands for one rank: the tensors are fake, on the CPU; collectives
+        leave them as they are; a number that is read from one is 0. A runtime that trains under these conditions
+        returns ``self.build(plan, context).train_step``.
+
+        Args:
+            plan: what :meth:`plan` gave.
+            context: as for :meth:`build`.
+
+        Returns:
+            a function of a batch; None, the default, where what a step needs is not known.
+        """
+        return None
 
 
 def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:

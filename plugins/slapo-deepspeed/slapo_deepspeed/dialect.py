@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan
@@ -59,3 +59,9 @@ class DeepSpeedDialect(Dialect):
         from slapo_deepspeed.engine import ZeroEngine
 
         return ZeroEngine(plan, context)
+
+    def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
+        """Without stages, which tell each other what they send, and where everything stays on the device."""
+        zero = plan.config["config"].get("zero_optimization") or {}
+        offloads = any(zero.get(name) for name in ("offload_optimizer", "offload_param"))
+        return None if context.stage_ranks or offloads else self.build(plan, context).train_step

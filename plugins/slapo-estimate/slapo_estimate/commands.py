@@ -179,6 +179,11 @@ def estimate(
         int | None,
         typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: what build takes."),
     ] = None,
+    target: Annotated[str, typer.Option("--target", help="The runtime whose training step it is.")] = "torch",
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, as DeepSpeed's."),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -224,6 +229,7 @@ def estimate(
     compute_loss = None if loss is None else find(loss, "--loss")
     inputs, factory = batch_of(batch), optimizer_of(optimizer)
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
+    options |= {} if config is None else {"config": str(config)}
     from slapo_estimate.estimates import estimate_functions
 
     with progress(None, "estimating") as tell:
@@ -238,6 +244,7 @@ def estimate(
             loss=compute_loss,
             device=spec,
             accumulate=accumulate,
+            target=target,
             timeout=timeout,
             **options,
         )

@@ -37,13 +37,14 @@ def estimate(
     loss: Loss | None = None,
     device: DeviceSpec | None = None,
     accumulate: int = 1,
+    target: str = "torch",
     timeout: float = 600.0,
     **config: Any,
 ) -> Estimate:
     """Predict memory, communication and time of a training step, for a declared mesh of any size, on one CPU process.
 
     The steps of the schedule are repeated on the reference model, without memory, in a process for each kind of rank,
-    which then trains two steps as target ``"torch"`` does. The schedule and its model stay as they are.
+    which then trains two steps as ``target`` does. The schedule and its model stay as they are.
 
     Args:
         schedule: the schedule, not sealed.
@@ -56,9 +57,10 @@ def estimate(
         loss: as for :func:`slapo_core.build`.
         device: whose numbers the time is predicted with; None predicts no time.
         accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
+        target: the dialect: another than ``"torch"`` runs its own engine, where it can without memory.
         timeout: seconds for each kind of rank.
-        config: options of target ``"torch"`` as for :func:`slapo_core.build`: with several ranks along ``pp``, e.g.
-            ``microbatches=8``, ``pipeline_schedule="1f1b"``.
+        config: options of the target as for :func:`slapo_core.build`: of ``"torch"`` with several ranks along ``pp``,
+            e.g. ``microbatches=8``, ``pipeline_schedule="1f1b"``; of others further arguments of ``build``, too.
 
     Raises:
         ArgumentError: an argument is invalid, or no batch was given.
@@ -68,6 +70,7 @@ def estimate(
         LaunchError: the model cannot be.
         ReplayError: a step is refused on the mesh.
         EstimateError: the model reads values that are not known, or the step raises.
+        BuildError: the target cannot run the schedule, or does not know what a step needs.
     """
     from slapo_core import Schedule
 
@@ -90,6 +93,7 @@ def estimate(
         loss=loss,
         device=device,
         accumulate=accumulate,
+        target=target,
         timeout=timeout,
         **config,
     )
@@ -107,6 +111,7 @@ def estimate_functions(
     loss: Loss | None = None,
     device: DeviceSpec | None = None,
     accumulate: int = 1,
+    target: str = "torch",
     timeout: float = 600.0,
     **config: Any,
 ) -> Estimate:
@@ -123,6 +128,7 @@ def estimate_functions(
         loss: see :func:`estimate`.
         device: see :func:`estimate`.
         accumulate: see :func:`estimate`.
+        target: see :func:`estimate`.
         timeout: see :func:`estimate`.
         config: see :func:`estimate`.
 
@@ -146,6 +152,7 @@ def estimate_functions(
         loss=loss,
         device=device,
         accumulate=accumulate,
+        target=target,
         timeout=timeout,
         **config,
     )
@@ -161,6 +168,7 @@ def estimate_source(
     loss: Loss | None = None,
     device: DeviceSpec | None = None,
     accumulate: int = 1,
+    target: str = "torch",
     timeout: float = 600.0,
     observer: Callable[..., Any] | None = None,
     **config: Any,
@@ -176,6 +184,7 @@ def estimate_source(
         loss: see :func:`estimate`.
         device: see :func:`estimate`.
         accumulate: see :func:`estimate`.
+        target: see :func:`estimate`.
         timeout: see :func:`estimate`.
         observer: see :class:`~slapo_estimate.rank_process.Request`.
         config: see :func:`estimate`.
@@ -203,6 +212,7 @@ def estimate_source(
         accumulate,
         observer,
         config,
+        target,
     )
     result = _simulated(request, timeout)
     if rank is not None:

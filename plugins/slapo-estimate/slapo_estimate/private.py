@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     DynamicOutputShapeException as DynamicOutputShapeException,
@@ -29,6 +30,8 @@ from torch.utils._pytree import (
     tree_unflatten as tree_unflatten,
 )
 from torch.utils.flop_counter import flop_registry
+
+from slapo_core.observers import PATCHING
 
 
 @contextmanager
@@ -71,6 +74,29 @@ def _memory_efficient(
         query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
     )
     return out  # type: ignore[no-any-return]
+
+
+@contextmanager
+def modules_converted_in_place() -> Iterator[None]:
+    """Let ``module.to(...)`` give fake parameters other data: torch swaps them, which weak references to them bar."""
+
+    def converted(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else (self,):
+            with torch.no_grad():
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        parameter.data = function(parameter)
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else function(buffer)
+        return self
+
+    with PATCHING:
+        own = nn.Module._apply
+        nn.Module._apply = converted  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module._apply = own  # type: ignore[method-assign]
 
 
 def current_autograd_node() -> Any:

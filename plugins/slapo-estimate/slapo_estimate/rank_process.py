@@ -9,7 +9,8 @@ import logging
 import math
 import os
 import traceback
-from contextlib import nullcontext
+import warnings
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,13 @@ from slapo_estimate.private import (
 from slapo_estimate.results import Assumptions, RankEstimate
 from slapo_estimate.roofline import TimeTracker
 from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
-from slapo_estimate.training_step import pipeline_of, train, train_stages
+from slapo_estimate.training_step import pipeline_of, train, train_by_target, train_stages
 from slapo_estimate.values import Unknown, Values, is_followed
 from slapo_runtime.batches import micro_batches
 from slapo_runtime.correspondence import Correspondence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from slapo_core import Schedule
     from slapo_estimate.device import DeviceSpec
@@ -183,7 +184,8 @@ class Request:
         device: for the time.
         accumulate: micro-batches of a step.
         observer: makes one more observer, told last of every operation; its ``result()`` comes back with the estimate.
-        config: options of target ``"torch"``, as for ``build``.
+        config: options of the target, as for ``build``.
+        target: whose training step it is.
     """
 
     source: Source
@@ -197,6 +199,7 @@ class Request:
     accumulate: int = 1
     observer: Callable[[Schedule, Trackers], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    target: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -287,13 +290,18 @@ def simulate(request: Request) -> RankResult | SlapoError:
             dist.init_process_group("fake", rank=request.rank, world_size=world_size, store=FakeStore())
         schedule = request.source.schedule(request.mesh, request.batch)
         doing = "cutting the batch"
-        pipeline = pipeline_of(schedule, request)
-        batches = pipeline.batches if pipeline is not None else micro_batches(request.batch, request.accumulate)
+        is_torch = request.target == "torch"
+        pipeline = pipeline_of(schedule, request) if is_torch else None
+        batches = pipeline.batches if pipeline is not None else [request.batch]
+        if pipeline is None and is_torch:
+            batches = micro_batches(request.batch, request.accumulate)
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
         assumptions.attention(request.device)
-        if pipeline is not None:
+        if not is_torch:
+            assumptions.target(request.target)
+        elif pipeline is not None:
             assumptions.pipeline(len(batches), request.mesh or {}, timed=request.device is not None)
         elif (request.mesh or {}).get("dp", 1) > 1:
             assumptions.replicas()
@@ -309,7 +317,10 @@ def simulate(request: Request) -> RankResult | SlapoError:
         watched = dataclasses.replace(request, optimizer=assumptions.told_of(request.optimizer))
         is_cuda = request.device is not None and request.device.type == "cuda"
         with torch.compiler.set_stance("force_eager"), attention_of_cuda() if is_cuda else nullcontext():
-            if pipeline is None:
+            if not is_torch:
+                with _quietly():
+                    train_by_target(schedule, fakes[0], watched, mode, trackers, values)
+            elif pipeline is None:
                 train(schedule, fakes, watched, mode, trackers, values)
             else:
                 train_stages(schedule, pipeline, fakes, watched, mode, trackers, values)
@@ -320,6 +331,17 @@ def simulate(request: Request) -> RankResult | SlapoError:
         fault = explained(error, doing=doing, model=model)
         fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is
         return fault
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Hide what a runtime says of a process that only stands for a rank."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def estimate_rank(request: Request) -> RankEstimate:

@@ -168,6 +168,14 @@ class Assumptions:
             "and a launch; a collective as long as a ring does, and nothing else is on its links"
         ] = None
 
+    def target(self, name: str) -> None:
+        """Record whose engine the step is of."""
+        self._found[
+            f"the step is that of target {name!r}, by its own engine as it runs on the CPU; what it keeps between "
+            "steps beside the parameters counts as the optimizer's"
+        ] = None
+        self._found["numbers that the engine reads (norms, overflows) are taken to be 0"] = None
+
     def replicas(self) -> None:
         """Record how replicas exchange gradients."""
         self._found[

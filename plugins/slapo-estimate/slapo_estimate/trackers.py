@@ -385,6 +385,14 @@ class MemoryTracker:
                         self._held[kind] = self._held.get(kind, 0) + held.size
         self._look()
 
+    def settle(self) -> None:
+        """Count what is held of activations and temporaries as optimizer state: a runtime keeps it between steps."""
+        for held in self._storages.values():
+            if held.kind in ("activations", "temporaries"):
+                self._held[held.kind] -= held.size
+                held.kind = "optimizer"
+                self._held[held.kind] = self._held.get(held.kind, 0) + held.size
+
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Count storages that an operation made or resized."""
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
@@ -446,7 +454,8 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))
     elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+        if not tensor.is_meta:  # a shape that a runtime keeps
+            yield tensor.untyped_storage()
     else:
         raise EstimateError(
             f"a tensor of layout {tensor.layout} has no known size before it has values",

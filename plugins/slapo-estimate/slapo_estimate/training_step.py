@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +12,24 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
-from slapo_estimate.private import FakeTensorMode, bucket_assignment, tree_leaves
+from slapo_core.observers import PATCHING
+from slapo_estimate.private import FakeTensorMode, bucket_assignment, modules_converted_in_place, tree_leaves
 from slapo_estimate.trackers import Watch
 from slapo_estimate.values import Values, seen_as_plain
 from slapo_runtime.batches import bound_batch, micro_batches
-from slapo_runtime.build import Arguments, Target, stages_of_build
+from slapo_runtime.build import Arguments, Target, simulated_step, stages_of_build
 from slapo_runtime.correspondence import Correspondence, placed
 from slapo_runtime.gradients import TiedGradients
 from slapo_runtime.losses import LossCall
 from slapo_runtime.stages import StagedModel, needing
+from slapo_runtime.world import standing_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from slapo_core import Schedule
     from slapo_core.dialect import Plan
+    from slapo_estimate.attribution import Place
     from slapo_estimate.rank_process import Request, Trackers
     from slapo_estimate.results import RankEstimate
 
@@ -185,6 +189,69 @@ def train(
     if replicas is not None:
         missing = set(replicas.without_gradients)
         trackers.without_gradients.extend(name for name, each in model.named_parameters() if each in missing)
+
+
+def train_by_target(
+    schedule: Schedule,
+    batch: Any,
+    request: Request,
+    mode: FakeTensorMode,
+    trackers: Trackers,
+    values: Values,
+) -> None:
+    """Run two training steps of another target than ``"torch"``, by its own engine; arguments as of :func:`train`.
+
+    Args:
+        batch: the whole one, without memory.
+
+    Raises:
+        BuildError: as :func:`slapo_core.build` would, or the target does not know what a step needs.
+    """
+    model = schedule.model
+    place, memory = trackers.place, trackers.memory
+    values.otherwise = lambda: 0.0  # norms, and whether a number is infinite
+    with mode:
+        hold_all(model, [batch], trackers)
+        with (
+            modules_converted_in_place(),
+            place.watching(),
+            _phases(place, model),
+            memory.watching(),
+            seen_as_plain(),
+            standing_in(),
+            Watch(trackers.observers(), values),
+        ):
+            arguments = {"optimizer": request.optimizer, "loss": request.loss, "accumulate": request.accumulate}
+            place.begin("optimizer")
+            step = simulated_step(schedule, request.target, **arguments, **request.config)
+            for _ in range(2):
+                memory.settle()
+                memory.hold(model.parameters(), "parameters")
+                trackers.begin_step()
+                place.forget()
+                step(batch)
+
+
+@contextmanager
+def _phases(place: Place, model: nn.Module) -> Iterator[None]:
+    """Tell the phases of an engine's step: forward from the model's call on, backward, and then the optimizer's."""
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        place.begin("backward")
+        try:
+            run(*args, **kwargs)
+        finally:
+            place.begin("optimizer")
+
+    handle = model.register_forward_pre_hook(lambda *_: place.begin("forward"))
+    with PATCHING:
+        run = torch.autograd.backward
+        torch.autograd.backward = backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = run
+            handle.remove()
 
 
 def hold_all(model: torch.nn.Module, batches: list[Any], trackers: Trackers) -> None:

@@ -9,6 +9,7 @@ are among what the ranks have to agree about.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import Schedule
-from slapo_core.dialect import BuildArguments
+from slapo_core.dialect import BuildArguments, Dialect
 from slapo_core.errors import (
     ArgumentError,
     BuildError,
@@ -30,6 +31,7 @@ from slapo_core.errors import (
     TraceError,
 )
 from slapo_core.layout import device_of
+from slapo_core.plugins.registry import current_registry
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.consistency import SAME_SCRIPT, agree, refuse_if_incomplete, synchronized_rng
@@ -43,7 +45,7 @@ from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.dialect import Dialect, Engine, Plan
+    from slapo_core.dialect import Engine, Plan
     from slapo_runtime.context import BuildContext
 
 
@@ -126,10 +128,45 @@ def build(
     )
     try:
         with World(sch.mesh) as world:
-            return _Build(sch, arguments, world).run(target, config)
+            engine: Engine = _Build(sch, arguments, world).run(target, config)
+            return engine
     except BaseException:
         sch._core.refresh()
         raise
+
+
+def simulates(target: str) -> bool:
+    """Return whether a target says what its training step needs: ``"torch"`` by estimates of their own.
+
+    Raises:
+        PluginError: no such target is installed, or it is not usable.
+    """
+    registry = current_registry()
+    dialect = registry.load(registry.resolve("dialects", target))
+    return target == "torch" or dialect.simulate is not Dialect.simulate
+
+
+def simulated_step(sch: Schedule, target: str, **arguments: Any) -> Callable[[Any], Any]:
+    """Make the training step of a target on tensors without memory; see :meth:`slapo_core.dialect.Dialect.simulate`.
+
+    Args:
+        sch: of a model whose tensors are fake; within :func:`~slapo_runtime.world.standing_in`.
+        target: the dialect.
+        arguments: those of :func:`build`, and options of the dialect.
+
+    Raises:
+        BuildError: the target cannot run this schedule, or does not know what a step of it needs.
+    """
+    own = {name: arguments.pop(name, default) for name, default in _defaults().items()}
+    run = _Build(sch, Arguments(**own), World(sch.mesh)).run
+    step: Callable[[Any], Any] = run(target, arguments, simulates=True)
+    return step
+
+
+def _defaults() -> dict[str, Any]:
+    """The arguments of :func:`build` beside schedule, target and options, with their defaults."""
+    parameters = inspect.signature(build).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
 
 
 @dataclass
@@ -140,7 +177,8 @@ class _Build:
     arguments: Arguments
     world: World
 
-    def run(self, name: str, config: Mapping[str, Any]) -> Engine:
+    def run(self, name: str, config: Mapping[str, Any], *, simulates: bool = False) -> Any:
+        """Return the engine; where it ``simulates``, the training step of the target on tensors without memory."""
         schedule, arguments, world = self.schedule, self.arguments, self.world
         with world.together(f"build(target='{name}')"):
             arguments.check()
@@ -159,7 +197,11 @@ class _Build:
                             pass
                 with world.together(f"build() of target '{plan.target}'"):
                     context = BuildContext(schedule, arguments, values, stage_ranks=stage_ranks)
-                    engine = target.build(plan, context)
+                    if simulates:
+                        context.training_is_over()  # the first step compares the ranks
+                        engine: Any = target.simulate(plan, context)
+                    else:
+                        engine = target.build(plan, context)
                     self._refuse_incomplete(target, values, context)
                 self._compare_added(values)
         except BaseException:
@@ -382,6 +424,22 @@ class Target:
         """Let the dialect make its engine."""
         with self._blamed("build"):
             return self.dialect.build(plan, context)
+
+    def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any]:
+        """Let the dialect make its training step on tensors without memory.
+
+        Raises:
+            BuildError: it does not know what a step needs.
+        """
+        with self._blamed("simulate"):
+            step = self.dialect.simulate(plan, context)
+        if step is None:
+            raise BuildError(
+                f"what a training step of target '{self.dialect.name}' needs is not known with this plan:\n{plan}",
+                plugin=self.label,
+                hint='target="torch", and leave room for what the runtime adds; or train, and see what it takes',
+            )
+        return step
 
     def _check(self, schedule: Schedule, *, trains: bool) -> None:
         mesh = schedule.mesh

@@ -65,6 +65,7 @@ class Predictions:
         versions = {name: version(name) for name in ("slapo-core", "torch")}
         self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": versions, "seed": study.seed}
         self._header |= {"world_size": study.world_size, "device": study.device and str(study.device)}
+        self._header |= {"target": study.target, "options": repr(sorted(study.options.items()))}
         try:
             self._read()
         except OSError as error:
@@ -96,7 +97,9 @@ class Predictions:
                 optimizer=None if study.optimizer is None else partial(_call, self._payload, "optimizer"),
                 loss=None if study.loss is None else partial(_call, self._payload, "loss"),
                 device=study.device,
+                target=study.target,
                 timeout=max(600.0, study.timeout),
+                **_options(study, point),
             )
         except Exception as error:  # noqa: BLE001 - the user's functions run in it: their exceptions are reported
             return Prediction(problem=f"{type(error).__name__}: {error}"[:2000])
@@ -130,6 +133,19 @@ def sources(study: Study) -> str:
         if file is not None and os.path.exists(file):
             digest.update(Path(file).read_bytes())
     return digest.hexdigest()
+
+
+_UNPLAYED = ("elementwise", "lr_scheduler", "loss_weight", "max_grad_norm", "seed", "weights")
+"""Arguments of ``slapo_core.build`` that estimates of target ``"torch"`` do not take; they hardly need memory."""
+
+
+def _options(study: Study, point: Point) -> dict[str, Any]:
+    """The options of ``build`` by which the estimated step runs; those of no effect on its memory are left out."""
+    if study.target != "torch":
+        return {name: value for name, value in study.options.items() if name not in ("lr_scheduler", "loss_weight")}
+    if (study.mesh_of(point) or {}).get("pp", 1) == 1:  # the others are DistributedDataParallel's
+        return {name: value for name, value in study.options.items() if name == "accumulate"}
+    return {name: value for name, value in study.options.items() if name not in _UNPLAYED}
 
 
 def _key(point: Mapping[str, Any]) -> str:

@@ -135,11 +135,14 @@ class Study:
                 hint="batch=lambda p: torch.randn(p['batch'], 64), or process_memory=, which the kernel keeps",
             )
         if self.memory is not None and self.target != "torch":
-            raise StudyError(
-                f"memory={self.memory!r} is held against estimates, which are of target 'torch', and the target is "
-                f"{self.target!r}, which may partition or offload a rank's tensors",
-                hint='process_memory=, which the kernel keeps, or no limit: points that do not fit end as "oom"',
-            )
+            from slapo_runtime.build import simulates
+
+            if not simulates(self.target):
+                raise StudyError(
+                    f"memory={self.memory!r} is held against estimates, and what a training step of target "
+                    f"{self.target!r} needs is not known",
+                    hint='process_memory=, which the kernel keeps, or no limit: points that do not fit end as "oom"',
+                )
         if self.mesh is None and self.world_size > 1:
             raise StudyError(f"{self.world_size} ranks need a mesh", hint=f'mesh=lambda p: {{"dp": {self.world_size}}}')
 

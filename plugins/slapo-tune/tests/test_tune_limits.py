@@ -121,7 +121,6 @@ def test_a_model_that_cannot_be_made_ends_the_search(
         ({"evaluate": None}, "needs batch="),
         ({"memory": "70 GiBs"}, "'70 GiBs'"),
         ({"memory": "1GiB", "predict": False}, "estimates"),
-        ({"memory": "1GiB", "batch": lambda p: None, "target": "deepspeed"}, "target 'torch'"),
         ({"schedule": "fast"}, "got 'fast'"),
         ({"accelerator": "tpu"}, "'cpu', 'cuda' or None"),
     ],

@@ -1,0 +1,174 @@
+"""Estimates of DeepSpeed's training steps, by its own engine without memory, against two real processes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import slapo_core as slapo
+from slapo_estimate.attribution import Place
+from slapo_estimate.trackers import MemoryTracker
+from slapo_runtime.launcher import run_ranks
+from slapo_tune import Study
+from slapo_tune.errors import StudyError
+
+pytest.importorskip("slapo_deepspeed", reason="needs slapo-deepspeed")
+
+
+class Model(nn.Module):
+    """Six layers of several sizes, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (301, 512, 512, 512, 700, 512, 301)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.layers[2].requires_grad_(False)
+        self.norm = nn.LayerNorm(301)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x.to(layer.weight.dtype)))
+        return self.norm(x.to(self.norm.weight.dtype)).float().square().mean()
+
+
+def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+SMALL = {"reduce_bucket_size": 300_000, "stage3_prefetch_bucket_size": 100_000, "overlap_comm": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ZeRO-0": {"config": {}},
+    "ZeRO-1": {"config": {"zero_optimization": {"stage": 1, **SMALL}}},
+    "ZeRO-2": {"config": {"zero_optimization": {"stage": 2, **SMALL}}},
+    "ZeRO-3": {"config": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000, **SMALL}}},
+    "ZeRO-1, bf16": {"config": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, **SMALL}}},
+    "ZeRO-2, clipped": {"config": {"zero_optimization": {"stage": 2, **SMALL}}, "max_grad_norm": 0.1, "accumulate": 2},
+}
+
+
+def schedule() -> slapo.Schedule:
+    torch.manual_seed(0)
+    return slapo.create_schedule(Model(), mesh={"dp": 2}, example_inputs=torch.ones(64, 301))
+
+
+def build(options: dict[str, Any]) -> Any:
+    return slapo.build(schedule(), target="deepspeed", optimizer=adamw, loss=loss, **options)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the bytes of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = MemoryTracker(Place({}, {}))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.memory.saw(func, args, kwargs or {}, result)
+        return result
+
+
+def counted(options: dict[str, Any]) -> int:
+    """The least peak of later steps: messages of gloo end at times of their own, and may hold a bucket until then."""
+    peaks = []
+    with Counting() as counting:
+        engine = build(options)
+        for _ in range(6):
+            counting.memory = fresh(counting.memory)
+            engine.train_step(torch.ones(64, 301))
+            peaks.append(counting.memory._peak.total)
+    engine.close()
+    return min(peaks[1:])
+
+
+def fresh(memory: MemoryTracker) -> MemoryTracker:
+    memory.begin()
+    return memory
+
+
+def peaks() -> dict[str, int]:
+    return {name: counted(options) for name, options in OPTIONS.items()}
+
+
+def estimate(options: dict[str, Any], target: str = "deepspeed") -> slapo.Estimate:
+    return slapo.estimate(schedule(), torch.ones(64, 301), optimizer=adamw, loss=loss, target=target, **options)
+
+
+@pytest.mark.ranks
+def test_peaks_are_those_of_two_real_processes() -> None:
+    real = run_ranks(peaks, world_size=2)[0]
+    found = {name: estimate(options).memory.total for name, options in OPTIONS.items()}
+    assert found == {name: pytest.approx(peak, rel=0.02) for name, peak in real.items()}
+    plain = estimate({}, target="torch").memory.total
+    assert all(abs(plain - real[name]) > 0.02 * real[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-1, bf16"))
+
+
+def test_what_the_engine_keeps_and_sends_is_told_apart() -> None:
+    found = {name: estimate(OPTIONS[name]) for name in ("ZeRO-0", "ZeRO-1", "ZeRO-3")}
+    memory = {name: one.memory for name, one in found.items()}
+    assert memory["ZeRO-0"].optimizer > memory["ZeRO-1"].optimizer  # the master partition, and half of the moments
+    assert memory["ZeRO-3"].parameters < 0.01 * memory["ZeRO-1"].parameters
+    kinds = {name: {each.kind for each in one.kinds[0].collectives} for name, one in found.items()}
+    assert kinds["ZeRO-1"] >= {"all_gather"}
+    assert kinds["ZeRO-3"] >= {"all_gather", "reduce_scatter"}
+    assert {each.mesh_dim for each in found["ZeRO-3"].kinds[0].collectives} == {"dp"}
+    assert any("target 'deepspeed'" in one for one in found["ZeRO-3"].assumptions)
+
+
+def test_what_is_not_known_is_said() -> None:
+    offloaded = {"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}
+    with pytest.raises(slapo.BuildError, match="not known"):
+        estimate(offloaded)
+
+
+def batch(p: Any) -> torch.Tensor:
+    return torch.ones(p["batch"], 301)
+
+
+def space(s: Any) -> None:
+    s.choose("batch", [8, 4096])
+
+
+def no_steps(sch: slapo.Schedule, p: Any) -> None:
+    """The model as it is."""
+
+
+def mesh(p: Any) -> dict[str, int]:
+    return {"dp": 2}
+
+
+@pytest.mark.ranks
+def test_a_study_of_the_target_starts_what_fits_by_its_own_estimate(tmp_path: Path) -> None:
+    study = Study(
+        Model,
+        space,
+        no_steps,
+        world_size=2,
+        mesh=mesh,
+        batch=batch,
+        optimizer=adamw,
+        loss=loss,
+        target="deepspeed",
+        options=OPTIONS["ZeRO-2"],
+        memory="25MiB",  # 21.8 MB with the small batch; as target "torch" runs it, 26.8 MB
+        log=tmp_path / "study.jsonl",
+        sampler="exhaustive",
+        verify=False,
+    )
+    small, large = study.run().trials
+    assert (small.status, large.status) == ("ok", "over_memory")
+    assert small.predicted["memory"] == pytest.approx(small.measured["memory"], rel=0.1)
+
+
+def test_a_limit_is_refused_where_the_target_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slapo_deepspeed.dialect.DeepSpeedDialect.simulate", slapo.Dialect.simulate)
+    with pytest.raises(StudyError, match="not known"):
+        Study(Model, space, no_steps, batch=batch, optimizer=adamw, target="deepspeed", memory="1GiB")
