@@ -1,9 +1,10 @@
-"""Estimates of DeepSpeed's training steps, by its own engine without memory, against two real processes."""
+"""Estimates of the steps of DeepSpeed and Megatron, by their own engines without memory, against real processes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slapo_tune import Study
 from slapo_tune.errors import StudyError
 
 pytest.importorskip("slapo_deepspeed", reason="needs slapo-deepspeed")
+pytest.importorskip("slapo_megatron", reason="needs slapo-megatron")
 
 
 class Model(nn.Module):
@@ -44,7 +46,7 @@ def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 SMALL = {"reduce_bucket_size": 300_000, "stage3_prefetch_bucket_size": 100_000, "overlap_comm": False}
-OPTIONS: dict[str, dict[str, Any]] = {
+DEEPSPEED: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"config": {}},
     "ZeRO-1": {"config": {"zero_optimization": {"stage": 1, **SMALL}}},
     "ZeRO-2": {"config": {"zero_optimization": {"stage": 2, **SMALL}}},
@@ -53,14 +55,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ZeRO-2, clipped": {"config": {"zero_optimization": {"stage": 2, **SMALL}}, "max_grad_norm": 0.1, "accumulate": 2},
 }
 
+DISTRIBUTED = {"use_distributed_optimizer": True}
+OWN_ADAM = {"lr": 1e-3, "optimizer": "adam", "bf16": True}
+MEGATRON: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "distributed optimizer": {"ddp_config": DISTRIBUTED},
+    "distributed optimizer, two micro-batches": {"ddp_config": DISTRIBUTED, "accumulate": 2},
+    "Megatron's Adam, bf16": {"ddp_config": DISTRIBUTED, "optimizer_config": OWN_ADAM, "optimizer": None},
+}
+
 
 def schedule() -> slapo.Schedule:
     torch.manual_seed(0)
     return slapo.create_schedule(Model(), mesh={"dp": 2}, example_inputs=torch.ones(64, 301))
 
 
-def build(options: dict[str, Any]) -> Any:
-    return slapo.build(schedule(), target="deepspeed", optimizer=adamw, loss=loss, **options)
+def build(target: str, options: dict[str, Any]) -> Any:
+    return slapo.build(schedule(), target=target, loss=loss, **{"optimizer": adamw, **options})
 
 
 class Counting(TorchDispatchMode):
@@ -72,15 +83,19 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.memory.saw(func, args, kwargs or {}, result)
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch._compile", "torch._dynamo")):
+            frame = frame.f_back
+        if frame.f_globals["__name__"] != "torch.distributed.distributed_c10d":  # gloo's own buffers: NCCL has none
+            self.memory.saw(func, args, kwargs or {}, result)
         return result
 
 
-def counted(options: dict[str, Any]) -> int:
+def counted(target: str, options: dict[str, Any]) -> int:
     """The least peak of later steps: messages of gloo end at times of their own, and may hold a bucket until then."""
     peaks = []
     with Counting() as counting:
-        engine = build(options)
+        engine = build(target, options)
         for _ in range(6):
             counting.memory = fresh(counting.memory)
             engine.train_step(torch.ones(64, 301))
@@ -94,25 +109,40 @@ def fresh(memory: MemoryTracker) -> MemoryTracker:
     return memory
 
 
-def peaks() -> dict[str, int]:
-    return {name: counted(options) for name, options in OPTIONS.items()}
+def peaks_of_deepspeed() -> dict[str, int]:
+    return {name: counted("deepspeed", options) for name, options in DEEPSPEED.items()}
 
 
-def estimate(options: dict[str, Any], target: str = "deepspeed") -> slapo.Estimate:
-    return slapo.estimate(schedule(), torch.ones(64, 301), optimizer=adamw, loss=loss, target=target, **options)
+def peaks_of_megatron() -> dict[str, int]:
+    import tests.support.cpu_megatron  # noqa: F401 - runs it on the CPU
+
+    return {name: counted("megatron", options) for name, options in MEGATRON.items()}
+
+
+def estimate(options: dict[str, Any], target: str) -> slapo.Estimate:
+    arguments = {"optimizer": adamw, "loss": loss, "target": target, **options}
+    return slapo.estimate(schedule(), torch.ones(64, 301), **arguments)
 
 
 @pytest.mark.ranks
-def test_peaks_are_those_of_two_real_processes() -> None:
-    real = run_ranks(peaks, world_size=2)[0]
-    found = {name: estimate(options).memory.total for name, options in OPTIONS.items()}
+def test_peaks_of_deepspeed_are_those_of_two_real_processes() -> None:
+    real = run_ranks(peaks_of_deepspeed, world_size=2)[0]
+    found = {name: estimate(options, "deepspeed").memory.total for name, options in DEEPSPEED.items()}
     assert found == {name: pytest.approx(peak, rel=0.02) for name, peak in real.items()}
-    plain = estimate({}, target="torch").memory.total
+    plain = estimate({}, "torch").memory.total
     assert all(abs(plain - real[name]) > 0.02 * real[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-1, bf16"))
 
 
+@pytest.mark.ranks
+def test_peaks_of_megatron_are_those_of_two_real_processes() -> None:
+    real = run_ranks(peaks_of_megatron, world_size=2)[0]
+    found = {name: estimate(options, "megatron").memory.total for name, options in MEGATRON.items()}
+    assert found == {name: pytest.approx(peak, rel=0.02) for name, peak in real.items()}
+    assert found["distributed optimizer"] < 0.85 * found["replicated"]
+
+
 def test_what_the_engine_keeps_and_sends_is_told_apart() -> None:
-    found = {name: estimate(OPTIONS[name]) for name in ("ZeRO-0", "ZeRO-1", "ZeRO-3")}
+    found = {name: estimate(DEEPSPEED[name], "deepspeed") for name in ("ZeRO-0", "ZeRO-1", "ZeRO-3")}
     memory = {name: one.memory for name, one in found.items()}
     assert memory["ZeRO-0"].optimizer > memory["ZeRO-1"].optimizer  # the master partition, and half of the moments
     assert memory["ZeRO-3"].parameters < 0.01 * memory["ZeRO-1"].parameters
@@ -126,7 +156,7 @@ def test_what_the_engine_keeps_and_sends_is_told_apart() -> None:
 def test_what_is_not_known_is_said() -> None:
     offloaded = {"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}
     with pytest.raises(slapo.BuildError, match="not known"):
-        estimate(offloaded)
+        estimate(offloaded, "deepspeed")
 
 
 def batch(p: Any) -> torch.Tensor:
@@ -157,7 +187,7 @@ def test_a_study_of_the_target_starts_what_fits_by_its_own_estimate(tmp_path: Pa
         optimizer=adamw,
         loss=loss,
         target="deepspeed",
-        options=OPTIONS["ZeRO-2"],
+        options=DEEPSPEED["ZeRO-2"],
         memory="25MiB",  # 21.8 MB with the small batch; as target "torch" runs it, 26.8 MB
         log=tmp_path / "study.jsonl",
         sampler="exhaustive",

@@ -77,8 +77,12 @@ def _memory_efficient(
 
 
 @contextmanager
-def modules_converted_in_place() -> Iterator[None]:
-    """Let ``module.to(...)`` give fake parameters other data: torch swaps them, which weak references to them bar."""
+def runtimes_without_memory() -> Iterator[None]:
+    """While it lasts, a runtime's engine runs on fake tensors, in a process that stands for a rank.
+
+    ``module.to(...)`` gives parameters other data: torch swaps fake ones, which weak references to them bar. Objects
+    that ranks exchange are this rank's own from all of them.
+    """
 
     def converted(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for module in self.modules() if recurse else (self,):
@@ -90,13 +94,16 @@ def modules_converted_in_place() -> Iterator[None]:
                     module._buffers[name] = None if buffer is None else function(buffer)
         return self
 
+    def gathered(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+        object_list[:] = [obj] * len(object_list)
+
     with PATCHING:
-        own = nn.Module._apply
-        nn.Module._apply = converted  # type: ignore[method-assign, assignment]
+        own = nn.Module._apply, dist.all_gather_object
+        nn.Module._apply, dist.all_gather_object = converted, gathered  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            nn.Module._apply = own  # type: ignore[method-assign]
+            nn.Module._apply, dist.all_gather_object = own  # type: ignore[method-assign]
 
 
 def current_autograd_node() -> Any:

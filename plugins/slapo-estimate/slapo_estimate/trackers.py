@@ -451,8 +451,9 @@ class MemoryTracker:
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of a tensor, and of a wrapper subclass's inner tensors."""
     if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, torch.Tensor):  # a DTensor also has its mesh there
+                yield from _storages(part)
     elif tensor.layout is torch.strided:
         if not tensor.is_meta:  # a shape that a runtime keeps
             yield tensor.untyped_storage()

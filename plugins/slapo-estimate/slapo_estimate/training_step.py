@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
 from slapo_core.observers import PATCHING
-from slapo_estimate.private import FakeTensorMode, bucket_assignment, modules_converted_in_place, tree_leaves
+from slapo_estimate.private import FakeTensorMode, bucket_assignment, runtimes_without_memory, tree_leaves
 from slapo_estimate.trackers import Watch
 from slapo_estimate.values import Values, seen_as_plain
 from slapo_runtime.batches import bound_batch, micro_batches
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from slapo_estimate.attribution import Place
     from slapo_estimate.rank_process import Request, Trackers
     from slapo_estimate.results import RankEstimate
+    from slapo_estimate.trackers import MemoryTracker
 
 _LIMIT = 25 * 2**20  # bytes of a bucket: the default of option `bucket_cap_mb`
 _BROADCAST = 250 * 2**20  # bytes of buffers that are sent at once
@@ -211,9 +212,9 @@ def train_by_target(
     place, memory = trackers.place, trackers.memory
     values.otherwise = lambda: 0.0  # norms, and whether a number is infinite
     with mode:
-        hold_all(model, [batch], trackers)
+        hold_tensors(model, [batch], memory)
         with (
-            modules_converted_in_place(),
+            runtimes_without_memory(),
             place.watching(),
             _phases(place, model),
             memory.watching(),
@@ -224,9 +225,10 @@ def train_by_target(
             arguments = {"optimizer": request.optimizer, "loss": request.loss, "accumulate": request.accumulate}
             place.begin("optimizer")
             step = simulated_step(schedule, request.target, **arguments, **request.config)
+            memory.settle()
+            hold_all(model, [batch], trackers)
             for _ in range(2):
                 memory.settle()
-                memory.hold(model.parameters(), "parameters")
                 trackers.begin_step()
                 place.forget()
                 step(batch)
@@ -254,12 +256,17 @@ def _phases(place: Place, model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def hold_all(model: torch.nn.Module, batches: list[Any], trackers: Trackers) -> None:
-    """Count the tensors before the first step, and every gradient once it exists."""
-    memory = trackers.memory
+def hold_tensors(model: torch.nn.Module, batches: list[Any], memory: MemoryTracker) -> None:
+    """Count the tensors of the model and of the batch as what they are."""
     memory.hold(model.parameters(), "parameters")
     memory.hold(model.buffers(), "buffers")
     memory.hold((leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor)), "inputs")
+
+
+def hold_all(model: torch.nn.Module, batches: list[Any], trackers: Trackers) -> None:
+    """Count the tensors before the first step, and every gradient once it exists."""
+    memory = trackers.memory
+    hold_tensors(model, batches, memory)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold([p.grad], "gradients"))

@@ -15,9 +15,12 @@ from slapo_estimate.private import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    UnsupportedOperatorException,
+    schema_of,
     storage_id,
     tree_flatten,
     tree_leaves,
+    tree_map_only,
     tree_unflatten,
     unset_fake_temporarily,
 )
@@ -82,6 +85,13 @@ class Values:
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._sized_by_values(func, args, kwargs)
+        except UnsupportedOperatorException:
+            if func.namespace != "c10d" or any("Tensor" in str(one.type) for one in schema_of(func).returns):
+                raise
+            # Coalesced collectives, which write into their arguments: a group without peers takes any.
+            with unset_fake_temporarily():
+                args, kwargs = tree_map_only(torch.Tensor, lambda _: torch.empty(0), (args, kwargs))
+                return func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             if result.dtype in _WHOLE and _is_hollow(result):
                 self._follow(func, args, kwargs, [result])

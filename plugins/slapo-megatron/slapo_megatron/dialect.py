@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import Dialect, Plan, Violation
@@ -142,3 +142,12 @@ class MegatronDialect(Dialect):
             from slapo_megatron.engine import WholeEngine
 
             return WholeEngine(plan, context)
+
+    def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
+        """Without stages, which tell each other what they send; this process then takes the CPU for its GPU."""
+        from slapo_megatron.without_gpu import run_without_gpu
+
+        if context.stage_ranks:
+            return None
+        run_without_gpu()
+        return self.build(plan, context).train_step

@@ -1,0 +1,107 @@
+"""Let Megatron-core run on the CPU, in a process that only stands for a rank: what it asks of CUDA by name.
+
+For estimates, on tensors without memory. Only calls from modules of ``megatron`` are answered so: they get a stand-in
+for their global name ``torch``; torch itself stays as it is, but for two methods of tensors, which look at who calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_megatron.private import tree_map
+
+_FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
+_LIKE = ("empty_like", "ones_like", "zeros_like")
+_PACKAGES = ("distributed", "dist_checkpointing", "dist_checkpointing.strategies", "optimizer", "pipeline_parallel")
+
+
+class _Module(types.ModuleType):
+    """A module with some names replaced."""
+
+    def __init__(self, original: types.ModuleType, names: dict[str, Any]) -> None:
+        super().__init__(original.__name__)
+        self.__dict__.update(names)
+        self.__dict__["_original"] = original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+def run_without_gpu() -> None:
+    """Let the modules of Megatron in this process, and those it forks, take the CPU for its GPU."""
+    import megatron.core
+
+    if "type" not in vars(torch.Tensor):
+        _patch_methods()
+    if isinstance(megatron.core.parallel_state.torch, _Module):
+        return
+    for package in (*_PACKAGES, "tensor_parallel"):
+        module = importlib.import_module(f"megatron.core.{package}")
+        for found in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
+            with contextlib.suppress(ImportError):  # what needs packages that are not installed is not run either
+                importlib.import_module(found.name)
+    stand_in = _torch()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron") and getattr(module, "torch", None) is torch:
+            module.torch = stand_in  # type: ignore[attr-defined]
+
+
+def _torch() -> _Module:
+    cuda = _Module(
+        torch.cuda,
+        {
+            "current_device": lambda: torch.device("cpu"),
+            "synchronize": lambda *_, **__: None,
+            "current_stream": lambda *_, **__: None,
+        },
+    )
+    made = {name: _on_cpu(getattr(torch, name)) for name in (*_FACTORIES, *_LIKE)}
+    return _Module(torch, {"cuda": cuda, "distributed": _Module(dist, {"new_group": _new_group}), **made})
+
+
+def _new_group(*args: Any, **kwargs: Any) -> Any:
+    """Make a group, over gloo too where Megatron says so, but for ranks that have no processes."""
+    return dist.new_group(*args, **(kwargs | {"backend": "fake"} if dist.get_backend() == "fake" else kwargs))
+
+
+def _on_cpu(factory: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if factory is torch.tensor and isinstance(args[0], list):  # of numbers, which may be tensors without memory
+            args = (tree_map(_number, args[0]), *args[1:])
+        return factory(*args, **kwargs)
+
+    return made
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _patch_methods() -> None:
+    moved, kind = torch.Tensor.cuda, torch.Tensor.type
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _is_called_by_megatron() else moved(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kind(self, *args, **kwargs)
+        if not args and not kwargs and _is_called_by_megatron():
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+    type_.__name__ = "type"  # by which torch's function modes know a method
+    torch.Tensor.cuda, torch.Tensor.type = cuda, type_  # type: ignore[method-assign, assignment]
+
+
+def _is_called_by_megatron() -> bool:
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron")
