@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, OptimizerError, Plan, StepResult
+from slapo_runtime.context import switch_to_training
 
 
 class GoodEngine:
@@ -337,6 +338,19 @@ class TakesTheBatchWhole(GoodEngine):
 class SumsMicroBatches(GoodEngine):
     def share(self, loss: Any, count: int) -> Any:
         return loss
+
+
+class ForgetsTheScheduler(GoodEngine):
+    def __init__(self, plan: Any, context: Any) -> None:
+        super().__init__(plan, context)
+        context.make_lr_scheduler(self.optimizer)
+
+
+class IgnoresTheWeights(GoodEngine):
+    def compute_loss(self, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            switch_to_training(self.module)
+        return self.context._loss_call(batch)
 
 
 class ComparesNothing(GoodEngine):

@@ -102,6 +102,8 @@ CAUGHT = [
         "accumulate=2 run the model 3 times",
     ),
     ("accumulation_is_the_whole_batch_or_refused", case(engines.SumsMicroBatches), "with accumulate=2"),
+    ("learning_rate_is_scheduled_or_refused", case(engines.ForgetsTheScheduler), "with lr_scheduler="),
+    ("loss_weights_count", case(engines.IgnoresTheWeights), "with loss_weight= and accumulate=2"),
     ("batches_of_every_type", case(engines.TakesMappingsOnly), "TypeError was raised"),
     ("labels_are_left_to_the_loss", case(engines.IgnoresTheLoss), "TypeError was raised"),
     ("eval_step_equals_the_plain_model", case(engines.KeepsTheGraph), "output: requires a gradient"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,19 +80,27 @@ def train_in_plain_torch(
     loss: LossFunction | None = None,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    loss_weight: Callable[[Any], Any] | None = None,
 ) -> Training:
     """Train in plain PyTorch, the reference of every engine, over ``accumulate`` micro-batches."""
     compute_loss, chosen = LossCall(model, loss), optimizer(list(model.parameters()))
+    scheduler = None if lr_scheduler is None else lr_scheduler(chosen)
     losses, norms = [], []
     for number, batch in enumerate(batches):
+        pieces = micro_batches(batch, accumulate)
         with seeded(SEED + number):
-            values = [compute_loss(each)[0] for each in micro_batches(batch, accumulate)]
-        value = values[0] if accumulate == 1 else torch.stack(values).mean()
+            values = [compute_loss(each)[0] for each in pieces]
+        weights = [1.0 if loss_weight is None else float(loss_weight(each)) for each in pieces]
+        scales = [weight * accumulate / sum(weights) for weight in weights]
+        value = torch.stack([scale * one for scale, one in zip(scales, values, strict=True)]).mean()
         chosen.zero_grad()
         value.backward()
         if max_grad_norm is not None:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
         chosen.step()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(value.detach())
     return Training(losses, norms, {name: tensor.clone() for name, tensor in model.state_dict().items()})
 
@@ -317,16 +325,16 @@ class DialectBench:
         subject: Subject | None = None,
         optimizer: OptimizerFactory | None = None,
         max_grad_norm: float | None = None,
-        accumulate: int = 1,
+        **how: Any,
     ) -> Training:
-        """Train the reference model on these batches in plain PyTorch."""
+        """Train the reference model on these batches in plain PyTorch; ``how`` as for the function of this name."""
         return train_in_plain_torch(
             self.model(subject),
             batches,
             optimizer or self.case.optimizers[0],
             loss=(subject or self.case.subject).loss,
             max_grad_norm=max_grad_norm,
-            accumulate=accumulate,
+            **how,
         )
 
     def compare_with_plain_training(

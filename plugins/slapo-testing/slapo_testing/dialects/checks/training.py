@@ -160,6 +160,52 @@ def accumulation_is_the_whole_batch_or_refused(bench: DialectBench) -> None:
         )
 
 
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    """Halve the learning rate after each step."""
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def learning_rate_is_scheduled_or_refused(bench: DialectBench) -> None:
+    """lr_scheduler= takes a step after each step of the optimizer; or it is a BuildError."""
+    try:
+        engine = bench.engine(lr_scheduler=halving)
+    except BuildError as error:
+        if "lr_scheduler" not in str(error):
+            raise
+        return
+    batches = bench.batches(3)
+    expected = bench.train_in_plain_torch(batches, lr_scheduler=halving)
+    bench.require_same(
+        expected.named(),
+        train(engine, batches).named(),
+        under="with lr_scheduler=",
+        hint="self.lr_scheduler = context.make_lr_scheduler(self.optimizer), and its step() after optimizer.step()",
+    )
+
+
+def _weight(batch: Any) -> float:
+    """Another number for each micro-batch, as counts of tokens are."""
+    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    return 1.0 + float(first.double().abs().sum())
+
+
+def loss_weights_count(bench: DialectBench) -> None:
+    """loss_weight= says how much each of the micro-batches of accumulate=2 counts."""
+    batches = bench.batches(3)
+    if not bench.dialect.accumulates:
+        raise NotApplicable("the dialect takes no micro-batches")
+    if any(len(leaf) % 2 for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor) and leaf.dim()):
+        raise NotApplicable("the samples of the case's batch do not divide by two")
+    engine = bench.engine(accumulate=2, loss_weight=_weight)
+    expected = bench.train_in_plain_torch(batches, accumulate=2, loss_weight=_weight)
+    bench.require_same(
+        expected.named(),
+        train(engine, batches).named(),
+        under="with loss_weight= and accumulate=2",
+        hint=_ACCUMULATE,
+    )
+
+
 def _require_refusal(call: Any, *, names: str, what: str) -> None:
     try:
         call()
