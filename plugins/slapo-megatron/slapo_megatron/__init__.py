@@ -5,7 +5,6 @@ Installing this distribution is enough. Megatron-core is imported when an engine
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,33 +18,23 @@ __all__ = ["model_chunks", "plan"]
 def plan(
     sch: Schedule,
     *,
-    optimizer_config: Any = None,
-    ddp_config: Any = None,
-    model_parallel_config: Any = None,
-    scheduler: Mapping[str, Any] | None = None,
-    microbatches: int | None = None,
-    batch_axes: Mapping[str, int | None] | None = None,
     optimizer: Any = None,
     loss: Any = None,
     max_grad_norm: float | None = None,
     device: torch.device | str | None = None,
     accumulate: int = 1,
+    **options: Any,
 ) -> Plan:
     """Plan ``build(sch, target="megatron", ...)`` on this rank alone, building nothing.
 
     Args:
         sch: a schedule, with a mesh that may be only declared; it is not changed.
-        optimizer_config: fields of Megatron's ``OptimizerConfig``, a dictionary or an object of that class.
-        ddp_config: fields of its ``DistributedDataParallelConfig``, likewise.
-        model_parallel_config: fields of its ``ModelParallelConfig``, likewise.
-        scheduler: arguments of its ``OptimizerParamScheduler``.
-        microbatches: into how many micro-batches a batch is cut.
-        batch_axes: as for ``build``, like all that follows.
-        optimizer: whether there is one is all that is asked.
+        optimizer: as for ``build``, like all that follows; whether there is one is all that is asked.
         loss: the same.
         max_grad_norm: the largest norm of all gradients.
         device: where the model is to go.
         accumulate: how many micro-batches a training step takes.
+        options: those of :class:`slapo_megatron.dialect.MegatronDialect`: ``optimizer_config``, ``ddp_config``, ...
 
     Returns:
         the plan; ``print`` it. ``plan.config`` has what Megatron is given.
@@ -56,14 +45,6 @@ def plan(
     from slapo_megatron.dialect import MegatronDialect
     from slapo_runtime.planning import plan_of
 
-    options: dict[str, Any] = {
-        "optimizer_config": optimizer_config,
-        "ddp_config": ddp_config,
-        "model_parallel_config": model_parallel_config,
-        "scheduler": scheduler,
-        "microbatches": microbatches,
-        "batch_axes": batch_axes,
-    }
     return plan_of(
         MegatronDialect(),
         sch,

@@ -5,17 +5,16 @@ The fields of the installed version are those that exist; this module names only
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import math
 import re
-import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from typeguard import CollectionCheckStrategy, TypeCheckError, check_type
 
 import slapo_core
 from slapo_core import BuildError, SlapoError
@@ -27,7 +26,6 @@ from slapo_runtime.planning import ScheduleFacts, boundaries, checked_axes, topo
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.layout import Mesh
-    from slapo_core.primitive import Record
     from slapo_runtime.stages import StagedModel
 
 CLASSES = {
@@ -42,18 +40,12 @@ OPTIONS = (*CLASSES, "microbatches", "batch_axes")
 """What users give; a plan has `arguments`, those of ``build``, and `origins`, where values come from, besides."""
 
 _OPTIMIZER, _DDP, _MODEL, _SCHEDULER = CLASSES
-_FSDP = "Megatron's FSDP replaces the parameters, and their layouts would be lost"
 
 DANGEROUS = {
     f"{_MODEL}.context_parallel_size": "no step splits sequences over ranks: ranks along 'cp' would train as replicas",
-    f"{_MODEL}.expert_model_parallel_size": "no step makes experts: ranks along 'ep' would train as replicas",
-    f"{_MODEL}.variable_seq_lengths": "stages send packed messages, whose sizes follow from each batch already",
-    f"{_MODEL}.enable_autocast": "eval_step would run without it; use bf16 of optimizer_config",
-    f"{_MODEL}.pipeline_model_parallel_comm_backend": "nothing reads it: groups have the backend of the mesh",
-    f"{_DDP}.use_megatron_fsdp": _FSDP,
-    f"{_DDP}.use_custom_fsdp": _FSDP,
-    f"{_DDP}.reduce_scatter_with_fp32_accumulation": "it changes how all engines of the process reduce gradients",
-    f"{_DDP}.param_name_patterns_for_fp32_local_accumulation": "names begin with wrappers: no pattern matches",
+    f"{_MODEL}.enable_autocast": "eval_step would run without it, and stages expect messages of the parameters' dtype; "
+    f"use bf16 of {_OPTIMIZER}",
+    f"{_DDP}.use_megatron_fsdp": "Megatron's FSDP replaces the parameters, and their layouts would be lost",
     f"{_OPTIMIZER}.optimizer_cuda_graph": "a captured step does not see state that was loaded",
 }
 """Fields that train wrongly or do nothing here -> why any value but Megatron's default is refused."""
@@ -70,7 +62,8 @@ _LAYERS = re.compile(
 
 _UNVERIFIED = re.compile(
     "fp8_|fp4_|nccl_ub|reuse_grad_buf_|num_distributed_optimizer_instances|optimizer_cpu_offload|batch_p2p_sync|"
-    "use_precision_aware_optimizer|overlap_param_gather_with_optimizer_step|use_layer_wise_|average_in_collective"
+    "use_precision_aware_optimizer|overlap_param_gather_with_optimizer_step|use_layer_wise_|average_in_collective|"
+    "reduce_scatter_with_fp32_accumulation"
 )
 """How fields begin that no CPU can run."""
 
@@ -91,40 +84,26 @@ _DERIVED = {
 """What Megatron's class sets itself, where nothing is given -> the field whose value it takes."""
 
 
-class StagesOf:
-    """The stages of a schedule for its example inputs, asked for once.
+Ask = Callable[[], "StagedModel"]
+
+
+def stages_of(schedule: Schedule, options: Mapping[str, Any]) -> Ask:
+    """Return a function that gives the stages of a schedule for its example inputs, found once.
 
     Args:
         schedule: to plan.
         options: of the dialect, which say whether there is a loss.
     """
+    has_loss = bool((options.get("arguments") or {}).get("has_loss"))
+    return cache(partial(slapo_core.stages, schedule, whole_output=has_loss))
 
-    def __init__(self, schedule: Schedule, options: Mapping[str, Any]) -> None:
-        self._schedule = schedule
-        self._has_loss = bool((options.get("arguments") or {}).get("has_loss"))
-        self._found: StagedModel | SlapoError | None = None
 
-    def ask(self) -> StagedModel:
-        """
-        Raises:
-            SlapoError: there are none, or no example inputs.
-        """
-        if self._found is None:
-            try:
-                self._found = slapo_core.stages(self._schedule, whole_output=self._has_loss)
-            except SlapoError as error:
-                self._found = error
-        if isinstance(self._found, SlapoError):
-            raise self._found
-        return self._found
-
-    @property
-    def count(self) -> int | None:
-        """Return the number of stages; None if unknown: build and the plan say why."""
-        try:
-            return len(self.ask().partition.stages)
-        except SlapoError:
-            return None
+def _count(ask: Ask) -> int | None:
+    """Return the number of stages; None if unknown: build and the plan say why."""
+    try:
+        return len(ask().partition.stages)
+    except SlapoError:
+        return None
 
 
 def trains(options: Mapping[str, Any]) -> bool:
@@ -137,13 +116,13 @@ def trains(options: Mapping[str, Any]) -> bool:
     return bool(has_factory) or options[_OPTIMIZER].get("lr") is not None
 
 
-def filled(schedule: Schedule, options: Mapping[str, Any], stages: StagesOf | None = None) -> dict[str, Any]:
+def filled(schedule: Schedule, options: Mapping[str, Any], ask: Ask | None = None) -> dict[str, Any]:
     """Complete the options of the dialect; given a completed configuration, return an equal one; pure.
 
     Args:
         schedule: to build.
         options: as the user gave them to ``build``, with the arguments of ``build``; or as an earlier call made them.
-        stages: of the schedule, if already known.
+        ask: for the stages of the schedule, as :func:`stages_of` gives it.
 
     Returns:
         ``optimizer_config``, ``ddp_config``, ``model_parallel_config``, ``scheduler``: what Megatron's classes are
@@ -153,11 +132,6 @@ def filled(schedule: Schedule, options: Mapping[str, Any], stages: StagesOf | No
     Raises:
         BuildError: unknown options, wrong types, and values that contradict the schedule or train wrongly.
     """
-    for name in ("arguments", "origins"):
-        if not isinstance(options.get(name) or {}, Mapping):
-            raise BuildError(
-                f"{name} is an entry of a plan of target 'megatron', not an option (got {options[name]!r})"
-            )
     given = {option: _read(option, options.get(option)) for option in CLASSES}
     draft = Options({**given, "microbatches": options.get("microbatches")}, origins=options.get("origins"))
     for name in sorted(set(options) - {*OPTIONS, "arguments", "origins"}):
@@ -165,11 +139,8 @@ def filled(schedule: Schedule, options: Mapping[str, Any], stages: StagesOf | No
         hint = f'{owner}={{"{name}": {options[name]!r}}}' if owner else ""
         draft.refuse(name, f"is not an option of target 'megatron', which has {', '.join(OPTIONS)}", hint)
     _check_fields(draft)
-    more = _other_fields(options.get(_MODEL))
-    if more:
-        draft.origins[_MODEL] = f"of a {more}, without its fields for Megatron's own layers"
     facts = ScheduleFacts.of(schedule, options)
-    _fill_sizes(draft, facts, schedule, stages or StagesOf(schedule, options))
+    _fill_sizes(draft, facts, schedule, ask or stages_of(schedule, options))
     _fill_precision(draft, facts)
     _fill_optimizer(draft, facts, has_config=options.get(_OPTIMIZER) is not None)
     _fill_replicas(draft, facts)
@@ -201,13 +172,10 @@ def fields_of(option: str) -> Mapping[str, tuple[Any, Any]]:
     Args:
         option: e.g. ``"optimizer_config"``.
     """
-    found = megatron_class(option)
-    if dataclasses.is_dataclass(found):
-        hints = typing.get_type_hints(found)
-        return {one.name: (one.default, hints[one.name]) for one in dataclasses.fields(found)}
-    hints = typing.get_type_hints(found.__init__, localns={"MegatronOptimizer": object})
-    arguments = list(inspect.signature(found.__init__).parameters.values())[2:]  # without self and the optimizer
-    return {one.name: (one.default, hints[one.name]) for one in arguments}
+    made_by = megatron_class(option).__init__
+    hints = typing.get_type_hints(made_by, localns={"MegatronOptimizer": object})
+    own = list(inspect.signature(made_by).parameters.values())[2 if option == _SCHEDULER else 1 :]  # self, optimizer
+    return {one.name: (one.default, hints[one.name]) for one in own}
 
 
 def _read(option: str, given: Any) -> dict[str, Any]:
@@ -215,29 +183,17 @@ def _read(option: str, given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        for key in given:
-            if not isinstance(key, str):
-                raise BuildError(f"the keys of {option} must be names of fields (got {key!r})")
         return dict(given)
     found = megatron_class(option)
-    has_objects = option != _SCHEDULER  # whose class needs the optimizer
-    if not (has_objects and isinstance(given, found)):
-        what = f"a dictionary, or Megatron's {found.__name__}" if has_objects else "a dictionary"
-        raise BuildError(f"{option} must be {what} (got {_shown(given)})")
+    if option == _SCHEDULER or not isinstance(given, found):  # a scheduler's class needs the optimizer
+        what = "a dictionary" if option == _SCHEDULER else f"a dictionary, or Megatron's {found.__name__}"
+        raise BuildError(f"{option} must be {what} (got {given!r})")
     values = {name: getattr(given, name) for name in fields_of(option)}
     return {
         name: value
         for name, value in values.items()
         if not _same(value, fields_of(option)[name][0]) and not _same(value, values.get(_DERIVED.get(name, ""), ""))
     }
-
-
-def _other_fields(given: Any) -> str:
-    """Return the class of an object with more fields than ``ModelParallelConfig``, e.g. ``"TransformerConfig"``."""
-    if given is None or isinstance(given, Mapping):
-        return ""
-    more = {one.name for one in dataclasses.fields(given)} - set(fields_of(_MODEL))
-    return type(given).__name__ if more else ""
 
 
 def _check_fields(draft: Options) -> None:
@@ -256,49 +212,28 @@ def _check_fields(draft: Options) -> None:
             if why:
                 draft.refuse(key, f"is refused: {why}", "leave it out")
             elif not _fits(value, annotation):
-                draft.refuse(key, f"must be {_words(annotation)} (got {_shown(value)})")
+                kind = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+                draft.refuse(key, f"must be {kind} (got {value!r})")
             elif option == _MODEL and _LAYERS.match(name):
                 draft.leave_out(key, "it is for Megatron's own layers")
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value has the type of a field; True where that is more than a plain type."""
-    kinds = _kinds(annotation)
-    if float in kinds and type(value) in (int, float):
-        return math.isfinite(value)
-    return typing.Any in kinds or type(value) in kinds or any(value == one for one in kinds if isinstance(one, str))
-
-
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The plain types of a field and the texts that it may be; Any for everything else."""
-    import torch
-
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return tuple(kind for one in typing.get_args(annotation) for kind in _kinds(one))
-    if typing.get_origin(annotation) is typing.Literal:
-        return typing.get_args(annotation)
-    return (annotation if annotation in (bool, int, float, str, types.NoneType, torch.dtype) else typing.Any,)
-
-
-def _words(annotation: Any) -> str:
-    kinds = [one for one in _kinds(annotation) if one is not types.NoneType]
-    return " or ".join(repr(one) if isinstance(one, str) else one.__name__ for one in kinds)
+    try:
+        check_type(value, annotation, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+    except TypeCheckError:
+        return False
+    return True
 
 
 def _same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and value == other)
 
 
-def _shown(value: Any) -> str:
-    """Without addresses, so that all ranks say the same."""
-    plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
-    return repr(value) if plain or str(value).startswith("torch.") else f"a {type(value).__name__}"
-
-
 # -- what the schedule and build decide ------------------------------------------------------------------------------
 
 
-def _fill_sizes(draft: Options, facts: ScheduleFacts, schedule: Schedule, stages: StagesOf) -> None:
+def _fill_sizes(draft: Options, facts: ScheduleFacts, schedule: Schedule, ask: Ask) -> None:
     for name, mesh_dim in _SIZES.items():
         draft.own(f"{_MODEL}.{name}", getattr(facts, mesh_dim), f"'{mesh_dim}' of the mesh")
     if draft.get(f"{_MODEL}.sequence_parallel") and not _cuts_sequences(schedule):
@@ -315,45 +250,23 @@ def _fill_sizes(draft: Options, facts: ScheduleFacts, schedule: Schedule, stages
     if facts.pp > 1:
         if draft.get(f"{_MODEL}.overlap_p2p_comm"):
             draft.default(f"{_MODEL}.batch_p2p_comm", False, "with overlap_p2p_comm")
-        _fill_stages(draft, stages.count, facts.pp)
-    elif draft.get(_VIRTUAL) not in (None, 1):
-        draft.refuse(_VIRTUAL, f"is {draft.get(_VIRTUAL)}, but the mesh {facts.mesh} has one rank along 'pp'")
+        _fill_stages(draft, _count(ask), facts.pp)
+    elif draft.get(_VIRTUAL) is not None:
+        draft.own(_VIRTUAL, 1, f"the mesh {facts.mesh}, with one rank along 'pp'")
 
 
 _VIRTUAL = f"{_MODEL}.virtual_pipeline_model_parallel_size"
-_GROUP = f"{_MODEL}.microbatch_group_size_per_vp_stage"
 
 
 def _fill_stages(draft: Options, stages: int | None, pp: int) -> None:
     """Complete what depends on the number of stages; None where ``build`` will know it."""
-    if stages is None or stages % pp:
-        why = "with several stages a rank, Megatron's gradients are wrong otherwise on two ranks"
-        draft.default(f"{_MODEL}.batch_p2p_comm", False, why)
-        return
-    per_rank = stages // pp
-    if per_rank == 1:
-        if draft.get(_VIRTUAL) not in (None, 1):
-            draft.refuse(_VIRTUAL, f"is {draft.get(_VIRTUAL)}, but the schedule makes one stage for each rank")
-        return
-    draft.own(_VIRTUAL, per_rank, f"{stages} stages on {pp} ranks along 'pp'")
-    draft.default(f"{_MODEL}.batch_p2p_comm", False, "Megatron's gradients are wrong otherwise on two ranks")
-    if pp == 2 and draft.get(f"{_MODEL}.batch_p2p_comm"):
-        draft.refuse(
-            f"{_MODEL}.batch_p2p_comm",
-            f"is True with {per_rank} stages on each of two ranks along 'pp': Megatron confuses their P2P messages, "
-            "and gradients are wrong",
-            "leave it out",
-        )
-    count, group = draft.get("microbatches"), draft.get(_GROUP, pp)
-    if group < pp:
-        draft.refuse(_GROUP, f"is {group}, but must not be smaller than the {pp} ranks along 'pp'", "leave it out")
-    elif count < group or 0 < count % group < pp:
-        draft.refuse(
-            "microbatches",
-            f"is {count}, which cannot be run with {per_rank} stages on each of {pp} ranks along 'pp': Megatron takes "
-            f"micro-batches in groups of {group}, and the last group must not be smaller than {pp}",
-            f"microbatches={max(1, round(count / group)) * group}",
-        )
+    per_rank = None if stages is None or stages % pp else stages // pp
+    if per_rank is not None and (per_rank > 1 or draft.get(_VIRTUAL) is not None):
+        draft.own(_VIRTUAL, per_rank, f"{stages} stages on {pp} ranks along 'pp'")
+    if per_rank != 1:
+        fill = draft.own if pp == 2 else draft.default
+        why = f"several stages on each of {pp} ranks: Megatron confuses the messages of two neighbors that are one"
+        fill(f"{_MODEL}.batch_p2p_comm", False, why)
 
 
 def check_stages(config: Mapping[str, Any], stages: int, pp: int) -> None:
@@ -374,17 +287,9 @@ def check_stages(config: Mapping[str, Any], stages: int, pp: int) -> None:
 
 def _cuts_sequences(schedule: Schedule) -> bool:
     """Whether a step scatters activations over ``tp``, or a parameter is marked as one of sequence parallelism."""
-
-    def scatters(record: Record) -> bool:
-        return record.primitive.name == "tp.sync" and getattr(record.primitive, "op", None) == "reduce_scatter"
-
-    marked = any(getattr(one, "sequence_parallel", False) for one in schedule.model.parameters())
-    return marked or any(map(scatters, schedule.records))
-
-
-def _may_train(draft: Options, facts: ScheduleFacts) -> bool:
-    """Whether there is an optimizer; True if a factory is possible."""
-    return facts.has_optimizer is not False or draft.get(f"{_OPTIMIZER}.lr") is not None
+    steps = (record.primitive for record in schedule.records)
+    scatters = any(one.name == "tp.sync" and getattr(one, "op", None) == "reduce_scatter" for one in steps)
+    return scatters or any(getattr(one, "sequence_parallel", False) for one in schedule.model.parameters())
 
 
 def _fill_precision(draft: Options, facts: ScheduleFacts) -> None:
@@ -393,23 +298,11 @@ def _fill_precision(draft: Options, facts: ScheduleFacts) -> None:
 
     for name, dtype in _HALF.items():
         places = (f"{_OPTIMIZER}.{name}", f"{_MODEL}.{name}")
-        value, is_half = draft.agree(*places), dtype in facts.trained_dtypes
-        if is_half and value is False:
-            draft.refuse(places[0], f"is False, but the model has parameters in {dtype}", "model.float() before")
-        elif is_half:
+        draft.agree(*places)
+        if dtype in facts.trained_dtypes:
             for place in places:
-                draft.default(place, True, f"the model is in {dtype}")
+                draft.own(place, True, f"the model's parameters in {dtype}", "model.float() before")
     halves = [name for name in _HALF if draft.get(f"{_OPTIMIZER}.{name}")]
-    if len(halves) > 1:
-        draft.refuse(f"{_OPTIMIZER}.bf16", "and 'fp16' are both True, given or of the model's parameters", "say one")
-    other = sorted(facts.trained_dtypes - {"float32", *_HALF.values()})
-    if other and _may_train(draft, facts):
-        draft.refuse(
-            f"{_OPTIMIZER}.params_dtype",
-            f"would be {other[0]}, of the model's parameters, and Megatron's optimizers train float32, bfloat16 and "
-            "float16",
-            'model.float() before create_schedule, or target="torch"',
-        )
     dtypes = facts.trained_dtypes
     name = _HALF[halves[0]] if halves else next(iter(dtypes)) if len(dtypes) == 1 else "float32"
     why = f"with {halves[0]}" if halves else "that of the parameters"
@@ -417,14 +310,9 @@ def _fill_precision(draft: Options, facts: ScheduleFacts) -> None:
         draft.own(f"{option}.params_dtype", getattr(torch, name), why)
     if facts.pp > 1:
         draft.own(f"{_MODEL}.pipeline_dtype", getattr(torch, name), "as params_dtype")
-    scales = [draft.get(f"{_OPTIMIZER}.{one}") for one in ("loss_scale", "initial_loss_scale")]
-    if draft.get(f"{_OPTIMIZER}.fp16") and scales == [None, None] and _may_train(draft, facts):
-        draft.refuse(
-            f"{_OPTIMIZER}.fp16",
-            "needs its scale of the loss: Megatron would begin at 2**32, and skip step after step until it is small "
-            "enough",
-            f'{_OPTIMIZER}={{"fp16": True, "initial_loss_scale": 2.0**16}}, or "loss_scale": 1024.0 for a fixed one',
-        )
+    if draft.get(f"{_OPTIMIZER}.fp16") and draft.get(f"{_OPTIMIZER}.loss_scale") is None:
+        why = "Megatron's default of 2**32 skips the first steps"
+        draft.default(f"{_OPTIMIZER}.initial_loss_scale", 2.0**16, why)
     if draft.get(f"{_OPTIMIZER}.bf16"):
         draft.default(f"{_DDP}.grad_reduce_in_fp32", True, "with bf16, as Megatron-LM has it")
 
@@ -469,12 +357,6 @@ def _fill_scheduler(draft: Options) -> None:
     style = draft.default(f"{_SCHEDULER}.lr_decay_style", "constant", "nothing is said")
     if style == "constant":
         draft.default(f"{_SCHEDULER}.lr_decay_steps", warmup + 1, "the rate stays the same")
-    elif draft.get(f"{_SCHEDULER}.lr_decay_steps") is None:
-        draft.refuse(
-            f"{_SCHEDULER}.lr_decay_style",
-            f"is {style!r}, without lr_decay_steps",
-            'scheduler={"lr_decay_style": "cosine", "lr_warmup_steps": 100, "lr_decay_steps": 10_000}',
-        )
     if draft.default(f"{_SCHEDULER}.wd_incr_style", "constant", "nothing is said") == "constant":
         decay = draft.get(f"{_OPTIMIZER}.weight_decay", fields_of(_OPTIMIZER)["weight_decay"][0])
         for name in ("start_wd", "end_wd"):
@@ -493,14 +375,6 @@ def _fill_replicas(draft: Options, facts: ScheduleFacts) -> None:
                 f"is True, which does nothing, or the wrong thing, without {needed}",
                 f'{_DDP}={{"overlap_param_gather": True, "{needed}": True}}',
             )
-    if draft.get(f"{_DDP}.average_in_collective") and facts.device == "cpu":
-        draft.refuse(f"{_DDP}.average_in_collective", "needs a GPU: gloo, which CPUs use, has no average")
-    if not _may_train(draft, facts):
-        for name in ("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce", "align_param_gather"):
-            for option in (_OPTIMIZER, _DDP):
-                if draft.get(f"{option}.{name}"):
-                    why = "instead of True: without an optimizer the engine only evaluates"
-                    draft.fill(f"{option}.{name}", False, why)
 
 
 def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
@@ -527,20 +401,20 @@ def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
 # -- the plan -------------------------------------------------------------------------------------------------------
 
 
-def steps_of(schedule: Schedule, options: Mapping[str, Any], stages: StagesOf) -> Iterator[str]:
+def steps_of(schedule: Schedule, options: Mapping[str, Any], ask: Ask) -> Iterator[str]:
     """Yield the lines of the plan: ranks, groups, buckets and optimizer, what crosses stages, the options.
 
     Args:
         schedule: to build.
         options: as :func:`filled` made them.
-        stages: of the schedule.
+        ask: for the stages of the schedule.
     """
     mesh = schedule.mesh
     yield f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"
     yield from _of_groups(mesh)
     yield from _of_training(options, mesh)
     if mesh is not None and mesh.size("pp") > 1:
-        yield from _of_pipeline(schedule, stages, mesh.size("pp"))
+        yield from _of_pipeline(schedule, ask, mesh.size("pp"))
     yield "what Megatron is given:"
     draft = Options({option: options[option] for option in CLASSES}, origins=options["origins"])
     for option in CLASSES:
@@ -549,8 +423,6 @@ def steps_of(schedule: Schedule, options: Mapping[str, Any], stages: StagesOf) -
             why = f"  (filled in: {draft.origins[key]})" if key in draft.origins else ""
             note = "  (not verified: no CPU runs it)" if value and _UNVERIFIED.match(name) else ""
             yield f"  {key}: {value!r}{why}{note}"
-    if _MODEL in draft.origins:
-        yield f"{_MODEL}: {draft.origins[_MODEL]}"
     left = [key.partition(".")[2] for key, why in draft.origins.items() if why.startswith("left out")]
     if left:
         yield f"left out, for Megatron's own layers: {', '.join(sorted(left))}"
@@ -560,13 +432,8 @@ def _of_groups(mesh: Mesh | None) -> Iterator[str]:
     if mesh is None or mesh.world_size == 1:
         yield "Megatron's process groups: one rank in each, made here, or the script's own if it has made them before"
         return
-    names = {"tp": "tensor model parallel", "pp": "pipeline model parallel", "dp": "data parallel"}
-    shown = [f"{name} (mesh_dim '{one}', {mesh.size(one)} ranks)" for one, name in names.items() if mesh.size(one) > 1]
-    yield f"Megatron's process groups: {'; '.join(shown)}"
-    yield (
-        f"  made here in order '{order_of(mesh)}', or the script's own if it has made them before, of the same ranks; "
-        "they stay for the next engine"
-    )
+    order = order_of(mesh)
+    yield f"Megatron's process groups: of {mesh}, made here in order '{order}', or the script's own of the same ranks"
     yield f"ranks: {topology(mesh)}"
     if mesh.size("tp") > 1:
         yield "one random state for the ranks of mesh_dim 'tp': that of the first of them"
@@ -601,17 +468,7 @@ def _of_training(options: Mapping[str, Any], mesh: Mesh | None) -> Iterator[str]
 def _of_optimizer(options: Mapping[str, Any]) -> Iterator[str]:
     optimizer, scheduler = options[_OPTIMIZER], options[_SCHEDULER]
     yield f"optimizer: Megatron's {optimizer.get('optimizer', 'adam')}, lr {optimizer['lr']:g}"
-    style, rate = scheduler["lr_decay_style"], f"{scheduler['max_lr']:g}"
-    if style != "constant":
-        rate = f"{style}, {rate} to {scheduler['min_lr']:g} in {scheduler['lr_decay_steps']} steps"
-    if scheduler["lr_warmup_steps"]:
-        rate += f", from {scheduler['init_lr']:g} in {scheduler['lr_warmup_steps']} steps of warm-up"
-    decay, rises = f"{scheduler['end_wd']:g}", scheduler["wd_incr_style"] != "constant"
-    if rises:
-        decay = (
-            f"{scheduler['start_wd']:g} to {decay}, {scheduler['wd_incr_style']} in {scheduler['wd_incr_steps']} steps"
-        )
-    yield f"scheduler: one step after each of the optimizer; rate {rate}; weight decay {decay}, not for biases and 1-D"
+    yield f"scheduler: {scheduler['lr_decay_style']}, one step after each of the optimizer; no decay of biases and 1-D"
 
 
 def _buckets(ddp: Mapping[str, Any], replicas: int) -> str:
@@ -623,13 +480,13 @@ def _buckets(ddp: Mapping[str, Any], replicas: int) -> str:
     return f"accumulated and averaged in {kind}, {buckets} while the backward pass goes on"
 
 
-def _of_pipeline(schedule: Schedule, stages: StagesOf, pp: int) -> Iterator[str]:
-    count = stages.count
+def _of_pipeline(schedule: Schedule, ask: Ask, pp: int) -> Iterator[str]:
+    count = _count(ask)
     if count is None:
         yield f"a pipeline over {pp} ranks: 1F1B with one stage a rank, interleaved 1F1B with several"
     elif count == pp:
         yield f"a pipeline over {pp} ranks, a stage on each: 1F1B"
     else:
         yield f"a pipeline over {pp} ranks, {count / pp:g} stages on each, alternating: interleaved 1F1B"
-    yield from boundaries(schedule, stages.ask)
+    yield from boundaries(schedule, ask)
     yield "  packed into one tensor for each micro-batch: floats together, everything else bit by bit"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from torch import nn
 
 from slapo_core import BuildError, Plan, StepResult
-from slapo_megatron.groups import start
+from slapo_megatron.groups import hold, start
 from slapo_megatron.marks import mark
 from slapo_megatron.model import Chunk, assemble, release, transformer_config
 from slapo_megatron.private import ignore_backward
@@ -40,75 +40,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import Plan
-    from slapo_megatron.groups import Lease
     from slapo_megatron.marks import Marks
     from slapo_megatron.runtime import Megatron
     from slapo_runtime.context import BuildContext
-
-
-class Updates:
-    """The steps of Megatron's optimizer and scheduler.
-
-    Args:
-        plan: of the build.
-        context: from ``build``.
-        megatron: its objects.
-        lr_scheduler: the user's; None without one.
-    """
-
-    def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron, lr_scheduler: Any) -> None:
-        mesh = context.schedule.mesh
-        self._context, self._megatron, self._lr_scheduler = context, megatron, lr_scheduler
-        self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
-        self._replicas = mesh.group("dp") if mesh is not None and mesh.size("dp") > 1 else None
-        self._unused = UnusedParameters(context, "Megatron", steps_with_zeros=megatron.optimizer is not None)
-        self._leave_alone()
-
-    def begin(self, module: nn.Module) -> None:
-        """Before the passes.
-
-        Gradients are accumulated from zero on, whatever a backward pass of the user's own has left.
-
-        Args:
-            module: of whose buffers replicas hold the same.
-        """
-        self._unused.step_begins()
-        send_buffers(module, self._replicas)
-        for chunk in self._megatron.chunks:
-            chunk.zero_grad_buffer()
-        self._megatron.optimizer.zero_grad()
-
-    def seen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Parameters that have a gradient, whether or not a pass on this rank gave them one."""
-        for parameter in parameters:
-            self._unused.seen(parameter)
-
-    def step(self, device: torch.device) -> torch.Tensor | None:
-        """Step the optimizer and the scheduler after the passes.
-
-        Returns:
-            the norm of all gradients before clipping, where they are clipped; infinite in a step that Megatron skipped
-            for an overflow.
-        """
-        is_stepped, norm, _ = self._megatron.optimizer.step()
-        self._leave_alone()
-        if not is_stepped:
-            return torch.tensor(math.inf, device=device)
-        if self._megatron.scheduler is not None:
-            self._megatron.scheduler.step(1)
-        if self._lr_scheduler is not None:
-            self._lr_scheduler.step()
-        self._unused.step_is_over()
-        self._context.training_is_over()
-        return torch.tensor(norm, device=device) if self._clips and norm is not None else None
-
-    def _leave_alone(self) -> None:
-        for chunk in self._megatron.chunks:
-            ignore_backward(chunk)
-
-    def end(self) -> None:
-        """Stop to watch parameters."""
-        self._unused.stop()
 
 
 class MegatronEngine(StatefulEngine):
@@ -123,10 +57,7 @@ class MegatronEngine(StatefulEngine):
         megatron: those.
     """
 
-    _lease: Lease
-    """Of Megatron's process groups; set by the engines, before they make anything of Megatron's."""
-
-    _marks: Marks
+    _marks: Marks  # set by the engines, before they make anything of Megatron's
 
     def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
         self.plan, self.megatron = plan, megatron
@@ -144,7 +75,12 @@ class MegatronEngine(StatefulEngine):
         self._is_closed = False
         stepped = inner_optimizers(megatron.optimizer)
         self.lr_scheduler = context.make_lr_scheduler(stepped[0] if stepped else None)
-        self._updates = Updates(plan, context, megatron, self.lr_scheduler)
+        self._clips = plan.config["optimizer_config"]["clip_grad"] > 0.0
+        self._replicas = mesh.group("dp") if mesh is not None and mesh.size("dp") > 1 else None
+        self._unused = UnusedParameters(context, "Megatron", steps_with_zeros=megatron.optimizer is not None)
+        self._stored: StoredOptimizer | None = None
+        self._ignore_backward()
+        self._let_go = hold()
 
     @property
     def module(self) -> nn.Module:
@@ -162,10 +98,10 @@ class MegatronEngine(StatefulEngine):
         self._is_closed = True
         self.lr_scheduler = None
         self._tensors.end()
-        self._updates.end()
+        self._unused.stop()
         release(self.megatron, self._marks, gather=self._reason is None)
         self._release()
-        self._lease.close()
+        self._let_go()
 
     # -- for the engines ----------------------------------------------------------------------------------------
 
@@ -175,15 +111,6 @@ class MegatronEngine(StatefulEngine):
     def _require_open(self) -> None:
         if self._is_closed:
             raise self._closed(self._reason or "")
-
-    def _before_step(self) -> None:
-        """At the beginning of a training step.
-
-        Raises:
-            BuildError: the engine is closed, or cannot train; or what Megatron trains was changed behind its back.
-        """
-        self._require_trainable()
-        self._between.check()
 
     def _require_trainable(self) -> None:
         """
@@ -195,9 +122,41 @@ class MegatronEngine(StatefulEngine):
             raise self._without_optimizer()
         self._refuse_without_gradients()
 
-    def _after_step(self) -> None:
-        """At the end of a training step."""
+    def _begin_step(self, module: nn.Module) -> None:
+        """Start from gradients of zero, whatever a backward pass of the user's own has left, and from equal buffers.
+
+        Args:
+            module: of whose buffers replicas hold the same.
+        """
+        self._unused.step_begins()
+        send_buffers(module, self._replicas)
+        for chunk in self.megatron.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.optimizer.zero_grad()
+
+    def _update(self) -> torch.Tensor | None:
+        """Step the optimizer and the scheduler after the passes.
+
+        Returns:
+            the norm of all gradients before clipping, where they are clipped; infinite in a step that Megatron skipped
+            for an overflow.
+        """
+        is_stepped, norm, _ = self.megatron.optimizer.step()
+        self._ignore_backward()
         self._between.note()
+        if not is_stepped:
+            return torch.tensor(math.inf, device=self._device)
+        if self.megatron.scheduler is not None:
+            self.megatron.scheduler.step(1)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._unused.step_is_over()
+        self._context.training_is_over()
+        return torch.tensor(norm, device=self._device) if self._clips and norm is not None else None
+
+    def _ignore_backward(self) -> None:
+        for chunk in self.megatron.chunks:
+            ignore_backward(chunk)
 
     # -- state; documented in slapo_core/engine.py -------------------------------------------------------
 
@@ -206,8 +165,7 @@ class MegatronEngine(StatefulEngine):
         return super().state_dict(rank0_only=rank0_only, include_added=include_added)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._refuse_unknown_state("load_state_dict")
-        self._settle()
+        self._settle("load_state_dict")
         super().load_state_dict(state)
 
     def check_replicas(self, *, repair: bool = False) -> None:
@@ -215,15 +173,12 @@ class MegatronEngine(StatefulEngine):
         super().check_replicas(repair=repair)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        self._refuse_unknown_state("save")
-        self._settle()
+        self._settle("save")
         super().save(directory)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        self._refuse_unknown_state("load")
-        self._settle()
-        optimizer = self._kept_optimizer()
-        self._resumed(self._state.load(directory, optimizer=optimizer, uses=self._uses()), optimizer)
+        self._settle("load")
+        super().load(directory)
 
     def save_sharded(self, directory: str | os.PathLike[str]) -> None:
         """Write a checkpoint in Megatron's format: each rank its shards, by ``megatron.core.dist_checkpointing``.
@@ -234,15 +189,13 @@ class MegatronEngine(StatefulEngine):
         precision that is trained. Megatron starts a process for it: a script needs ``if __name__ == "__main__":``.
 
         Args:
-            directory: on a disk that all ranks share; made if it is not there. A sharded checkpoint in it is replaced.
+            directory: on a disk that all ranks share; made if it is not there, and empty.
 
         Raises:
             RankMismatchError: ranks hold different copies; nothing was written.
-            BuildError: the optimizer holds something that has no place in a checkpoint; ``psutil`` is not installed;
-                or the directory holds something else.
+            BuildError: the optimizer holds something that has no place in a checkpoint, or the directory something.
         """
-        self._refuse_unknown_state("save_sharded")
-        self._settle()
+        self._settle("save_sharded")
         shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
         ShardedDirectory(Path(directory), self._context).write(shards)
 
@@ -258,39 +211,42 @@ class MegatronEngine(StatefulEngine):
             WeightsError: no such checkpoint, or of another model; nothing was changed.
             BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
         """
-        self._refuse_unknown_state("load_sharded")
-        self._settle()
+        self._settle("load_sharded")
         source, description = ShardedDirectory(Path(directory), self._context), {}
         with self._context.together(f"reading {source.label}"):
             description = source.describe()
         optimizer, uses = self._kept_optimizer(), self._uses()
-        self._resumed(self._state.load_shards(description, source, optimizer=optimizer, uses=uses), optimizer)
+        self._resume(self._state.load_shards(description, source, optimizer=optimizer, uses=uses))
 
-    def _settle(self) -> None:
-        """Wait for what Megatron would send in the next forward: parameters that the last step changed."""
-        if self._is_closed or self.megatron.optimizer is None:
+    def _settle(self, call: str = "") -> None:
+        """Wait for what Megatron would send in the next forward: parameters that the last step changed.
+
+        Args:
+            call: that needs the optimizer's state by the names of the reference model.
+
+        Raises:
+            BuildError: the optimizer's state has no such names.
+        """
+        if self.optimizer is None:
             return
-        for chunk in self.megatron.chunks:
-            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-
-    def _refuse_unknown_state(self, call: str) -> None:
-        """Refuse a call that needs the optimizer's state by the names of the reference model, where it has none."""
-        if self._kept.limit and not self._is_closed:
+        if call and self._kept.limit:
             raise BuildError(
                 f"engine.{call}() cannot express the state of Megatron's optimizer: {self._kept.limit}",
                 hint="megatron.core.dist_checkpointing.save() with engine.megatron.optimizer.sharded_state_dict(...); "
                 "engine.state_dict() gives the weights",
             )
+        for chunk in self.megatron.chunks:
+            if chunk.ddp_config.use_distributed_optimizer and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def _kept_optimizer(self) -> StoredOptimizer | None:
         """The optimizer by parameters: a collective over the replicas."""
-        if self._is_closed or self._kept.limit or not self._kept.groups:
-            return None
-        is_scheduled = self.megatron.scheduler is not None
-        stored = StoredOptimizer(self._kept, self._storage, self._names, is_scheduled=is_scheduled)
-        stored.meet()
-        return stored
+        self._stored = None
+        if not self._is_closed and not self._kept.limit and self._kept.groups:
+            is_scheduled = self.megatron.scheduler is not None
+            self._stored = StoredOptimizer(self._kept, self._storage, self._names, is_scheduled=is_scheduled)
+            self._stored.meet()
+        return self._stored
 
     def _beside(self) -> Mapping[str, Any]:
         return {**read_extra_state(self.megatron), **super()._beside()} if self.optimizer is not None else {}
@@ -298,9 +254,9 @@ class MegatronEngine(StatefulEngine):
     def _uses(self) -> Collection[str]:
         return (*used_extra_state(self.megatron), *super()._uses()) if self.optimizer is not None else ()
 
-    def _resumed(self, runtime: Mapping[str, Any], optimizer: StoredOptimizer | None) -> None:
-        if optimizer is not None:
-            write_extra_state(self.megatron, runtime, optimizer.loaded or ())
+    def _resume(self, runtime: Mapping[str, Any]) -> None:
+        if self._stored is not None:
+            write_extra_state(self.megatron, runtime, self._stored.loaded or ())
             super()._resume(runtime)
 
 
@@ -317,24 +273,24 @@ class WholeEngine(MegatronEngine):
     def __init__(self, plan: Plan, context: BuildContext) -> None:
         mesh = context.schedule.mesh
         device_type = device_of(context.schedule, plan.config["arguments"]["device"])
-        self._lease = start(mesh, device_type=device_type, instances=instances_of(plan))
+        start(mesh, device_type=device_type, instances=instances_of(plan))
         config = transformer_config(plan.config, mesh)
         self._marks = mark(context)
         with self._marks.taken_back_if_it_fails():
-            megatron = assemble(plan, context, [Chunk(context.schedule.model, config)], config)
-            super().__init__(plan, context, megatron)
+            super().__init__(plan, context, assemble(plan, context, [Chunk(context.schedule.model, config)], config))
         self._count: int = plan.config["microbatches"]
         self._has_begun = False  # the backward pass of a step
 
     # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        self._before_step()
+        self._require_trainable()
+        self._between.check()
         count = None if self._count == self._context.accumulate else self._count  # as the user said it
         micro_batches = self._context.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
         self._has_begun = False
         try:
-            self._updates.begin(self.module)
+            self._begin_step(self.module)
             done: list[dict[str, Any]] = forward_backward_no_pipelining(
                 forward_step_func=self._forward_step,
                 data_iterator=iter(micro_batches),
@@ -343,13 +299,12 @@ class WholeEngine(MegatronEngine):
                 seq_length=1,  # of what stages would send
                 micro_batch_size=1,
             )
-            norm = self._updates.step(done[0]["loss"].device)
+            norm = self._update()
         except BaseException as error:
             if self._has_begun:
                 self._reason = f"a step failed: {type(error).__name__}: {error}"
                 self.close()
             raise
-        self._after_step()
         loss = done[0]["loss"] if len(done) == 1 else torch.stack([one["loss"] for one in done]).mean()
         output = done[0]["output"] if len(done) == 1 else None
         return StepResult(loss, output, norm)

@@ -5,12 +5,11 @@ Megatron has one set of them for the process. Groups made here stay for the next
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from slapo_core import BuildError, Violation
+from slapo_core import BuildError
 from slapo_core.layout import Mesh, start_single_process_group
 from slapo_megatron.private import groups_of_megatron, is_alive, timeout_minutes
 from slapo_megatron.runtime import MEGATRON
@@ -30,38 +29,14 @@ def _ranks(mesh: Mesh) -> torch.Tensor:
     return torch.arange(mesh.world_size).reshape(tuple(mesh.sizes.values()))
 
 
-def _strides(mesh: Mesh) -> dict[str, int]:
-    """The distance of neighboring ranks along each dimension; 0 for one rank."""
-    ranks = _ranks(mesh)
-    axes = [ranks.movedim(number, 0).reshape(size, -1)[:2, 0].tolist() for number, size in enumerate(ranks.shape)]
-    return {name: axis[-1] - axis[0] for name, axis in zip(mesh.sizes, axes, strict=True)}
-
-
 def order_of(mesh: Mesh) -> str:
     """Return Megatron's order of dimensions for a mesh, e.g. ``"tp-dp-pp"``: innermost first.
 
     Args:
         mesh: of the schedule.
     """
-    strides = _strides(mesh)
-    return "-".join(sorted(_DIMS, key=lambda name: strides.get(name, 0)))
-
-
-def unfit(mesh: Mesh) -> Violation | None:
-    """Why Megatron cannot make the groups of a mesh; None where it can.
-
-    Args:
-        mesh: of the schedule.
-    """
-    strides = _strides(mesh)
-    outermost_first = sorted(range(len(strides)), key=lambda number: -list(strides.values())[number])
-    if _ranks(mesh).permute(outermost_first).flatten().tolist() == list(range(mesh.world_size)):
-        return None
-    return Violation(
-        f"the DeviceMesh {mesh} has its ranks in an order of which Megatron cannot make groups: they must count up "
-        "along its dimensions",
-        hint="init_device_mesh(device_type, shape, mesh_dim_names=...)",
-    )
+    own = [name for name in reversed(mesh.sizes) if name in _DIMS]
+    return "-".join([*(name for name in _DIMS if name not in own), *own])
 
 
 def row(mesh: Mesh, mesh_dim: str) -> list[int]:
@@ -100,32 +75,23 @@ def differences(mesh: Mesh, instances: int = 1) -> Iterator[str]:
         yield f"{part.size()} replicas in each instance of the distributed optimizer, of which there are {instances}"
 
 
-@dataclass(eq=False)
-class Lease:
-    """Hold Megatron's process groups for an engine, until it is closed.
-
-    Args:
-        groups: every group of Megatron's that this rank is in.
-        is_ours: whether they were made here, not by the user's script.
-    """
-
-    groups: list[Any] = field(repr=False)
-    is_ours: bool
-
-    def close(self) -> None:
-        """Let go of the groups; twice is as once."""
-        if self in _open:
-            _open.remove(self)
-        self.groups = []
-
-
 _ours: list[Any] = []  # the groups that were made here
-_open: list[Lease] = []
+_open: list[object] = []  # what engines that are open have taken
 
 
-def start(
-    mesh: Mesh | None, *, device_type: str | None = None, virtual: int | None = None, instances: int = 1
-) -> Lease:
+def hold() -> Callable[[], None]:
+    """Keep Megatron's process groups until the function that is returned was called, by an engine that is closed."""
+    held = object()
+    _open.append(held)
+
+    def let_go() -> None:
+        if held in _open:
+            _open.remove(held)
+
+    return let_go
+
+
+def start(mesh: Mesh | None, *, device_type: str | None = None, instances: int = 1) -> None:
     """Let Megatron have process groups over the ranks of the mesh: a collective over all of them.
 
     Groups that the user's script has made are taken if they are those of the mesh, rank by rank. Those that were made
@@ -136,7 +102,6 @@ def start(
     Args:
         mesh: of the schedule; None for one process alone.
         device_type: of the model, which decides the backend of a process alone; None: that of the mesh, or the CPU.
-        virtual: stages on each rank along ``pp``, where there are several.
         instances: of the distributed optimizer.
 
     Raises:
@@ -152,18 +117,13 @@ def start(
     mesh = Mesh({}) if mesh is None else mesh
     if mesh.world_size != dist.get_world_size():
         raise BuildError(
-            f"the mesh {mesh} has {mesh.world_size} ranks, and torch.distributed runs {dist.get_world_size()} "
-            "processes, over which all of Megatron's groups lie",
-            hint="a mesh of all of them",
+            f"the schedule's mesh {mesh} has {mesh.world_size} ranks, and torch.distributed runs "
+            f"{dist.get_world_size()} processes, over which all of Megatron's groups lie",
+            hint=f'create_schedule(model, mesh={{"dp": {dist.get_world_size()}}})',
         )
     there = groups_of_megatron()
-    is_ours = bool(there) and len(there) == len(_ours) and all(map(lambda one, other: one is other, there, _ours))
+    is_ours = bool(there) and len(there) == len(_ours) and all(map(operator.is_, there, _ours))
     is_stale = not all(map(is_alive, there))
-    if is_stale and not is_ours:
-        raise BuildError(
-            "Megatron's process groups are of a torch.distributed that was ended since",
-            hint="megatron.core.parallel_state.destroy_model_parallel() before destroy_process_group()",
-        )
     if is_ours and (is_stale or any(differences(mesh, instances))):
         if _open and not is_stale:
             raise BuildError(
@@ -174,29 +134,12 @@ def start(
         _destroy()
     if not parallel_state.model_parallel_is_initialized():
         _make(mesh, instances)
-        is_ours = True
-    _compare(mesh, virtual, instances)
-    lease = Lease(groups_of_megatron(), is_ours)
-    _open.append(lease)
-    return lease
+    _compare(mesh, instances)
 
 
-@contextlib.contextmanager
-def given_back() -> Iterator[None]:
-    """Close the lease if making the engine fails."""
-    before = list(_open)
-    try:
-        yield
-    except BaseException:
-        for lease in [one for one in _open if one not in before]:
-            lease.close()
-        raise
-
-
-def _compare(mesh: Mesh, virtual: int | None, instances: int) -> None:
+def _compare(mesh: Mesh, instances: int) -> None:
     """Refuse groups of the user's script that are not those of the mesh."""
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     found = list(differences(mesh, instances))
     if found:
@@ -209,30 +152,18 @@ def _compare(mesh: Mesh, virtual: int | None, instances: int) -> None:
             f"{dist.get_rank()}, {'; '.join(found)}",
             hint=f"parallel_state.initialize_model_parallel({call}), or leave it to build",
         )
-    there = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    if there is not None and there != virtual:
-        raise BuildError(
-            f"Megatron's parallel state, which was made before, has {there} virtual stages, and the schedule makes "
-            f"{virtual or 1} for each rank along 'pp'",
-            hint=f"parallel_state.initialize_model_parallel(virtual_pipeline_model_parallel_size={virtual}, ...), or "
-            "leave it to build",
-        )
 
 
 def _make(mesh: Mesh, instances: int) -> None:
     from megatron.core import parallel_state
 
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=mesh.size("tp"),
-            pipeline_model_parallel_size=mesh.size("pp"),
-            num_distributed_optimizer_instances=instances,
-            distributed_timeout_minutes=timeout_minutes(),
-            order=order_of(mesh),
-        )
-    except BaseException:
-        _destroy()
-        raise
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mesh.size("tp"),
+        pipeline_model_parallel_size=mesh.size("pp"),
+        num_distributed_optimizer_instances=instances,
+        distributed_timeout_minutes=timeout_minutes(),
+        order=order_of(mesh),
+    )
     _ours[:] = groups_of_megatron()
 
 

@@ -68,8 +68,7 @@ def mark(context: BuildContext) -> Marks:
         context: of the build; every tensor is in its place.
 
     Raises:
-        BuildError: a parameter is split over other ranks than those along ``tp``, or is an expert of Megatron's;
-            nothing is marked.
+        BuildError: a parameter is split over other ranks than those along ``tp``; nothing is marked.
     """
     here = [live for live in context.state.tensors() if live.is_parameter and live.is_local]
     for live in here:
@@ -79,12 +78,6 @@ def mark(context: BuildContext) -> Marks:
 
 def _refuse_split(context: BuildContext, live: LiveTensor) -> None:
     mesh = context.schedule.mesh
-    if not getattr(live.tensor, "allreduce", True):
-        raise BuildError(
-            f"'{live.name}' is marked allreduce=False, as experts of Megatron's layers are, and the replicas of this "
-            "target all hold the same: no layout says that they do not",
-            hint="build the experts of mesh_dim 'ep' by Megatron alone, or set allreduce to True",
-        )
     for mesh_dim, axis in live.layout.shards():
         if mesh_dim != "tp" and mesh is not None and mesh.size(mesh_dim) > 1:
             raise BuildError(

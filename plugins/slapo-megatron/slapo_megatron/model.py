@@ -23,7 +23,7 @@ from torch import nn
 
 from slapo_core import BuildError
 from slapo_megatron.config import filled, trains
-from slapo_megatron.groups import start
+from slapo_megatron.groups import hold, start
 from slapo_megatron.marks import mark
 from slapo_megatron.private import bucket_groups, tree_map
 from slapo_megatron.runtime import Megatron, require_device
@@ -178,7 +178,6 @@ def assemble(
     chunks: Sequence[Chunk],
     config: Any,
     *,
-    finish: Callable[[], None] = lambda: None,
     sum_ties: Callable[[], None] = lambda: None,
 ) -> Megatron:
     """Wrap every chunk, and make what trains them; groups are there, and parameters are marked.
@@ -188,7 +187,6 @@ def assemble(
         context: of the build; its optimizer is made here.
         chunks: the model, or this rank's stages of it in the order of the pipeline.
         config: Megatron's ``TransformerConfig``; its functions for schedules are set here.
-        finish: called when all passes of a step are over, before ranks wait in Megatron's groups.
         sum_ties: sums ``main_grad`` of every parameter that several stages hold, over exactly those, after the replicas
             have averaged it.
 
@@ -203,7 +201,6 @@ def assemble(
     own = optimizer is not None and context.optimizer is None
 
     def finalize(model: list[Any], *args: Any, **kwargs: Any) -> None:
-        finish()
         finalize_model_grads(model, *args, **kwargs)
         sum_ties()
 
@@ -253,11 +250,10 @@ def refuse_double_sums(schedule: Schedule, tensors: Sequence[Any], config: Any) 
             hint='model_parallel_config={"sequence_parallel": True}',
         )
     for record in schedule.records:
-        if record.name != "tp.sync_gradient":
-            continue
-        names = record.primitive.names  # type: ignore[attr-defined]
-        for name in (names,) if isinstance(names, str) else names:
-            if f"{record.path}.{name}".lstrip(".") in marked:
+        if record.name == "tp.sync_gradient":
+            names = record.primitive.names  # type: ignore[attr-defined]
+            summed = {f"{record.path}.{name}".lstrip(".") for name in ([names] if isinstance(names, str) else names)}
+            for name in sorted(marked & summed):
                 raise BuildError(
                     f"{record} sums the gradient of '{name}' over 'tp', and Megatron would once more, because the "
                     "parameter is marked sequence_parallel",
@@ -389,14 +385,12 @@ def chunks_for_own_loop(sch: Schedule, options: Mapping[str, Any], *, wrap: bool
     context: Any = SimpleNamespace(schedule=sch, state=state, placement=None)
     require_device(context)
     instances = completed["ddp_config"].get("num_distributed_optimizer_instances", 1)
-    lease = start(mesh, instances=instances)
-    try:
-        config = transformer_config(completed, mesh)
-        refuse_double_sums(sch, state.tensors(), config)
-        mark(context)
-        lower_model(sch.model, working_dtype(config))
-        chunk = Chunk(sch.model, config)
-        return wrapped([chunk], config, completed["ddp_config"]) if wrap else [chunk]
-    except BaseException:
-        lease.close()
-        raise
+    start(mesh, instances=instances)
+    config = transformer_config(completed, mesh)
+    refuse_double_sums(sch, state.tensors(), config)
+    mark(context)
+    lower_model(sch.model, working_dtype(config))
+    chunk = Chunk(sch.model, config)
+    made = wrapped([chunk], config, completed["ddp_config"]) if wrap else [chunk]
+    hold()  # as long as the process runs: nobody says when the loop is over
+    return made

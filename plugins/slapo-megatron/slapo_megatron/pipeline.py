@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_with_interleaving as interleaved,
     forward_backward_pipelining_without_interleaving as one_forward_one_backward,
+    get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
@@ -143,21 +143,6 @@ def _unused(context: BuildContext, stages: Any) -> dict[str, nn.Parameter]:
     return {name: one for name, one in here.items() if isinstance(one, nn.Parameter) and id(one) not in held}
 
 
-def order_of(chunks: int, count: int, group: int) -> list[int]:
-    """Return the order in which a rank runs its stages: equal on all ranks.
-
-    Args:
-        chunks: stages of a rank.
-        count: of micro-batches.
-        group: how many of these a stage runs before the rank goes on to its next one.
-    """
-    found = []
-    for begin in range(0, count, group):
-        for chunk in range(chunks):
-            found += [chunk] * min(group, count - begin)
-    return found
-
-
 class Communicator(P2PCommunicator):  # type: ignore[misc]
     """Send messages of the sizes that stages make.
 
@@ -180,7 +165,7 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
 
         Args:
             form: of the micro-batches, with joined messages.
-            order: as :func:`order_of` gives it; gradients come with the last stage first.
+            order: of the stages of a rank, the same on all; gradients come with the last stage first.
         """
         size, rank, last = self.pp_group.size(), self.pp_group.rank(), max(order)
         lengths = {stage: message.length for stage, message in form.messages.items()}
@@ -195,6 +180,9 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
     ) -> tuple[list[int], list[int]]:
         """Return the known shapes of the messages, without communication."""
         return [next(self._from_previous)] if recv_prev else [0], [next(self._from_next)] if recv_next else [0]
+
+
+_GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"]  # that the schedules use
 
 
 class Schedule:
@@ -222,7 +210,7 @@ class Schedule:
         """
         chunks = len(self._chunks)
         group = self._config.microbatch_group_size_per_vp_stage if chunks > 1 else count
-        order = order_of(chunks, count, group)
+        order = [chunk for _, chunk in get_schedule_table(count, chunks, group)]
         self._communicator.begin(form, order)
         for chunk, work in zip(self._chunks, works, strict=True):
             chunk.module.begin(work)
@@ -234,7 +222,7 @@ class Schedule:
             "micro_batch_size": 1,
             "forward_only": not backward,
             "p2p_communicator": self._communicator,
-            "pg_collection": _groups(),
+            "pg_collection": ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
         }
         try:
             if chunks > 1:
@@ -258,18 +246,6 @@ def _loss(work: Work, number: int, outputs: Any) -> tuple[torch.Tensor, torch.Te
     return reduced(work.loss(outputs, number))
 
 
-def _groups() -> ProcessGroupCollection:
-    """Return the process groups that the schedules would take from ``parallel_state``."""
-    found = ProcessGroupCollection()
-    found.tp = parallel_state.get_tensor_model_parallel_group()
-    found.pp = parallel_state.get_pipeline_model_parallel_group()
-    found.cp = parallel_state.get_context_parallel_group()
-    found.embd = parallel_state.get_embedding_group(check_initialized=False)
-    found.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    found.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return found
-
-
 class PipelineEngine(PipelineSteps, MegatronEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's 1F1B and interleaved schedules.
 
@@ -287,25 +263,22 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
         self._mesh = mesh
         self._count: int = plan.config["microbatches"]
         axes = plan.config["batch_axes"] or None
-        per_rank = len(context.stage_ranks) // mesh.size("pp")
-        self._lease = start(mesh, virtual=per_rank if per_rank > 1 else None, instances=instances_of(plan))
+        start(mesh, instances=instances_of(plan))
         config = transformer_config(plan.config, mesh)
         dtype = working_dtype(config)
         partition = context.staged_example(self._count, axes=axes).staged.partition
         self._part = context.part(partition)
         self._marks = mark(context)
+        ranks, here = context.stage_ranks, mesh.rank("pp")
+        own = {stage.index: stage.module for stage in partition.stages if ranks[stage.index] == here}
+        config.virtual_pipeline_model_parallel_size = len(own) if len(own) > 1 else None
+        chunks = chunks_of(own, _unused(context, own.values()), len(context.stage_ranks), config)
+        ties = lambda: context.sum_tied_gradients("main_grad")  # noqa: E731
         with self._marks.taken_back_if_it_fails():
-            ranks, here = context.stage_ranks, mesh.rank("pp")
-            own = {stage.index: stage.module for stage in partition.stages if ranks[stage.index] == here}
-            config.virtual_pipeline_model_parallel_size = len(own) if len(own) > 1 else None
-            chunks = chunks_of(own, _unused(context, own.values()), len(context.stage_ranks), config)
-            over = weakref.WeakMethod(self._passes_are_over)  # hooks of Megatron's wrappers are never collected
-            ties = lambda: context.sum_tied_gradients("main_grad")  # noqa: E731
-            megatron = assemble(plan, context, chunks, config, finish=lambda: _call(over), sum_ties=ties)
-            super().__init__(plan, context, megatron)
+            super().__init__(plan, context, assemble(plan, context, chunks, config, sum_ties=ties))
         self._ties = ties_of(context)
         self._loss_dtype = None if dtype is None else torch.float32
-        self._schedule = Schedule(megatron)
+        self._schedule = Schedule(self.megatron)
         self._forms = StageCache(
             context, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype)
         )
@@ -327,15 +300,15 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
         with self._context.training(batch):
             self._between.check()
             form, works = self._works(batch, training=True)
-            self._updates.begin(self._part)
+            self._begin_step(self._part)
             with self._closing(lambda: self._at):
                 with step_seed(self._device) as seed:
                     for work in works:
                         work.seed = seed
                     losses = self._schedule.run(form, works, self._count, backward=True)
-                self._updates.seen(self._ties)
-                norm = self._updates.step(self._device)
-                self._after_step()
+                for parameter in self._ties:
+                    self._unused.seen(parameter)
+                norm = self._update()
                 loss = self._loss(form, works, losses)
         return StepResult(loss, None, norm)
 
@@ -357,16 +330,7 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
         drew = any(work.drew for work in works)
         return self._exchange_loss(losses, drew=drew, device=self._device, dtype=self._loss_dtype or form.loss_dtype)
 
-    def _passes_are_over(self) -> None:
-        self._at = "Megatron's exchange of gradients, or its optimizer's step"
-
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
         self._forms.close()
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    found = method()
-    if found is not None:
-        found()

@@ -5,9 +5,7 @@ Imports Megatron: import it in functions.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 
 _OURS = "slapo"  # in Megatron's file of other values than tensors
-_COMPLETE = "metadata.json"  # which Megatron writes last
 
 
 class ShardedDirectory:
@@ -46,30 +43,23 @@ class ShardedDirectory:
         return f"the sharded checkpoint '{self._path}'"
 
     def write(self, state: ShardedState) -> None:
-        """Write to a temporary directory, and rename it when complete: a collective.
+        """Write to a new or an empty directory: a collective.
 
         Raises:
-            BuildError: ``psutil`` is not installed; or something else is in the directory.
+            BuildError: something is in the directory.
         """
         import torch.distributed as dist
 
-        new = self._path.with_name(f".{self._path.name}.new")
-        is_first = dist.get_rank() == 0
         with self._context.together(f"writing {self.label}"):
-            if importlib.util.find_spec("psutil") is None:
-                raise BuildError(
-                    "Megatron writes checkpoints with psutil, which is not installed: it would wait for ever",
-                    hint="pip install psutil",
-                )
-            if is_first:
-                _refuse_other(self._path)
-                shutil.rmtree(new, ignore_errors=True)
-                new.mkdir(parents=True)
+            if dist.get_rank() == 0:
+                self._path.mkdir(parents=True, exist_ok=True)
+                if any(self._path.iterdir()):
+                    raise BuildError(
+                        f"'{self._path}' is not empty: Megatron would write among the files of another checkpoint",
+                        hint="engine.save_sharded('a new directory')",
+                    )
         about = {_OURS: json.dumps(state.description)}
-        dist_checkpointing.save({**_sharded(state.own), **about}, str(new))
-        with self._context.together(f"writing {self.label}"):
-            if is_first:
-                _put(new, self._path)
+        dist_checkpointing.save({**_sharded(state.own), **about}, str(self._path))
 
     def describe(self) -> dict[str, Any]:
         """Read the saved extra values and the names of the tensors: not a collective.
@@ -123,21 +113,3 @@ def _key(kind: str, name: str) -> str:
         return f"added.{name}"
     parameter, _, key = name.rpartition("::")
     return f"optimizer.state.{key}.{parameter}"
-
-
-def _refuse_other(path: Path) -> None:
-    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (path / _COMPLETE).exists())):
-        raise BuildError(
-            f"'{path}' holds something else than a sharded checkpoint, which saving would remove",
-            hint="engine.save_sharded('a new directory')",
-        )
-
-
-def _put(new: Path, path: Path) -> None:
-    """Replace a checkpoint by another one; whichever step is the last, one of them is complete."""
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    new.rename(path)
-    shutil.rmtree(old, ignore_errors=True)

@@ -75,9 +75,6 @@ def kept_by(optimizer: Any, mesh: Mesh | None) -> Kept:
         else:
             copies = dict(_copies(one)) if isinstance(one, Float16OptimizerWithFloat16Params) else {}
             _replicated(one, kept, copies)
-    kinds = sorted({kind_of(inner) for inner, _, _ in kept.groups})
-    if len(kinds) > 1:
-        kept.limit = f"it consists of {' and '.join(kinds)}, and a checkpoint holds the state of one"
     return kept
 
 
@@ -214,23 +211,6 @@ class StoredOptimizer(FlatOptimizer):
             known = settings_of(inner, group) if counts_in_groups(inner) else values
             group.update({key: value for key, value in values.items() if key in known})
 
-    def _flat_states(
-        self, states: Mapping[torch.Tensor, Mapping[str, Any]]
-    ) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any]]]:
-        names = {id(held.main.flat): self._names.get(key) for key, held in self._storage.held.items() if held.main}
-        counts: dict[int, tuple[int, str | None]] = {}
-        for optimizer, flat, state in super()._flat_states(states):
-            if counts_in_groups(optimizer) and _STEP in state:
-                count = int(state[_STEP])
-                first, name = counts.setdefault(id(_group_of(optimizer, flat)), (count, names[id(flat)]))
-                if count != first:
-                    raise BuildError(
-                        f"the checkpoint has '{_STEP}' = {first} for '{name}' and {count} for '{names[id(flat)]}', and "
-                        "a fused Adam keeps one number for both",
-                        hint="put them into groups of their own",
-                    )
-            yield optimizer, flat, state
-
 
 def _group_of(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, Any]:
     return next(group for group in optimizer.param_groups if any(flat is one for one in group["params"]))
@@ -325,7 +305,7 @@ def write_extra_state(megatron: Megatron, found: Mapping[str, Any], loaded: Sequ
         warnings.warn(
             "the checkpoint holds no state of Megatron's scheduler: OptimizerParamScheduler goes on from step "
             f"{scheduler.num_steps}, and sets rates and decays by it",
-            stacklevel=4,
+            stacklevel=5,
         )
     scheduler.step(0)
     different = [
@@ -336,7 +316,7 @@ def write_extra_state(megatron: Megatron, found: Mapping[str, Any], loaded: Sequ
     ]
     if different:
         warnings.warn(
-            "Megatron's scheduler sets other values than the checkpoint had: " + "; ".join(different), stacklevel=4
+            "Megatron's scheduler sets other values than the checkpoint had: " + "; ".join(different), stacklevel=5
         )
 
 
@@ -344,15 +324,14 @@ def _resume(scheduler: Any, saved: Mapping[str, Any]) -> None:
     own = scheduler.state_dict()
     other = {key: value for key, value in saved.items() if key != _STEPS and own.get(key) != value}
     shown = ", ".join(f"{key} = {value!r} (here {own.get(key)!r})" for key, value in other.items())
-    if other and not (scheduler.override_opt_param_scheduler or scheduler.use_checkpoint_opt_param_scheduler):
-        raise BuildError(
-            f"the checkpoint's scheduler has {shown}, and this one is told to take neither these nor its own; weights "
-            "and the optimizer's state are loaded",
-            hint=f'{_OWN} keeps its own, scheduler={{"use_checkpoint_opt_param_scheduler": True}} takes the others',
-        )
     rates = {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
     scheduler.num_steps = 0  # loaded values are added
-    scheduler.load_state_dict(dict(saved))
+    try:
+        scheduler.load_state_dict(dict(saved))
+    except AssertionError as error:
+        raise BuildError(
+            f"Megatron refuses the scheduler of the checkpoint: {error}", hint=f"{_OWN} keeps its own"
+        ) from error
     if other and not scheduler.override_opt_param_scheduler:
         for group in scheduler.optimizer.param_groups:
             for name, before in rates.items():  # a group has its own, of the same configuration
@@ -360,7 +339,7 @@ def _resume(scheduler: Any, saved: Mapping[str, Any]) -> None:
                     group[name] = getattr(scheduler, name)
         warnings.warn(
             f"Megatron's scheduler goes on with {shown}, as the checkpoint has it; {_OWN} keeps its own",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

@@ -156,7 +156,11 @@ def refusals() -> dict[str, Any]:
     _, engine = built(DP, model=tied_model.make().requires_grad_(False))
     found["frozen"] = said(lambda: engine.train_step(batch))
     engine.close()
-    found["double"] = said(lambda: built(DP, model=tied_model.make().double()))
+    found["double, distributed"] = said(lambda: built(DP, model=tied_model.make().double(), **DISTRIBUTED))
+    for target in ("torch", "megatron"):
+        _, engine = tied_model.built(DP, target=target, model=tied_model.make().double())
+        found[f"double, {target}"] = [float(engine.train_step(batch).loss) for _ in range(3)]
+        engine.close()
     found["SGD, distributed"] = said(lambda: built(DP, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), **DISTRIBUTED))
     rates = {"optimizer": None, "optimizer_config": {"lr": 1e-2, "decoupled_lr": 1e-3}}
     found["decoupled"] = said(lambda: built(DP, **rates))

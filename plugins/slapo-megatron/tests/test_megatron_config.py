@@ -182,7 +182,6 @@ def test_the_arguments_of_a_public_recipe_go_through(mesh: dict[str, int]) -> No
     for name in ("lr", "min_lr", "weight_decay", "adam_beta2", "clip_grad", "bf16", "overlap_param_gather"):
         assert getattr(optimizer, name) == getattr(GPT_345M, name), name
     assert made.config["model_parallel_config"]["deallocate_pipeline_outputs"] is True
-    assert "model_parallel_config: of a TransformerConfig, without its fields for Megatron's own layers" in str(made)
 
 
 # -- names and types ------------------------------------------------------------------------------------------------
@@ -196,18 +195,15 @@ def test_the_arguments_of_a_public_recipe_go_through(mesh: dict[str, int]) -> No
         ({"model_parallel_config": {"pipeline_dtyp": 1}}, ("'pipeline_dtyp' of model", "'pipeline_dtype'")),
         ({"scheduler": {"lr_warmup_step": 1}, "optimizer_config": RATE}, ("'lr_warmup_step'", "'lr_warmup_steps'")),
         ({"optimizer_config": {"lr": "0.1"}}, ("'lr' of optimizer_config", "got '0.1'")),
-        ({"optimizer_config": {"lr": True}}, ("'lr'", "got True")),
-        ({"optimizer_config": {"lr": float("nan")}}, ("'lr'", "got nan")),
         ({"optimizer_config": {"bf16": 1}}, ("'bf16' of optimizer_config", "bool", "got 1")),
         ({"optimizer_config": {"params_dtype": "bf16"}}, ("'params_dtype'", "dtype", "got 'bf16'")),
         ({"ddp_config": {"bucket_size": 1.5}}, ("'bucket_size'", "int", "got 1.5")),
-        ({"ddp_config": {3: 1.5}}, ("keys of ddp_config", "got 3")),
+        ({"ddp_config": {"overlap_grad_reduce": "False"}}, ("'overlap_grad_reduce'", "bool", "got 'False'")),
         ({"ddp_config": [1]}, ("ddp_config", "DistributedDataParallelConfig", "got [1]")),
         ({"scheduler": 3}, ("scheduler", "dictionary", "got 3")),
         ({"optimizer": "adam"}, ("optimizer is not an option", "optimizer_config, ddp_config")),
         ({"config": {"zero_optimization": {}}}, ("config is not an option", "optimizer_config")),
         ({"lr": 1.0}, ('optimizer_config={"lr": 1.0}',)),
-        ({"origins": 3}, ("origins", "not an option", "got 3")),
         ({"batch_axes": {"x": "a"}}, ("batch_axes", "'a'")),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
@@ -287,7 +283,7 @@ def test_half_precision_is_said_once() -> None:
         assert made["ddp_config"]["grad_reduce_in_fp32"] is True
     found = planned(schedule=schedule_of(dtype=torch.bfloat16))
     assert found["optimizer_config"]["bf16"] is True
-    assert found["origins"]["optimizer_config.bf16"] == "the model is in bfloat16"
+    assert found["origins"]["optimizer_config.bf16"] == "the model's parameters in bfloat16"
     plain = planned({"pp": 2})
     assert "grad_reduce_in_fp32" not in plain["ddp_config"]
     assert plain["model_parallel_config"]["pipeline_dtype"] == torch.float32
@@ -296,13 +292,20 @@ def test_half_precision_is_said_once() -> None:
     }
 
 
+def test_fp16_begins_with_a_scale_that_does_not_overflow() -> None:
+    for made in (planned(optimizer_config={**RATE, "fp16": True}), planned(schedule=schedule_of(dtype=torch.float16))):
+        assert made["optimizer_config"]["initial_loss_scale"] == 2.0**16
+        assert "2**32" in made["origins"]["optimizer_config.initial_loss_scale"]
+    for given in ({"initial_loss_scale": 2.0**20}, {"loss_scale": 64.0}):
+        made = planned(optimizer_config={**RATE, "fp16": True, **given})
+        assert "optimizer_config.initial_loss_scale" not in made["origins"]
+
+
 def test_the_distributed_optimizer_is_said_once() -> None:
     for option, other in (("optimizer_config", "ddp_config"), ("ddp_config", "optimizer_config")):
         made = planned({"dp": 2}, arguments=FACTORY, **{option: {"use_distributed_optimizer": True}})
         assert made["origins"][f"{other}.use_distributed_optimizer"] == f"as 'use_distributed_optimizer' of {option}"
-    evaluating = planned({"dp": 2}, arguments=NOTHING, ddp_config={"use_distributed_optimizer": True})
-    assert evaluating["ddp_config"]["use_distributed_optimizer"] is False
-    assert not trains(evaluating)
+    assert not trains(planned({"dp": 2}, arguments=NOTHING, ddp_config={"use_distributed_optimizer": True}))
 
 
 def test_micro_batches_are_those_that_are_accumulated(message: Messages) -> None:
@@ -331,10 +334,8 @@ def test_several_stages_a_rank_are_interleaved_as_megatron_runs_them_right() -> 
             "'tensor_model_parallel_size' of model_parallel_config is 4|2 by 'tp' of the mesh",
         ),
         (INTERLEAVED | {"model_parallel_config": {"virtual_pipeline_model_parallel_size": 4}}, "is 4|4 stages"),
-        (IN_TURN | {"model_parallel_config": {"virtual_pipeline_model_parallel_size": 2}}, "is 2|one stage"),
-        (INTERLEAVED | {"microbatches": 3}, "microbatches is 3|2 stages|2 ranks"),
-        (INTERLEAVED | {"model_parallel_config": {"microbatch_group_size_per_vp_stage": 1}}, "is 1|2 ranks"),
-        ({"optimizer_config": {"bf16": True, "fp16": True, "loss_scale": 8.0}}, "'bf16'|'fp16' are both True"),
+        (IN_TURN | {"model_parallel_config": {"virtual_pipeline_model_parallel_size": 2}}, "is 2|2 stages on 2 ranks"),
+        ({"model_parallel_config": {"virtual_pipeline_model_parallel_size": 2}}, "is 2|one rank along 'pp'"),
         (
             {"optimizer_config": {"bf16": True}, "model_parallel_config": {"bf16": False}},
             "'bf16' of optimizer_config is True|'bf16' of model_parallel_config is False",
@@ -343,7 +344,6 @@ def test_several_stages_a_rank_are_interleaved_as_megatron_runs_them_right() -> 
             {"schedule": schedule_of(dtype=torch.bfloat16), "optimizer_config": {"bf16": False}},
             "'bf16' of optimizer_config is False|bfloat16",
         ),
-        ({"schedule": schedule_of(dtype=torch.float64)}, "float64"),
         (
             {"mesh": {"pp": 2}, "model_parallel_config": {"pipeline_dtype": torch.float16}},
             "'pipeline_dtype' of model_parallel_config is torch.float16|torch.float32",
@@ -361,7 +361,6 @@ def test_several_stages_a_rank_are_interleaved_as_megatron_runs_them_right() -> 
         ({"scheduler": {"lr_warmup_steps": 1}, "arguments": NOTHING}, "scheduler|evaluates"),
         ({"scheduler": {"max_lr": 1.0}, "optimizer_config": RATE}, "'max_lr' of scheduler is 1.0|'lr' of optimizer"),
         ({"scheduler": {"end_wd": 0.5}, "optimizer_config": RATE}, "'end_wd' of scheduler is 0.5|'weight_decay'"),
-        ({"scheduler": {"lr_decay_style": "cosine"}, "optimizer_config": RATE}, "'cosine'|without lr_decay_steps"),
         ({"microbatches": 0}, "microbatches|got 0"),
         ({"microbatches": 2.0}, "microbatches|got 2.0"),
     ],
@@ -400,16 +399,13 @@ def test_a_dangerous_field_is_refused_with_its_reason(key: str, monkeypatch: pyt
         ({"model_parallel_config": {"finalize_model_grads_func": print}}, "'finalize_model_grads_func'|engine sets it"),
         ({"model_parallel_config": {"no_sync_func": print}}, "'no_sync_func'|engine sets it"),
         ({"mesh": {"tp": 2}, "model_parallel_config": {"sequence_parallel": True}}, "'sequence_parallel'|scatters"),
-        (INTERLEAVED | {"model_parallel_config": {"batch_p2p_comm": True}}, "'batch_p2p_comm'|is True|2 stages"),
+        (INTERLEAVED | {"model_parallel_config": {"batch_p2p_comm": True}}, "'batch_p2p_comm'|is True|2 ranks"),
         ({"mesh": {"tp": 2}, "model_parallel_config": {"expert_tensor_parallel_size": 1}}, "is 1|'tp' of the mesh"),
-        ({"optimizer_config": {"fp16": True}}, "'fp16'|scale"),
-        ({"schedule": schedule_of(dtype=torch.float16)}, "'fp16'|scale"),
         ({"ddp_config": {"overlap_param_gather": True}}, "without use_distributed_optimizer"),
         (
             {"ddp_config": {"overlap_param_gather": True, "use_distributed_optimizer": True}},
             "without overlap_grad_reduce",
         ),
-        ({"ddp_config": {"average_in_collective": True}}, "'average_in_collective'|gloo"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -420,12 +416,18 @@ def test_what_would_train_wrongly_is_refused(options: dict[str, Any], words: str
 
 def test_what_megatron_refuses_is_said_with_its_place() -> None:
     """In words of Megatron's, which differ from version to version."""
-    text = refusal({"pp": 2}, model_parallel_config={"overlap_p2p_comm_warmup_flush": True})
-    assert "Megatron refuses model_parallel_config: ValueError: " in text
+    for config in (
+        {"overlap_p2p_comm_warmup_flush": True},
+        {"expert_model_parallel_size": 2},
+        {"bf16": True, "fp16": True},
+    ):
+        text = refusal({"pp": 2}, model_parallel_config=config)
+        assert "Megatron refuses model_parallel_config: ValueError: " in text
     wsd: dict[str, Any] = {"lr_decay_style": "WSD", "lr_decay_steps": 5}
     for scheduler in (
         {"init_lr": 0.1, "lr_warmup_steps": 1},
         {"lr_decay_style": "cosin", "lr_decay_steps": 9},
+        {"lr_decay_style": "cosine"},
         {"lr_decay_style": "linear", "lr_decay_steps": 5, "lr_warmup_steps": 5},
         {"wd_incr_style": "linear"},
         {**wsd, "lr_wsd_decay_style": "linear"},
@@ -438,6 +440,7 @@ def test_what_megatron_refuses_is_said_with_its_place() -> None:
 
 def test_what_is_right_is_accepted() -> None:
     plan(optimizer_config={**RATE, "fp16": True, "initial_loss_scale": 2.0**16})
+    plan(schedule=schedule_of(dtype=torch.float64), optimizer_config=RATE)
     plan(optimizer_config={**RATE, "fp16": True, "loss_scale": 1024})
     plan(optimizer_config={"fp16": True}, arguments=NOTHING)
     plan(optimizer_config={**RATE, "optimizer": "sgd", "sgd_momentum": 0.0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from megatron.core.parallel_state import RankGenerator
 import slapo_megatron
 from slapo_core import BuildError, build, create_schedule
 from slapo_core.layout import Mesh
-from slapo_megatron.groups import order_of, row, unfit
+from slapo_megatron.groups import order_of, row
 from tests.messages import Messages
 
 SIZES = [
@@ -49,16 +48,3 @@ def test_dimensions_that_mean_nothing_yet_are_refused(mesh_dim: str, message: Me
         with pytest.raises(BuildError) as caught:
             run(schedule)
         message(caught, f"it does not run mesh_dim '{mesh_dim}' (size 2)")
-
-
-def test_a_device_mesh_is_read_by_its_ranks_not_by_its_dimensions(message: Messages) -> None:
-    def device_mesh(ranks: list[list[int]]) -> Mesh:
-        stand_in = SimpleNamespace(mesh=torch.tensor(ranks), get_local_rank=lambda name: 0)
-        return Mesh({"dp": 2, "tp": 2}, device_mesh=stand_in)  # type: ignore[arg-type]
-
-    assert order_of(device_mesh([[0, 1], [2, 3]])) == "pp-tp-dp"
-    assert order_of(device_mesh([[0, 2], [1, 3]])) == "pp-dp-tp"
-    assert row(device_mesh([[0, 2], [1, 3]]), "tp") == [0, 2]
-    reason = unfit(device_mesh([[0, 3], [1, 2]]))
-    assert reason is not None
-    message(reason.message, "order", "groups")

@@ -93,10 +93,6 @@ def test_what_is_split_over_replicas_is_refused_and_nothing_is_marked(message: M
         mark(request_of(first, second, sizes={"dp": 2}))
     message(caught, "'w'", "axis 0 over mesh_dim 'dp'", '"tp"')
     assert marks_on(first) == {}
-    expert = live("w", (4, 6))
-    expert.tensor.allreduce = False  # type: ignore[attr-defined]
-    with pytest.raises(slapo.BuildError, match="'w' is marked allreduce=False"):
-        mark(request_of(expert, sizes={"dp": 2}))
 
 
 # -- on ranks -----------------------------------------------------------------------------------------------------

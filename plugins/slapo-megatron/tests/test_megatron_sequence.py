@@ -155,4 +155,4 @@ def test_two_that_would_sum_are_refused_and_so_is_a_mark_that_nobody_sees(messag
     (untold,) = {rank["by Megatron, which is not told"] for rank in found()}
     message(untold, "'last.bias'", 'model_parallel_config={"sequence_parallel": True}')
     (twice,) = {rank["by both"] for rank in found()}
-    message(twice, "gradient of 'weight'", "once more")
+    message(twice, "gradient of 'norm.bias'", "once more")

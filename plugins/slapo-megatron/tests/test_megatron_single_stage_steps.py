@@ -95,13 +95,14 @@ def test_what_cannot_train_says_why(message: Messages) -> None:
         ("closed, evaluation", "BuildError: ", "is closed"),
         ("detached", "BuildError: ", "does not require grad"),
         ("frozen", "BuildError: ", "does not require grad"),
-        ("double", "float64"),
         ("SGD, distributed", "AdamW only", "SGD"),
         ("decoupled", "embeddings"),
     ):
         (told,) = {rank[what] for rank in both("refusals")}
         message(told, *words)
     for rank in both("refusals"):
+        assert "Wrapped parameters must be one of" in rank["double, distributed"]  # Megatron's words
+        assert rank["double, megatron"] == pytest.approx(rank["double, torch"], rel=1e-12)
         evaluated = float(tied_model.make()(**tied_model.batch(0)).detach())
         assert rank["evaluated"] == pytest.approx(evaluated, rel=1e-6)
         one = float(tied_model.make()(**tied_model.batch(0, 1)).detach())

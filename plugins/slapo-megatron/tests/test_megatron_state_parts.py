@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from slapo_core import BuildError
 from slapo_megatron.state import Kept, StoredOptimizer, kept_by, settings_of
 from slapo_runtime.flat_shards import Place
 from slapo_runtime.flat_storage import FlatStorage, Held
-from tests.messages import Messages
 
 
 class FusedAdam(torch.optim.SGD):
@@ -53,16 +50,6 @@ def test_a_fused_adam_is_that_of_torch_and_its_count_a_state() -> None:
     assert float(found["step"]) == 4.0
     assert found["exp_avg"].is_meta
     assert storage.read(one, "exp_avg").tolist() == [1.0, 1.0, 1.0]
-
-
-def test_one_count_for_two_parameters_is_refused_where_they_differ(message: Messages) -> None:
-    one, other = torch.zeros(3), torch.zeros(2)
-    inner, storage = stored(one, other)
-    states = {one: {"step": torch.tensor(4.0)}, other: {"step": torch.tensor(5.0)}}
-    with pytest.raises(BuildError) as error:
-        storage.loading([{}], states)
-    message(error, "4 for 'p0'", "5 for 'p1'")
-    assert inner.state == {}
 
 
 class Unknown:

@@ -46,7 +46,6 @@ def to_the_last_bit(directory: Path) -> dict[str, Any]:
     engine = build("megatron dp2 distributed", dtype=torch.bfloat16, **options)
     train(engine, 0, BEFORE)
     engine.save_sharded(directory / "low")
-    engine.save_sharded(directory / "low")  # once more, in its place
     train(engine, BEFORE, AFTER)
     wanted = engine.state_dict()
     engine.close()
