@@ -453,22 +453,17 @@ def _of_training(options: Mapping[str, Any], mesh: Mesh | None) -> Iterator[str]
         yield "no optimizer: it only evaluates"
         return
     yield f"gradients: {_buckets(ddp, replicas)}"
-    if has_factory:
-        yield "optimizer: that of the factory given to build"
-    elif optimizer.get("lr") is None:
-        yield "optimizer: that of the factory given to build; without one the engine only evaluates"
+    if optimizer.get("lr") is None or has_factory:
+        without = "" if has_factory else "; without one the engine only evaluates"
+        yield f"optimizer: that of the factory given to build{without}"
     else:
-        yield from _of_optimizer(options)
+        style = options[_SCHEDULER]["lr_decay_style"]
+        yield f"optimizer: Megatron's {optimizer.get('optimizer', 'adam')}, lr {optimizer['lr']:g}"
+        yield f"scheduler: {style}, one step after each of the optimizer; no decay of biases and 1-D"
     if ddp.get("use_distributed_optimizer"):
         yield f"distributed optimizer: {replicas} replicas partition the state of the optimizer"
     largest = optimizer["clip_grad"]
     yield f"gradients are clipped to a norm of {largest:g} over all ranks" if largest else "gradients are not clipped"
-
-
-def _of_optimizer(options: Mapping[str, Any]) -> Iterator[str]:
-    optimizer, scheduler = options[_OPTIMIZER], options[_SCHEDULER]
-    yield f"optimizer: Megatron's {optimizer.get('optimizer', 'adam')}, lr {optimizer['lr']:g}"
-    yield f"scheduler: {scheduler['lr_decay_style']}, one step after each of the optimizer; no decay of biases and 1-D"
 
 
 def _buckets(ddp: Mapping[str, Any], replicas: int) -> str:
@@ -482,11 +477,8 @@ def _buckets(ddp: Mapping[str, Any], replicas: int) -> str:
 
 def _of_pipeline(schedule: Schedule, ask: Ask, pp: int) -> Iterator[str]:
     count = _count(ask)
-    if count is None:
-        yield f"a pipeline over {pp} ranks: 1F1B with one stage a rank, interleaved 1F1B with several"
-    elif count == pp:
-        yield f"a pipeline over {pp} ranks, a stage on each: 1F1B"
-    else:
-        yield f"a pipeline over {pp} ranks, {count / pp:g} stages on each, alternating: interleaved 1F1B"
+    on_each = {None: "1F1B with one stage a rank, interleaved 1F1B with several", pp: "a stage on each: 1F1B"}
+    several = f"{(count or 0) / pp:g} stages on each, alternating: interleaved 1F1B"
+    yield f"a pipeline over {pp} ranks, {on_each.get(count, several)}"
     yield from boundaries(schedule, ask)
     yield "  packed into one tensor for each micro-batch: floats together, everything else bit by bit"

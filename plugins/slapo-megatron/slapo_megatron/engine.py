@@ -5,7 +5,6 @@ Imports Megatron: import it in functions.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -318,22 +317,24 @@ class WholeEngine(MegatronEngine):
     def _forward_step(self, micro_batches: Iterator[Any], chunk: Any) -> tuple[torch.Tensor, Any]:
         """Run one micro-batch, called by Megatron."""
         loss, output = self._context.compute_loss(next(micro_batches), chunk)
-        return loss, functools.partial(self._reduced, output=output)
 
-    def _reduced(self, loss: torch.Tensor, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return the loss for the backward pass, which Megatron divides in place, and the step's loss."""
-        self._has_begun = True
-        divided, one, values = reduced(loss)
-        return divided, one, {**values, "output": output}
+        def of_backward(loss: torch.Tensor) -> Reduced:
+            self._has_begun = True
+            return reduced(loss, output=output)
+
+        return loss, of_backward
 
 
-def reduced(loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+Reduced = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+
+
+def reduced(loss: torch.Tensor, **values: Any) -> Reduced:
     """Return what Megatron's schedules want of a loss: a copy, which they divide in place, a number, and values.
 
     It is the mean over one thing, the micro-batch: without that number Megatron takes losses as partial sums.
     """
     one = torch.ones((), dtype=torch.int, device=loss.device)
-    return loss.clone(), one, {"loss": loss.detach().clone()}
+    return loss.clone(), one, {"loss": loss.detach().clone(), **values}
 
 
 def instances_of(plan: Plan) -> int:

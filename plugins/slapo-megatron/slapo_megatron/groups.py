@@ -7,26 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slapo_core import BuildError
 from slapo_core.layout import Mesh, start_single_process_group
 from slapo_megatron.private import groups_of_megatron, is_alive, timeout_minutes
 from slapo_megatron.runtime import MEGATRON
 
-if TYPE_CHECKING:
-    import torch
-
 _DIMS = ("tp", "dp", "pp")
-
-
-def _ranks(mesh: Mesh) -> torch.Tensor:
-    """The global ranks, an axis for each dimension of the mesh."""
-    import torch
-
-    if mesh.device_mesh is not None:
-        return mesh.device_mesh.mesh
-    return torch.arange(mesh.world_size).reshape(tuple(mesh.sizes.values()))
 
 
 def order_of(mesh: Mesh) -> str:
@@ -37,17 +25,6 @@ def order_of(mesh: Mesh) -> str:
     """
     own = [name for name in reversed(mesh.sizes) if name in _DIMS]
     return "-".join([*(name for name in _DIMS if name not in own), *own])
-
-
-def row(mesh: Mesh, mesh_dim: str) -> list[int]:
-    """The global ranks that differ from this one in nothing but their place along a dimension.
-
-    Args:
-        mesh: of the schedule.
-        mesh_dim: this rank alone where the mesh does not have it.
-    """
-    place = tuple(slice(None) if name == mesh_dim else mesh.rank(name) for name in mesh.sizes)
-    return sorted(_ranks(mesh)[place].reshape(-1).tolist())
 
 
 def differences(mesh: Mesh, instances: int = 1) -> Iterator[str]:
@@ -66,7 +43,10 @@ def differences(mesh: Mesh, instances: int = 1) -> Iterator[str]:
         "dp": ("data parallel", parallel_state.get_data_parallel_group(with_context_parallel=True)),
     }
     for mesh_dim, (name, group) in groups.items():
-        there, wanted = dist.get_process_group_ranks(group), row(mesh, mesh_dim)
+        own = mesh.group(mesh_dim)
+        there, wanted = dist.get_process_group_ranks(group), [dist.get_rank()]
+        if own is not None:
+            wanted = dist.get_process_group_ranks(own)
         if there != wanted:
             dim = f"'{mesh_dim}'" if mesh_dim in mesh else "one rank"
             yield f"{name} ranks {there}, by the mesh ({dim}) {wanted}"

@@ -6,7 +6,6 @@ Imports Megatron: import it in functions.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -239,11 +238,8 @@ def _forward_step(numbers: Iterator[int], chunk: Any) -> tuple[Any, Any]:
     """Run one micro-batch of one stage, called by Megatron."""
     number = next(numbers)
     outputs = chunk(number)
-    return outputs, functools.partial(_loss, chunk.module.work, number)
-
-
-def _loss(work: Work, number: int, outputs: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    return reduced(work.loss(outputs, number))
+    work = chunk.module.work
+    return outputs, lambda outputs: reduced(work.loss(outputs, number))
 
 
 class PipelineEngine(PipelineSteps, MegatronEngine):

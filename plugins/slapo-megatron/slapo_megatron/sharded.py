@@ -76,8 +76,7 @@ class ShardedDirectory:
                 hint="engine.load(directory) reads what engine.save(directory) wrote",
             ) from error
         self._tensors = {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
-        found: dict[str, Any] = json.loads(description)
-        return found
+        return dict(json.loads(description))
 
     # -- as slapo_runtime.storage.ShardSource ------------------------------------------------------------------
 
