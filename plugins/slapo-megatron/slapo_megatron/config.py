@@ -46,7 +46,6 @@ DANGEROUS = {
     f"{_MODEL}.enable_autocast": "eval_step would run without it, and stages expect messages of the parameters' dtype; "
     f"use bf16 of {_OPTIMIZER}",
     f"{_DDP}.use_megatron_fsdp": "Megatron's FSDP replaces the parameters, and their layouts would be lost",
-    f"{_OPTIMIZER}.optimizer_cuda_graph": "a captured step does not see state that was loaded",
 }
 """Fields that train wrongly or do nothing here -> why any value but Megatron's default is refused."""
 
@@ -63,7 +62,7 @@ _LAYERS = re.compile(
 _UNVERIFIED = re.compile(
     "fp8_|fp4_|nccl_ub|reuse_grad_buf_|num_distributed_optimizer_instances|optimizer_cpu_offload|batch_p2p_sync|"
     "use_precision_aware_optimizer|overlap_param_gather_with_optimizer_step|use_layer_wise_|average_in_collective|"
-    "reduce_scatter_with_fp32_accumulation"
+    "reduce_scatter_with_fp32_accumulation|optimizer_cuda_graph"
 )
 """How fields begin that no CPU can run."""
 

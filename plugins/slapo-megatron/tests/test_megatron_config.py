@@ -13,7 +13,6 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from slapo_core import BuildError
 from slapo_core.dialect import BuildArguments
 from slapo_megatron.config import DANGEROUS, fields_of, megatron_class, trains
 from slapo_runtime.installed import Runtime
@@ -373,24 +372,63 @@ def test_a_contradiction_names_both_values(options: dict[str, Any], words: str, 
 
 # -- what trains wrongly --------------------------------------------------------------------------------------------
 
-_VALUES: dict[Any, Any] = {bool: True, int: 2}
+WRONG: dict[str, tuple[Any, str]] = {
+    "model_parallel_config.context_parallel_size": (2, "no step splits sequences"),
+    "model_parallel_config.enable_autocast": (True, "eval_step would run without it"),
+    "ddp_config.use_megatron_fsdp": (True, "FSDP"),
+}
+"""What `test_megatron_dangerous.py` shows the training of, and why it is refused."""
 
 
-@pytest.mark.parametrize("key", DANGEROUS)
-def test_a_dangerous_field_is_refused_with_its_reason(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    option, _, name = key.partition(".")
-    if name not in fields_of(option):
+@pytest.mark.parametrize("key", WRONG)
+def test_a_dangerous_field_is_refused_with_its_reason(key: str) -> None:
+    (option, _, name), (value, why) = key.partition("."), WRONG[key]
+    text = refusal({"dp": 2}, **{option: {name: value}})
+    assert f"'{name}' of {option} is refused: " in text
+    assert why in text
+    planned({"dp": 2}, **{option: {name: fields_of(option)[name][0]}})
+
+
+def test_every_dangerous_field_is_shown() -> None:
+    assert set(DANGEROUS) == set(WRONG)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"],
+)
+def test_settings_of_megatrons_own_optimizer_beside_a_factory_are_refused(name: str) -> None:
+    text = refusal(optimizer_config={name: 0.5}, arguments=FACTORY)
+    assert f"'{name}' of optimizer_config is 0.5, and build(optimizer=...) is a factory" in text
+    assert "two optimizers" in refusal(optimizer_config={"optimizer": "sgd"}, arguments=FACTORY)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp_comm_overlap",
+        "cpu_offloading",
+        "cross_entropy_loss_fusion",
+        "moe_extended_tp",
+        "mtp_standalone",
+        "ep_overlap_early_attn_memory_release",
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
+        "defer_embedding_wgrad_compute",
+        "gradient_accumulation_fusion",
+        "async_tensor_model_parallel_allreduce",
+        "use_cpu_initialization",
+        "use_te_rng_tracker",
+        "deterministic_mode",
+    ],
+)
+def test_a_field_of_megatrons_own_layers_does_not_reach_its_schedules(name: str) -> None:
+    if name not in fields_of("model_parallel_config"):
         pytest.skip(f"the installed Megatron-core has no {name}")
-    default, kind = fields_of(option)[name]
-    value = "gloo" if name.endswith("backend") else _VALUES.get(kind, ["x"])
-    assert f"'{name}' of {option} is refused: {DANGEROUS[key]}" in refusal({"dp": 2}, **{option: {name: value}})
-    planned({"dp": 2}, **{option: {name: default}})
-    monkeypatch.delitem(DANGEROUS, key)
-    try:
-        text = str(plan({"dp": 2}, **{option: {name: value}}))
-    except BuildError as error:  # what Megatron says to it
-        text = str(error)
-    assert "is refused" not in text, "nothing else refuses it"
+    given = not fields_of("model_parallel_config")[name][0]
+    made = plan({"pp": 2}, model_parallel_config={name: given})
+    assert name not in made.config["model_parallel_config"]
+    assert f"left out, for Megatron's own layers: {name}" in str(made)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_the_names_of_megatron_that_no_manual_has_are_there() -> None:
         ),
         Float16OptimizerWithFloat16Params: ("self.float16_groups = ", "self.fp32_from_float16_groups = "),
         ChainedOptimizer: ("self.chained_optimizers = ",),
-        _ParamAndGradBuffer: ("self.param_index_map[param] = ",),
+        _ParamAndGradBuffer: ("self.param_index_map[param]",),
         OptimizerParamScheduler: ("self.num_steps += increment", "self.step(increment=num_steps)"),
     }
     lacking = [
