@@ -359,6 +359,14 @@ def test_several_stages_a_rank_are_interleaved_as_megatron_runs_them_right() -> 
         ({"scheduler": {"lr_warmup_steps": 1}, "arguments": FACTORY}, "scheduler|factory"),
         ({"scheduler": {"lr_warmup_steps": 1}, "arguments": NOTHING}, "scheduler|evaluates"),
         ({"scheduler": {"max_lr": 1.0}, "optimizer_config": RATE}, "'max_lr' of scheduler is 1.0|'lr' of optimizer"),
+        (
+            {"scheduler": {"min_lr": 0.5}, "optimizer_config": RATE},
+            "'min_lr' of scheduler is 0.5|'min_lr' of optimizer",
+        ),
+        (
+            {"optimizer_config": {"overlap_param_gather": False}, "ddp_config": {"overlap_param_gather": True}},
+            "'overlap_param_gather' of optimizer_config is False|of ddp_config is True",
+        ),
         ({"scheduler": {"end_wd": 0.5}, "optimizer_config": RATE}, "'end_wd' of scheduler is 0.5|'weight_decay'"),
         ({"microbatches": 0}, "microbatches|got 0"),
         ({"microbatches": 2.0}, "microbatches|got 2.0"),
@@ -414,6 +422,8 @@ def test_settings_of_megatrons_own_optimizer_beside_a_factory_are_refused(name: 
         "ep_overlap_early_attn_memory_release",
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
+        "wgrad_deferral_limit",
+        "perform_initialization",
         "defer_embedding_wgrad_compute",
         "gradient_accumulation_fusion",
         "async_tensor_model_parallel_allreduce",
