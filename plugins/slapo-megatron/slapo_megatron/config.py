@@ -45,7 +45,8 @@ DANGEROUS = {
     f"{_MODEL}.context_parallel_size": "no step splits sequences over ranks: ranks along 'cp' would train as replicas",
     f"{_MODEL}.enable_autocast": "eval_step would run without it, and stages expect messages of the parameters' dtype; "
     f"use bf16 of {_OPTIMIZER}",
-    f"{_DDP}.use_megatron_fsdp": "Megatron's FSDP replaces the parameters, and their layouts would be lost",
+    f"{_DDP}.use_megatron_fsdp": "the engine wraps the model in DistributedDataParallel, which is not FSDP: nothing "
+    "more would be partitioned",
 }
 """Fields that train wrongly or do nothing here -> why any value but Megatron's default is refused."""
 
