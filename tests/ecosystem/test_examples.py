@@ -108,7 +108,7 @@ def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
 
 @pytest.mark.slow
 def test_fsdp_trains_a_bert_as_plain_pytorch_does(fsdp: Installed) -> None:
-    assert "1 passed" in fsdp.run_own_tests("-k", "learning_rate_is_scheduled")
+    assert "1 passed" in fsdp.run_own_tests("-k", "tokens_weigh_alike")
 
 
 @pytest.mark.slow
