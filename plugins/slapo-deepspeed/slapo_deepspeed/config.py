@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import slapo_core
 from slapo_core import BuildError
@@ -32,10 +31,6 @@ AUTO = "auto"
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 STAGE, CLIPPING = "zero_optimization.stage", "gradient_clipping"
 _EXAMPLE = 'config={"zero_optimization": {"stage": 1}}, or config="ds_config.json"'
-_SECTIONS = (
-    *("zero_optimization", "optimizer", "optimizer.params", "scheduler", "scheduler.params"),
-    *("pipeline", "tensor_parallel", "fp16", "bf16"),
-)
 _PIPELINE = {
     "use_reentrant": "so that integers and booleans may cross stages",
     "pipe_partitioned": "tensors cross stages whole",
@@ -53,8 +48,7 @@ _TRAINER_PARAMS: dict[str, Any] = {
 RATES = "scheduler.params.warmup_max_lr"
 """``"auto"`` here stays in the plan where a factory makes the optimizer: it becomes that optimizer's learning rates."""
 
-_MUP = frozenset({"muadam", "muadamw", "musgd"})
-_OWN = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", *_MUP})
+_OWN = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
 """Optimizers that DeepSpeed makes itself, whatever the case of their letters; others are torch.optim's."""
 _ELEMENTWISE = frozenset(
     {"adagrad", "adam", "adamw", "lion", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
@@ -82,15 +76,10 @@ def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
             f"target 'deepspeed' has no option {name!r}; it has {', '.join(OPTIONS)}",
             hint=f'what DeepSpeed itself takes goes into config={{"{name}": ...}}',
         )
-    for name in NOTES:
-        if not isinstance(options.get(name) or {}, Mapping):
-            raise BuildError(
-                f"{name} is an entry of a plan of target 'deepspeed', not an option (got {options[name]!r})"
-            )
     axes = checked_axes(options.get("batch_axes"))
     values, source = _read(options.get("config"))
     config = Options(values, source, options.get("origins"))
-    _check_sections(config)
+    _check_kinds(config)
     facts = ScheduleFacts.of(schedule, {**options, "batch_axes": axes})
     _fill_auto(config, facts)
     _fill_sizes(config, facts)
@@ -141,28 +130,31 @@ def _read(config: Any) -> tuple[Mapping[str, Any], str]:
     return found, str(file)
 
 
-def _check_sections(config: Options) -> None:
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ("zero_optimization", "optimizer", "optimizer.params", "scheduler", "scheduler.params", "pipeline"),
+        (lambda value: isinstance(value, Mapping), "must be an object, {...}"),
+    ),
+    **dict.fromkeys(("optimizer.type", "scheduler.type"), (lambda value: isinstance(value, str), "must be a name")),
+    **dict.fromkeys(
+        (TOTAL, MICRO, STEPS), (lambda value: type(value) is int and value > 0, "must be a positive integer")
+    ),
+    CLIPPING: (lambda value: type(value) in (int, float) and value >= 0, "must be a number, where 0 does not clip"),
+    STAGE: (lambda value: type(value) is int and 0 <= value < 4, "must be 0, 1, 2 or 3"),
+}
+"""What is computed with here; the kinds of all other values are left to DeepSpeed."""
+
+
+def _check_kinds(config: Options) -> None:
     """
     Raises:
-        BuildError: a section is not an object, or a value that is computed with is not a number.
+        BuildError: a value is of another kind than what is computed with it.
     """
-    for key in _SECTIONS:
-        if not isinstance(config.get(key, {}), Mapping):
-            config.refuse(key, f"must be an object, {{...}} (got {config.get(key)!r})")
-    config.check("DeepSpeed")
-    for key, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
-        if config.get(key) is not None and not isinstance(config.get(f"{key}.type"), str):
-            config.refuse(f"{key}.type", f"must be a name (got {config.get(f'{key}.type')!r})", f'"type": "{example}"')
-    for key in (TOTAL, MICRO, STEPS):
-        value = config.get(key)
-        if value not in (None, AUTO) and (type(value) is not int or value < 1):
-            config.refuse(key, f"must be a positive integer (got {value!r})")
-    value = config.get(CLIPPING)
-    if value not in (None, AUTO) and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
-        config.refuse(CLIPPING, f"must be a number, where 0 does not clip (got {value!r})")
-    value = config.get(STAGE)
-    if value not in (None, AUTO) and (type(value) is not int or value not in (0, 1, 2, 3)):
-        config.refuse(STAGE, f"must be 0, 1, 2 or 3 (got {value!r})")
+    for key, (is_right, kind) in _KINDS.items():
+        value, section = config.get(key), key.removesuffix(".type")
+        is_missing = value is None and section != key and isinstance(config.get(section), Mapping)
+        if is_missing or not (value in (None, AUTO) or is_right(value)):
+            config.refuse(key, f"{kind} (got {value!r})")
     config.check("DeepSpeed")
 
 
@@ -181,25 +173,15 @@ def _fill_auto(config: Options, facts: ScheduleFacts) -> None:
     for name, value in dict(config.get("zero_optimization", {})).items():
         if value == AUTO:
             config.leave_out(f"zero_optimization.{name}", "'auto' is DeepSpeed's default here")
-    params = config.get("optimizer.params", {})
-    if facts.has_optimizer and config.get("optimizer") is not None:
-        if all(value == AUTO for value in params.values()):
-            config.leave_out("optimizer", "build(optimizer=...) makes it, and all params here are 'auto'")
+    for section, is_given in (("optimizer", facts.has_optimizer), ("scheduler", facts.has_lr_scheduler)):
+        if not is_given or config.get(section) is None:
+            continue
+        argument = "build(optimizer=...)" if section == "optimizer" else "build(lr_scheduler=...)"
+        if all(value == AUTO for value in config.get(f"{section}.params", {}).values()):
+            config.leave_out(section, f"{argument} makes it, and all params here are 'auto'")
         else:
-            config.refuse(
-                "optimizer",
-                f"is {config.get('optimizer.type')!r}, and build(optimizer=...) makes another one",
-                "give one of the two",
-            )
-    if facts.has_lr_scheduler and config.get("scheduler") is not None:
-        if all(value == AUTO for value in config.get("scheduler.params", {}).values()):
-            config.leave_out("scheduler", "build(lr_scheduler=...) makes it, and all params here are 'auto'")
-        else:
-            config.refuse(
-                "scheduler",
-                f"is {config.get('scheduler.type')!r}, and build(lr_scheduler=...) makes another one",
-                "give one of the two",
-            )
+            made = config.get(f"{section}.type")
+            config.refuse(section, f"is {made!r}, and {argument} makes another one", "give one of the two")
     if facts.has_optimizer is False and config.get("optimizer") is None and config.get("scheduler") is not None:
         config.leave_out("scheduler", "without an optimizer the engine only evaluates")
     for section in ("optimizer", "scheduler"):
@@ -269,8 +251,8 @@ def _fill_clipping(config: Options, facts: ScheduleFacts) -> None:
 def _fill_zero(config: Options, facts: ScheduleFacts) -> None:
     if facts.pp > 1:
         config.default(STAGE, 1, "with a pipeline; ZeRO-1 is the most that one runs with")
-    elif config.get("fp16.enabled"):
-        config.default(STAGE, 1, "with fp16; without ZeRO, DeepSpeed does not scale the loss")
+    elif _low(config):
+        config.default(STAGE, 1, f"with {_low(config)}; without ZeRO, DeepSpeed trains it wrongly")
     stage = config.default(STAGE, 0, "DeepSpeed's default")
     if not _trains(config, facts) and stage in (1, 2):
         why = f"instead of {stage}: without an optimizer the engine only evaluates, and nothing is partitioned"
@@ -324,11 +306,15 @@ def _trains(config: Options, facts: ScheduleFacts) -> bool:
     return facts.has_optimizer is not False or config.get("optimizer") is not None
 
 
+def _low(config: Options) -> str:
+    """The section of the lower precision that is on; ``""`` in float32."""
+    return next((name for name in ("fp16", "bf16", "bfloat16") if config.get(f"{name}.enabled")), "")
+
+
 # -- what is known to train wrongly --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Danger:
+class Danger(NamedTuple):
     """A value with which DeepSpeed trains wrongly here, or silently does nothing.
 
     Args:
@@ -339,9 +325,9 @@ class Danger:
     """
 
     key: str
-    is_wrong: Callable[[Options, ScheduleFacts, Schedule], bool]
+    is_wrong: Callable[[Options, ScheduleFacts, Schedule], object]
     why: str
-    hint: str
+    hint: str = "leave it out"
 
 
 def _scatters(config: Options) -> bool:
@@ -350,8 +336,7 @@ def _scatters(config: Options) -> bool:
 
 def _is_sharded(config: Options, facts: ScheduleFacts) -> bool:
     """Whether ranks step shards of a parameter: by a step, by ZeRO, or in DeepSpeed's pipelines in bf16."""
-    low = config.get("bf16.enabled") or config.get("bfloat16.enabled")
-    return bool(facts.split) or config.get(STAGE) > 0 or (facts.pp > 1 and bool(low))
+    return bool(facts.split) or config.get(STAGE) > 0 or (facts.pp > 1 and bool(_low(config)))
 
 
 def _is_captured(record: Record) -> bool:
@@ -363,23 +348,33 @@ def _is_captured(record: Record) -> bool:
 
 
 def _if_on(key: str, why: str) -> Danger:
-    return Danger(key, lambda config, *_: bool(config.get(key)), why, "leave it out")
+    return Danger(key, lambda config, *_: config.get(key), why)
 
 
+_ZERO_1 = '"zero_optimization": {"stage": 1}'
 _REDUCES = "ZeRO-2 and ZeRO-3 do it only without reduce_scatter"
 _NO_SCATTER = '"zero_optimization": {"reduce_scatter": false}'
+_REWRITES = "DeepSpeed would replace modules that the schedule has changed"
 DANGERS = (
     Danger(
         STAGE,
         lambda config, facts, _: facts.pp > 1 and config.get(STAGE) > 1,
         "a pipeline accumulates gradients in place, and ZeRO-2 and ZeRO-3 partition them away",
-        '"zero_optimization": {"stage": 1}',
+        _ZERO_1,
     ),
     Danger(
         STAGE,
-        lambda config, facts, _: config.get(STAGE) == 0 and config.get("fp16.enabled") and _trains(config, facts),
+        lambda config, facts, _: config.get(STAGE) == 0 and _low(config) == "fp16" and _trains(config, facts),
         "with fp16, DeepSpeed without ZeRO divides gradients by the scale of a loss that was not scaled",
-        '"zero_optimization": {"stage": 1}',
+        _ZERO_1,
+    ),
+    Danger(
+        STAGE,
+        lambda config, facts, _: (
+            config.get(STAGE) == 0 and _low(config) not in ("", "fp16") and facts.pp == 1 and _trains(config, facts)
+        ),
+        "with bf16, DeepSpeed without ZeRO steps the optimizer once when it is made, which decays the weights",
+        _ZERO_1,
     ),
     Danger(
         STAGE,
@@ -391,7 +386,6 @@ DANGERS = (
         "gradient_allreduce_op",
         lambda config, *_: config.get("gradient_allreduce_op") == "sum",
         "replicas train as one process does: gradients are averaged",
-        "leave it out",
     ),
     Danger("prescale_gradients", lambda c, *_: _scatters(c) and c.get("prescale_gradients"), _REDUCES, _NO_SCATTER),
     Danger(
@@ -402,7 +396,7 @@ DANGERS = (
     ),
     Danger(
         "zero_optimization.compute_grad_norm",
-        lambda config, *_: config.get("zero_optimization.compute_grad_norm") is False and bool(config.get(CLIPPING)),
+        lambda config, *_: config.get("zero_optimization.compute_grad_norm") is False and config.get(CLIPPING),
         "gradients are clipped by their norm",
         f'"{CLIPPING}": 0, or leave compute_grad_norm out',
     ),
@@ -410,55 +404,94 @@ DANGERS = (
         "managed_gradient_accumulation",
         lambda config, *_: config.get("managed_gradient_accumulation") is False,
         "train_step counts on DeepSpeed for the boundaries of accumulation",
-        "leave it out",
     ),
     _if_on("data_efficiency.enabled", "DeepSpeed samples batches by its own loader, and train_step takes yours"),
     _if_on("compile.deepcompile", "DeepSpeed would rewrite modules that the schedule has changed"),
-    _if_on("expert_parallel.enabled", "DeepSpeed would replace modules that the schedule has changed"),
-    _if_on("hybrid_engine.enabled", "DeepSpeed would replace modules that the schedule has changed"),
+    _if_on("expert_parallel.enabled", _REWRITES),
+    _if_on("hybrid_engine.enabled", _REWRITES),
     Danger(
         "torch_autocast.enabled",
-        lambda config, facts, _: facts.pp > 1 and bool(config.get("torch_autocast.enabled")),
+        lambda config, facts, _: facts.pp > 1 and config.get("torch_autocast.enabled"),
         "in a pipeline, the dtypes of P2P messages would differ between ranks",
         '"bf16": {"enabled": true}',
     ),
     Danger(
         "optimizer.type",
-        lambda config, *_: optimizer_name(config) in _MUP,
-        "it reads what mup has put on the reference model's parameters, and steps make parameters without that",
-        "optimizer=lambda params: ... of build",
-    ),
-    Danger(
-        "optimizer.type",
-        lambda config, facts, _: optimizer_name(config) == "muon" and bool(facts.split),
+        lambda config, facts, _: optimizer_name(config) == "muon" and facts.split,
         "it is not element-wise, and a step splits parameters over mesh_dim 'tp'",
         '"type": "AdamW"',
     ),
     Danger(
         "optimizer.type",
         lambda config, facts, _: (
-            optimizer_name(config) not in {None, "muon", *_MUP, *_ELEMENTWISE} and _is_sharded(config, facts)
+            optimizer_name(config) not in {None, "muon", *_ELEMENTWISE} and _is_sharded(config, facts)
         ),
         "it is not known to be element-wise, and ranks step shards of parameters, by ZeRO or by steps of the schedule",
         '"type": "AdamW"',
     ),
 )
 
-_UNVERIFIED: dict[str, Callable[[Any], bool]] = {
-    "zero_optimization.offload_optimizer.device": lambda value: value == "nvme",
-    "zero_optimization.offload_optimizer.super_offload": bool,
-    "zero_optimization.offload_param.device": lambda value: value == "nvme",
-    "zero_optimization.zenflow": lambda value: value is not None,
-    "zero_optimization.zero_hpz_partition_size": lambda value: value != 1,
-    "zero_optimization.zero_quantized_gradients": bool,
-    "zero_optimization.zero_quantized_nontrainable_weights": bool,
-    "zero_optimization.zero_quantized_weights": bool,
-    "optimizer.type": lambda value: str(value).lower() == "muon",
-}
-"""Settings that no test of this plugin has trained with: they want a GPU, files, or several machines."""
+
+class Unverified(NamedTuple):
+    """A setting that no test of this plugin has trained with: it wants a GPU, files, or several machines.
+
+    Args:
+        key: of the value.
+        is_set: of the value.
+        unsaved: the state that ``engine.save`` cannot express by the reference model's names; ``""``: it can.
+    """
+
+    key: str
+    is_set: Callable[[Any], bool]
+    unsaved: str
+
+
+MUON = "the groups that DeepSpeed makes for Muon"
+_NVME, _PARTITIONS = "state in files (offloading to nvme)", "the partitions of ZeRO++"
+UNVERIFIED = (
+    Unverified("zero_optimization.offload_optimizer.device", lambda value: value == "nvme", _NVME),
+    Unverified("zero_optimization.offload_param.device", lambda value: value == "nvme", _NVME),
+    Unverified("zero_optimization.offload_optimizer.super_offload", bool, "the state of SuperOffload"),
+    Unverified("zero_optimization.zenflow", lambda _: True, "the state of ZenFlow"),
+    Unverified("zero_optimization.zero_hpz_partition_size", lambda value: value != 1, _PARTITIONS),
+    Unverified("zero_optimization.zero_quantized_weights", bool, _PARTITIONS),
+    Unverified("zero_optimization.zero_quantized_nontrainable_weights", bool, _PARTITIONS),
+    Unverified("zero_optimization.zero_quantized_gradients", bool, ""),
+    Unverified("optimizer.type", lambda value: value.lower() == "muon", MUON),
+)
+
+
+def unverified(config: Options) -> Iterator[Unverified]:
+    """The settings of a configuration that no test has trained with."""
+    return (one for one in UNVERIFIED if config.get(one.key) is not None and one.is_set(config.get(one.key)))
 
 
 # -- what DeepSpeed reads ------------------------------------------------------------------------------------------
+
+
+_READ_LATER = ("optimizer.params", "scheduler.params")
+"""The optimizer and the scheduler take them as arguments, and refuse others."""
+
+
+def _noting(name: str) -> Any:
+    """Return a method of ``dict`` that notes the key it is asked for."""
+
+    def method(self: Watched, key: str, *default: Any) -> Any:
+        self.last = str(key)
+        self.read.add(self.last)
+        return getattr(dict, name)(self, key, *default)
+
+    return method
+
+
+def _noting_all(name: str) -> Any:
+    """Return a method of ``dict`` that notes that everything is read."""
+
+    def method(self: Watched) -> Any:
+        self.is_iterated = True
+        return getattr(dict, name)(self)
+
+    return method
 
 
 class Watched(dict[str, Any]):
@@ -470,6 +503,10 @@ class Watched(dict[str, Any]):
         last: the key of the outermost one that was asked for last.
     """
 
+    __getitem__, get, pop = _noting("__getitem__"), _noting("get"), _noting("pop")
+    setdefault, __contains__ = _noting("setdefault"), _noting("__contains__")
+    __iter__, values, items = _noting_all("__iter__"), _noting_all("values"), _noting_all("items")
+
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({key: Watched(one) if isinstance(one, Mapping) else one for key, one in values.items()})
         self.read: set[str] = set()
@@ -477,44 +514,9 @@ class Watched(dict[str, Any]):
         self.last = ""
         self._given = dict(dict.items(self))
 
-    def _note(self, key: Any) -> None:
-        self.last = str(key)
-        self.read.add(self.last)
-
-    def __getitem__(self, key: str) -> Any:
-        self._note(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._note(key)
-        return super().get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        self._note(key)
-        return super().pop(key, *default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self._note(key)
-        return super().setdefault(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self._note(key)
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        self.is_iterated = True
-        return super().__iter__()
-
     def keys(self) -> Any:
-        return _Keys(self)
-
-    def values(self) -> Any:
-        self.is_iterated = True
-        return super().values()
-
-    def items(self) -> Any:
-        self.is_iterated = True
-        return super().items()
+        """Itself: a test for a key reads that one, a loop all."""
+        return self
 
     def __copy__(self) -> Watched:
         return self
@@ -535,26 +537,6 @@ class Watched(dict[str, Any]):
         for name, value in self._given.items():
             if isinstance(value, Watched) and name in self.read and f"{before}{name}" not in _READ_LATER:
                 yield from value.unread(f"{before}{name}.")
-
-
-_READ_LATER = ("optimizer.params", "scheduler.params")
-"""The optimizer and the scheduler take them as arguments, and refuse others."""
-
-
-class _Keys(Iterable[str]):
-    """``keys()``: a test for one of them reads one, a loop all."""
-
-    def __init__(self, watched: Watched) -> None:
-        self._watched = watched
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._watched
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._watched)
-
-    def __len__(self) -> int:
-        return len(self._watched)
 
 
 def _let_deepspeed_read(config: Options, device: str) -> None:
@@ -617,17 +599,14 @@ def steps_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
     yield f"{_ZERO[config.get(STAGE)]}{over}"
     if facts.tp > 1:
         yield f"collectives over mesh_dim 'tp' ({facts.tp} ranks), as the steps say; DeepSpeed is told the groups"
-        yield "one random state for the ranks of mesh_dim 'tp': that of the first of them"
     yield from _of_training(config, facts)
     if facts.pp > 1:
         yield from boundaries(schedule, lambda: slapo_core.stages(schedule, whole_output=facts.has_loss))
     if mesh is not None and mesh.world_size > 1:
         yield f"ranks: {topology(mesh)}"
-    for key, is_unverified in _UNVERIFIED.items():
-        value = config.get(key)
-        if value is not None and is_unverified(value):
-            shown = json.dumps(value, default=str)
-            yield f"not verified: '{key}' {shown} is passed on; no test has compared it with the reference model"
+    for one in unverified(config):
+        shown = json.dumps(config.get(one.key), default=str)
+        yield f"not verified: '{one.key}' {shown} is passed on; no test has compared it with the reference model"
     yield "the configuration that DeepSpeed is given:"
     for key, value in config.leaves():
         why = f"  (filled in: {origins[key]})" if key in origins else ""
@@ -645,25 +624,10 @@ def _of_training(config: Options, facts: ScheduleFacts) -> Iterator[str]:
         yield f"a step: {steps} micro-batches{replicas}, {how}; by the configuration of {micro} samples each"
     else:
         yield f"a step: one batch{replicas}; by the configuration of {micro} samples"
-    for name in ("fp16", "bf16", "bfloat16", "torch_autocast"):
-        if config.get(f"{name}.enabled"):
-            yield f"{name}, as the configuration says"
-    for name in ("offload_optimizer", "offload_param"):
-        device = config.get(f"zero_optimization.{name}.device", "none")
-        if device != "none":
-            yield f"{name} to {device}"
-    if config.get("activation_checkpointing") is not None:
-        yield "activation_checkpointing is for models that call deepspeed.checkpointing: .checkpoint() steps recompute"
     if config.get("optimizer") is not None:
         yield f"optimizer: {config.get('optimizer.type')}, of the configuration"
-    elif facts.has_optimizer is None:
-        yield "optimizer: that of the factory given to build; without one the engine only evaluates"
+    elif facts.has_optimizer is False:
+        yield "no optimizer: it only evaluates"
     else:
-        yield (
-            "optimizer: that of the factory given to build"
-            if facts.has_optimizer
-            else "no optimizer: it only evaluates"
-        )
-    if config.get("scheduler") is not None:
-        yield f"learning rate: {config.get('scheduler.type')}, one step after each of the optimizer"
+        yield f"optimizer: that of the factory given to build{'' if facts.has_optimizer else ', if any'}"
     yield f"gradients are clipped to a norm of {largest:g} over all ranks" if largest else "gradients are not clipped"

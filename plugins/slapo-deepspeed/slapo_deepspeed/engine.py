@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 
 from slapo_core import BuildError, Plan, StepResult
-from slapo_deepspeed.config import AUTO
-from slapo_deepspeed.marks import keep_norm, mark, mark_tensors, marks_taken_back, norm_of_last_step, require_counted
+from slapo_deepspeed.config import AUTO, MUON
+from slapo_deepspeed.marks import keep_norm, mark, mark_tensors, marks_taken_back, norm_of_last_step
 from slapo_deepspeed.runtime import MeshUnit, start
 from slapo_deepspeed.state import (
     DeepSpeedOptimizer,
@@ -24,11 +23,12 @@ from slapo_deepspeed.state import (
     groups_of,
     held_by,
     read_extra_state,
+    refuse_unsaved,
     unsaved,
     used_extra_state,
     write_extra_state,
 )
-from slapo_deepspeed.zero3 import Partitioning, gather_whole, linear_of_torch, partitioned_linear, with_shapes
+from slapo_deepspeed.zero3 import Partitioning, gather_whole, linear_restored, partitioned_linear, with_shapes
 from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.engine import StatefulEngine, StepInvariants, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers
@@ -49,9 +49,7 @@ def has_optimizer(plan: Plan, context: BuildContext) -> bool:
     return context.optimizer is not None or bool(plan.config["config"].get("optimizer"))
 
 
-def initialize(
-    plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any = None, also: Sequence[nn.Parameter] = ()
-) -> tuple[Any, list[Group] | None]:
+def initialize(plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any = None) -> tuple[Any, list[Group]]:
     """Make DeepSpeed's engine; every tensor of the model is in its place by now.
 
     Args:
@@ -59,37 +57,31 @@ def initialize(
         context: of the build; its optimizer is made here.
         model: the scheduled model, or DeepSpeed's ``PipelineModule`` of its stages.
         mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
-        also: trained parameters that are not of the scheduled model.
 
     Returns:
-        the engine, and the groups of the optimizer as they were before DeepSpeed saw it; None for its own optimizer.
+        the engine, and the groups of the optimizer as they were before DeepSpeed saw it.
+
+    Raises:
+        BuildError: a rank of a pipeline has nothing to train in one of the groups.
     """
     import deepspeed
 
     config = copy.deepcopy(dict(plan.config["config"]))
-    zero = config.get("zero_optimization", {})
-    if not has_optimizer(plan, context) and zero.get("stage", 0) in (1, 2):
-        zero["stage"] = 0  # they partition what an optimizer needs; there is nothing of it
     with context.together("making the optimizer"), with_shapes(context.schedule.model):
-        optimizer = context.make_optimizer(partitioned=zero.get("stage", 0) > 0)
-    groups = None if optimizer is None else groups_of(optimizer.param_groups, keeps_first=bool(also))
-    _leave_out_frozen(optimizer, also)
-    _fill_rates(config, optimizer)
-    idle = _idle(optimizer) if _steps_at_construction(config) else contextlib.nullcontext()
-    with _numbers_left_out(model), idle:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
-    if _steps_at_construction(config):
-        _start_afresh(engine.optimizer)
-    return engine, groups
-
-
-def _leave_out_frozen(optimizer: torch.optim.Optimizer | None, also: Sequence[nn.Parameter]) -> None:
-    """DeepSpeed drops a group without parameters, and fails with one that has only frozen ones."""
-    if optimizer is None:
-        return
-    for group in optimizer.param_groups:
+        optimizer = context.make_optimizer(partitioned=config["zero_optimization"]["stage"] > 0)
+    if optimizer is not None:
+        groups = groups_of(optimizer.param_groups)
+    else:
+        here = [live.tensor for live in context.state.tensors() if live.is_local and live.is_parameter]
+        groups = groups_of([{"params": here}])
+    if has_optimizer(plan, context):
+        check_stages(groups, context.schedule.mesh)
+    for group in [] if optimizer is None else optimizer.param_groups:  # DeepSpeed fails with one of frozen ones
         group["params"] = [one for one in group["params"] if one.requires_grad]
-    optimizer.param_groups[0]["params"] += also
+    _fill_rates(config, optimizer)
+    with _numbers_left_out(model):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    return engine, groups
 
 
 def _fill_rates(config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
@@ -115,46 +107,6 @@ def _numbers_left_out(model: nn.Module) -> Iterator[None]:
             del number.ds_optim_param
 
 
-def _steps_at_construction(config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed steps the optimizer with zero gradients to create its state: main weights without ZeRO."""
-    low = any(config.get(name, {}).get("enabled") for name in ("bf16", "bfloat16", "fp16"))
-    return low and config.get("zero_optimization", {}).get("stage", 0) == 0
-
-
-@contextlib.contextmanager
-def _idle(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Let an optimizer's step do nothing: that of a trial decays the weights, and counts as the first one."""
-    if optimizer is None:
-        yield
-        return
-    optimizer.step = types.MethodType(lambda *_: None, optimizer)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del optimizer.step
-
-
-def _start_afresh(wrapper: Any) -> None:
-    """Undo the trial step of DeepSpeed's own optimizer: its state, and its changes of the main weights."""
-    inner = getattr(wrapper, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer) or not hasattr(
-        wrapper, "fp16_groups"
-    ):  # a pipeline's makes no trial
-        return
-    inner.state.clear()
-    with torch.no_grad():
-        for number, parameters in enumerate(wrapper.fp16_groups):
-            if hasattr(wrapper, "fp32_groups_flat"):
-                offset = 0
-                for parameter in parameters:
-                    shard = wrapper.fp32_groups_flat[number].narrow(0, offset, parameter.numel())
-                    shard.copy_(parameter.detach().reshape(-1))
-                    offset += parameter.numel()
-            else:
-                for master, parameter in zip(wrapper.fp32_groups[number], parameters, strict=True):
-                    master.copy_(parameter)
-
-
 # -- for a script's own deepspeed.initialize
 
 
@@ -170,12 +122,6 @@ def prepared(sch: Schedule) -> tuple[nn.Module, MeshUnit, list[nn.Parameter]]:
         raise BuildError(
             f"prepare() needs the processes of the mesh {mesh}",
             hint="torchrun, and torch.distributed.init_process_group() before create_schedule()",
-        )
-    lacking = [name for name, one in sch.model.named_parameters() if one.is_meta]
-    if lacking:
-        raise BuildError(
-            f"'{lacking[0]}' is on the meta device: prepare() gives no values",
-            hint='slapo.build(sch, target="deepspeed", weights=...)',
         )
     refuse_if_incomplete(sch)
     state = ModelState.of(sch)
@@ -244,14 +190,14 @@ class DeepSpeedEngine(StatefulEngine):
         plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
         context: from ``build``.
         engine: DeepSpeed's, made by ``deepspeed.initialize``, in its last form.
-        groups: of the optimizer before DeepSpeed saw it; None for one that DeepSpeed made.
+        groups: of the optimizer before DeepSpeed saw it.
 
     Attributes:
         deepspeed: that one, for everything else that users do with it: gradients by ``deepspeed.utils``, its own
             checkpoints, its scheduler.
     """
 
-    def __init__(self, plan: Plan, context: BuildContext, engine: Any, groups: Sequence[Group] | None = None) -> None:
+    def __init__(self, plan: Plan, context: BuildContext, engine: Any, groups: Sequence[Group]) -> None:
         self.plan, self.deepspeed = plan, engine
         self._context, self._state = context, context.state
         mesh, device = context.schedule.mesh, torch.device(engine.device)
@@ -260,19 +206,17 @@ class DeepSpeedEngine(StatefulEngine):
         if context.lr_scheduler is not None and engine.basic_optimizer is not None:
             engine.lr_scheduler = context.make_lr_scheduler(engine.basic_optimizer)  # which DeepSpeed steps
         self.lr_scheduler = engine.lr_scheduler
-        self._unsaved, self._has_weights = unsaved(engine)
-        storage = FlatStorage(held_by(engine, parameters) if self._has_weights else {}, mesh, device)
+        self._unsaved = unsaved(plan.config["config"], engine)
+        has_weights = self._unsaved in ("", MUON)
+        storage = FlatStorage(held_by(engine, parameters) if has_weights else {}, mesh, device)
         self._storage: DeepSpeedOptimizer | None = None
-        if engine.basic_optimizer is not None:
-            if groups is None:
-                groups = groups_of([{"params": parameters}], keeps_first=True)
-            check_stages(groups, mesh)
-            if not self._unsaved:
-                names = {id(live.tensor): live.reference_name for live in here}
-                self._storage = DeepSpeedOptimizer(engine, storage, groups, names)
-        tensors = DeepSpeedTensors(storage)
+        if engine.basic_optimizer is not None and not self._unsaved:
+            names = {id(live.tensor): live.reference_name for live in here}
+            self._storage = DeepSpeedOptimizer(engine, storage, groups, names)
+        tensors = DeepSpeedTensors(storage, "" if has_weights else self._unsaved)
         context.state.keep_in(tensors)
         self._between = BetweenDeepSpeedSteps(context, engine, tensors)
+        self._unused = unused_parameters(context, engine)
         self._is_closed = False
 
     @property
@@ -296,8 +240,24 @@ class DeepSpeedEngine(StatefulEngine):
 
     # -- for the engines ----------------------------------------------------------------------------------------
 
+    def _require_training(self) -> None:
+        """Refuse a training step before anything ran."""
+        self._require_open()
+        if self.deepspeed.basic_optimizer is None:
+            raise self._without_optimizer()
+        self._refuse_without_gradients()
+
+    def _trained(self, loss: torch.Tensor, output: Any = None) -> StepResult:
+        """The result of a training step that went through."""
+        self._between.note()
+        self._unused.step_is_over()
+        self._context.training_is_over()
+        norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
+        return StepResult(loss, output, norm)
+
     def _release(self) -> None:
         """Release the engine's own state, apart from DeepSpeed's; called once, after that ended."""
+        self._unused.stop()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -305,37 +265,13 @@ class DeepSpeedEngine(StatefulEngine):
 
     # -- state; documented in slapo_core/engine.py -------------------------------------------------------
 
-    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        self._require_weights("state_dict()")
-        return super().state_dict(rank0_only=rank0_only, include_added=include_added)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        self._require_weights("load_state_dict()")
-        super().load_state_dict(state)
-
-    def check_replicas(self, *, repair: bool = False) -> None:
-        self._require_weights("check_replicas()")
-        super().check_replicas(repair=repair)
-
     def save(self, directory: str | os.PathLike[str]) -> None:
-        if self._unsaved:
-            raise self._cannot("save()")
+        refuse_unsaved(self._unsaved)
         super().save(directory)
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        if self._unsaved:
-            raise self._cannot("load()")
+        refuse_unsaved(self._unsaved)
         super().load(directory)
-
-    def _require_weights(self, what: str) -> None:
-        if not self._has_weights:
-            raise self._cannot(what)
-
-    def _cannot(self, what: str) -> BuildError:
-        return BuildError(
-            f"engine.{what} cannot express {self._unsaved} by the names of the reference model",
-            hint="engine.deepspeed.save_checkpoint(directory), and load_checkpoint(directory) on the same mesh",
-        )
 
     def _kept_optimizer(self) -> DeepSpeedOptimizer | None:
         return None if self._is_closed else self._storage
@@ -366,39 +302,20 @@ class ZeroEngine(DeepSpeedEngine):
         mesh = context.schedule.mesh
         start(mesh)
         self._config = plan.config["config"]
-        self._trains = has_optimizer(plan, context)
         self._unit = MeshUnit(mesh)
         self._replicas = mesh.group("dp") if mesh is not None else None
-        with linear_of_torch():
-            engine, groups = self._made(plan, context, self._unit)
+        partitioning = Partitioning(context, self._config, self._unit)
+        with linear_restored(), partitioning.materialized(), marks_taken_back(context):
+            mark(context)
+            engine, groups = initialize(plan, context, context.schedule.model, mpu=self._unit)
         keep_norm(engine)
         gather_whole(context, engine)
         super().__init__(plan, context, engine, groups)
-        self._unused = unused_parameters(context, engine)
-
-    @staticmethod
-    def _made(plan: Plan, context: BuildContext, unit: MeshUnit) -> tuple[Any, Any]:
-        """DeepSpeed's engine of the model with its values, and the groups of its optimizer."""
-        partitioning = Partitioning(context, plan.config["config"], unit)
-        try:
-            partitioning.run()
-            with marks_taken_back(context):
-                marked = mark(context)
-                made = initialize(plan, context, context.schedule.model, mpu=unit)
-                require_counted(made[0], marked)
-        except BaseException:
-            partitioning.take_back()
-            raise
-        partitioning.keep()
-        return made
 
     # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        self._require_open()
-        if not self._trains:
-            raise self._without_optimizer()
-        self._refuse_without_gradients()
+        self._require_training()
         self._between.check()
         self._between.check_boundary()
         micro_batches = self._micro_batches(batch)
@@ -413,12 +330,9 @@ class ZeroEngine(DeepSpeedEngine):
                     self.deepspeed.backward(loss)
                 self.deepspeed.step()
                 losses.append(loss.detach())
-        self._between.note()
-        self._unused.step_is_over()
-        self._context.training_is_over()
-        loss, output = (losses[0], output) if len(micro_batches) == 1 else (torch.stack(losses).mean(), None)
-        norm = norm_of_last_step(self.deepspeed) if self._config.get("gradient_clipping") else None
-        return StepResult(loss, output, norm)
+        if len(micro_batches) == 1:
+            return self._trained(losses[0], output)
+        return self._trained(torch.stack(losses).mean())
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()
@@ -450,7 +364,7 @@ class ZeroEngine(DeepSpeedEngine):
         return self._context.micro_batches(batch, None if count == self._context.accumulate else count, axes=axes)
 
     def _release(self) -> None:
-        self._unused.stop()
+        super()._release()
         self._unit.forget()
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core import BuildError
 from slapo_deepspeed.private import gradient_hooks_of
 
 if TYPE_CHECKING:
@@ -45,37 +44,25 @@ def marks_taken_back(context: BuildContext) -> Iterator[None]:
         raise
 
 
-def mark(context: BuildContext) -> list[torch.Tensor]:
+def mark(context: BuildContext) -> None:
+    """Mark the parameters of a build, when every tensor is in its place (see :func:`mark_tensors`)."""
+    mark_tensors(context.state.tensors(), context.schedule.mesh)
+
+
+def mark_tensors(tensors: Iterable[LiveTensor], mesh: Mesh | None) -> None:
     """Mark the parameters that are split over ``tp``, by their layouts; all others lose such marks.
 
-    To be called when every tensor is in its place. In mixed precision without ZeRO, DeepSpeed looks for the marks on
-    the gradients instead, so they get them too.
-
-    Args:
-        context: of the build.
-
-    Returns:
-        the marked parameters.
+    In mixed precision without ZeRO, DeepSpeed looks for the marks on the gradients instead, so they get them too.
     """
-    return mark_tensors(context.state.tensors(), context.schedule.mesh)
-
-
-def mark_tensors(tensors: Iterable[LiveTensor], mesh: Mesh | None) -> list[torch.Tensor]:
-    """Mark the parameters that are split over ``tp`` (see :func:`mark`)."""
-    marked = []
     for live in tensors:
         if not live.is_parameter:
             continue
-        split_over = {mesh_dim for mesh_dim, _ in live.layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1}
-        is_shard = "tp" in split_over
+        is_shard = mesh is not None and mesh.size("tp") > 1 and "tp" in {dim for dim, _ in live.layout.shards()}
         for name in SHARDED:
             if is_shard or hasattr(live.tensor, name):
                 setattr(live.tensor, name, is_shard)
-        if is_shard:
-            marked.append(live.tensor)
-            if live.tensor.requires_grad:
-                live.tensor.register_post_accumulate_grad_hook(_mark_gradient)
-    return marked
+        if is_shard and live.tensor.requires_grad:
+            live.tensor.register_post_accumulate_grad_hook(_mark_gradient)
 
 
 def _mark_gradient(parameter: torch.Tensor) -> None:
@@ -103,28 +90,6 @@ def count_once(context: BuildContext, copies: Collection[torch.Tensor]) -> None:
                 setattr(live.tensor, name, False)
         elif mesh.rank("pp") and not mesh.rank("tp"):
             setattr(live.tensor, SHARDED[0], True)
-
-
-def require_counted(engine: Any, marked: Sequence[torch.Tensor]) -> None:
-    """Refuse what DeepSpeed's optimizer of bfloat16 fails at in the first step, on some ranks only.
-
-    Args:
-        engine: DeepSpeed's.
-        marked: the sharded parameters.
-
-    Raises:
-        BuildError: the ranks along ``tp`` but the first one have nothing to count in the norm of all gradients.
-    """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    if engine.mp_world_size == 1 or not isinstance(engine.optimizer, BF16_Optimizer):
-        return
-    if not any(one.requires_grad for one in marked):
-        raise BuildError(
-            f"no parameter that is trained is split over the {engine.mp_world_size} ranks of mesh_dim 'tp', and "
-            "DeepSpeed's optimizer for bfloat16 with gradients summed in float32 cannot take a norm of nothing",
-            hint='leave out "data_types": {"grad_accum_dtype": "fp32"}, or a mesh without \'tp\'',
-        )
 
 
 def keep_norm(engine: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,23 +18,9 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from slapo_core import StepResult
-from slapo_deepspeed.engine import (
-    DeepSpeedEngine,
-    forget_gradients,
-    has_optimizer,
-    initialize,
-    unused_parameters,
-)
-from slapo_deepspeed.marks import count_once, keep_norm, mark, marks_taken_back, norm_of_last_step
-from slapo_deepspeed.private import (
-    buffers_of,
-    children_of,
-    forget,
-    losses_of,
-    non_persistent_buffers_of,
-    parameters_of,
-    prepare,
-)
+from slapo_deepspeed.engine import DeepSpeedEngine, forget_gradients, initialize
+from slapo_deepspeed.marks import count_once, keep_norm, mark, marks_taken_back
+from slapo_deepspeed.private import forget, losses_of, prepare
 from slapo_deepspeed.runtime import start
 from slapo_runtime.engine import PipelineSteps
 from slapo_runtime.stage_runner import ModelChunk, RankStages, StageCache, Work, step_seed
@@ -64,35 +50,30 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
         start(mesh)
         self._axes = plan.config["batch_axes"] or None
         self._count: int = plan.config["config"]["gradient_accumulation_steps"]
-        self._trains = has_optimizer(plan, context)
         for _ in context.materialize():
             pass
         self._part = context.part(context.staged_example(self._count, axes=self._axes).staged.partition)
-        bare = bare_ranks(context) if self._trains else frozenset()
-        self._placeholder = placeholder(context) if mesh.rank("pp") in bare else None
         with marks_taken_back(context):
-            self._make(context)
+            self._ties = Ties(context, topology_of(mesh))
+            held = {id(one) for one in self._part.parameters()}
+            unused = {
+                live.name: live.tensor
+                for live in context.state.tensors()
+                if live.is_local and isinstance(live.tensor, nn.Parameter) and id(live.tensor) not in held
+            }
+            self._stages = StagesModule(self._part, unused, mesh, self._tied)
             mark(context)
             count_once(context, self._ties.copies)
-            also = () if self._placeholder is None else (self._placeholder,)
-            engine, groups = initialize(plan, context, self._stages, also=also)
+            engine, groups = initialize(plan, context, self._stages)
         share_types(context, engine.device)
         keep_norm(engine)
         super().__init__(plan, context, engine, groups)
-        self._unused = unused_parameters(context, engine)
-        make = forms_with_buffers(context, engine.device, bare)
-        self._forms = StageCache(context, self._count, self._axes, "gradient_accumulation_steps", make)
 
-    def _make(self, context: BuildContext) -> None:
-        """DeepSpeed's module, and the process groups of ties."""
-        mesh = context.schedule.mesh
-        assert mesh is not None
-        held = {id(one) for one in self._part.parameters()}
-        here = [live for live in context.state.tensors() if live.is_local]
-        unused = {one.name: one.tensor for one in here if isinstance(one.tensor, nn.Parameter)}
-        unused = {name: one for name, one in unused.items() if id(one) not in held}
-        self._ties = Ties(context, topology_of(mesh))
-        self._stages = StagesModule(self._part, unused, self._placeholder, mesh, self._tied)
+        def stages_of(staged: StagedModel, training: bool) -> BufferedForm:
+            ranks, rank = context.stage_ranks, mesh.rank("pp")
+            return BufferedForm(staged, ranks, rank, torch.device(engine.device), training=training)
+
+        self._forms = StageCache(context, self._count, self._axes, "gradient_accumulation_steps", stages_of)
 
     @property
     def module(self) -> nn.Module:
@@ -102,10 +83,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
     # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        self._require_open()
-        if not self._trains:
-            raise self._without_optimizer()
-        self._refuse_without_gradients()
+        self._require_training()
         with self._context.training(batch):
             self._between.check()
             forget_gradients(self.deepspeed)
@@ -114,11 +92,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
                 with step_seed(self.deepspeed.device) as work.seed:
                     self.deepspeed.train_batch(self._numbers())
                 loss = self._loss(work)
-        self._between.note()
-        self._unused.step_is_over()
-        self._context.training_is_over()
-        norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
-        return StepResult(loss, None, norm)
+        return self._trained(loss)
 
     def eval_step(self, batch: Any) -> StepResult:
         self._require_open()
@@ -130,7 +104,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
 
     def _work(self, batch: Any, *, training: bool) -> Work:
         cut, form = self._forms.of(batch, training=training)
-        work = Work(form, form.chunk, cut, self._stand, placeholder=self._placeholder)
+        work = Work(form, form.chunk, cut, self._stand)
         self._stages.begin(work)
         prepare(self.deepspeed, form.received, form.gradients)
         return work
@@ -155,9 +129,8 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
     # -- the end ----------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """The engine's own state, apart from DeepSpeed's."""
+        super()._release()
         self._forms.close()
-        self._unused.stop()
         forget(self._stages)
 
     def _require_open(self) -> None:
@@ -198,34 +171,12 @@ class BufferedForm(RankStages):
         (chunk,) = self.chunks
         return chunk
 
-    def allocate(self) -> None:
-        """Once, for all steps of this form."""
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         coming, going = self.chunk.coming, self.chunk.going
         self.received = coming.empty(self.device) if coming is not None else ()
         sent = going.empty(self.device) if going is not None else ()
         self.gradients = [one for one in sent if one.is_floating_point()]
-
-
-def forms_with_buffers(
-    context: BuildContext, device: torch.device, bare: Collection[int]
-) -> Callable[[StagedModel, bool], BufferedForm]:
-    """Return a function that makes a `BufferedForm` of stages.
-
-    Args:
-        context: from ``build``.
-        device: where stages compute.
-        bare: the ranks along ``pp`` that train nothing.
-    """
-    mesh = context.schedule.mesh
-    assert mesh is not None
-    rank = mesh.rank("pp")
-
-    def make(staged: StagedModel, training: bool) -> BufferedForm:
-        form = BufferedForm(staged, context.stage_ranks, rank, device, training=training, bare=bare)
-        form.allocate()
-        return form
-
-    return make
 
 
 # -- the stages as DeepSpeed's module
@@ -243,24 +194,17 @@ def topology_of(mesh: Mesh) -> ProcessTopology:
 
 
 class _Layer(nn.Module):
-    """All stages of this rank, with their modules and tensors at the reference paths.
+    """All stages of this rank.
 
     Args:
-        part: this rank's part of the model.
+        part: this rank's part of the model, with its modules and tensors at the reference paths.
         unused: parameters that live on this rank and that no stage uses, by name.
-        placeholder: trained on a rank without other trained parameters.
     """
 
-    def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter], placeholder: nn.Parameter | None) -> None:
+    def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        for name, child in children_of(part).items():
-            self.add_module(name, child)
-        for name, parameter in parameters_of(part).items():
-            self.register_parameter(name, parameter)
-        for name, buffer in buffers_of(part).items():
-            self.register_buffer(name, buffer, persistent=name not in non_persistent_buffers_of(part))
+        self.part = part
         self.unused = nn.ParameterDict({name.replace(".", "/"): one for name, one in unused.items()})
-        self.placeholder = placeholder
 
     work: Work
 
@@ -278,7 +222,6 @@ class StagesModule(PipelineModule):
     Args:
         part: this rank's part of the model.
         unused: parameters that live on this rank and that no stage uses, by name.
-        placeholder: trained on a rank without other trained parameters.
         mesh: the schedule's.
         tied: gives the parameters that several ranks along ``pipe`` hold, and the groups over which their gradients are
             summed; called once a step, on every rank, when all passes are over.
@@ -288,11 +231,10 @@ class StagesModule(PipelineModule):
         self,
         part: nn.Module,
         unused: Mapping[str, nn.Parameter],
-        placeholder: nn.Parameter | None,
         mesh: Mesh,
         tied: Callable[[], Sequence[tuple[nn.Parameter, Any]]],
     ) -> None:
-        own = _Layer(part, unused, placeholder)
+        own = _Layer(part, unused)
         layers = [own if rank == mesh.rank("pp") else nn.Identity() for rank in range(mesh.size("pp"))]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the contents of the plan
             super().__init__(layers, topology=topology_of(mesh), partition_method="uniform", loss_fn=self._loss)
@@ -325,7 +267,7 @@ class StagesModule(PipelineModule):
         return self.__dict__["_tied"]()
 
 
-# -- parameters of several stages, and ranks without any that is trained
+# -- parameters of several stages
 
 
 class Ties:
@@ -336,7 +278,6 @@ class Ties:
         topology: DeepSpeed's.
 
     Attributes:
-        groups: that were made, of which this rank is a member.
         copies: those of its parameters that an earlier rank holds too.
     """
 
@@ -356,7 +297,6 @@ class Ties:
                 group = dist.new_group(ranks)
                 if mesh.global_rank in ranks:
                     groups[places] = group
-        self.groups: list[Any] = list(groups.values())
         self._ties: list[tuple[nn.Parameter, Any]] = []
         self.copies: list[nn.Parameter] = []
         for live in context.state.tensors():
@@ -402,24 +342,3 @@ def _sum_accumulated(optimizer: Any, parameter: Any, group: Any) -> None:
     if parameter.grad_accum is None:
         parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
     dist.all_reduce(parameter.grad_accum, group=group)
-
-
-def bare_ranks(context: BuildContext) -> frozenset[int]:
-    """The ranks along ``pp`` that train nothing; every rank knows all of them."""
-    mesh, placement = context.schedule.mesh, context.placement
-    assert mesh is not None
-    assert placement is not None
-    training = {
-        rank
-        for live in context.state.tensors()
-        if live.is_parameter and live.tensor.requires_grad
-        for rank in placement.holders(live)
-    }
-    return frozenset(range(mesh.size("pp"))) - training
-
-
-def placeholder(context: BuildContext) -> nn.Parameter:
-    """Make the placeholder of such a rank, with the dtype and device of its parameters."""
-    here = (live.tensor for live in context.state.tensors() if live.is_local and live.tensor.is_floating_point())
-    like = next(here, torch.empty(0))
-    return nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))

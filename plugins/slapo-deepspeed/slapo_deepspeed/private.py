@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 
 def prepare(engine: Any, received: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -67,8 +61,3 @@ def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
 def partition_rank(wrapper: Any, parameter: Any) -> int:
     """Return this rank's position in the group over which ZeRO stage 3 shards a parameter."""
     return int(wrapper._get_param_partition_rank(parameter))
-
-
-def zero_config_of(engine: Any) -> Any:
-    """Return the section ``zero_optimization`` as DeepSpeed's engine has read it."""
-    return engine._config.zero_config

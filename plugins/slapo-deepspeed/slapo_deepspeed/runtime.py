@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -136,8 +135,6 @@ def local_rank(device_type: str) -> int:
     given = os.environ.get("LOCAL_RANK")
     if given is None:
         return 0 if device_type == "cpu" else int(torch.get_device_module(device_type).current_device())
-    if not given.isdecimal():
-        raise BuildError(f"LOCAL_RANK must be the number of a device (got {given!r})", hint="torchrun sets it")
     return int(given)
 
 
@@ -181,50 +178,6 @@ class MeshUnit:
         if groups.mpu is self:
             groups.mpu = None
 
-    # -- replicas ---------------------------------------------------------------------------------------------
-
-    def get_data_parallel_group(self) -> Any:
-        return self._group("dp")
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._size("dp")
-
-    def get_data_parallel_rank(self) -> int:
-        return self._rank("dp")
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self._group("dp"))
-
-    # -- tensor parallelism: under its general name, and under that of newer code --------------------------------
-
-    def get_model_parallel_group(self) -> Any:
-        return self._group("tp")
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._size("tp")
-
-    def get_model_parallel_rank(self) -> int:
-        return self._rank("tp")
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        """The global rank of the first one in the group."""
-        return dist.get_process_group_ranks(self._group("tp"))[0]
-
-    # -- pipeline: there is none here -----------------------------------------------------------------------------
-
-    def get_pipeline_model_parallel_group(self) -> Any:
-        return self._group("pp")
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._size("pp")
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self._rank("pp")
-
     def _size(self, mesh_dim: str) -> int:
         return self._mesh.size(mesh_dim) if self._mesh is not None else 1
 
@@ -235,6 +188,26 @@ class MeshUnit:
         """Return the group of a mesh dimension; of one rank, a group of this process alone."""
         group = self._mesh.group(mesh_dim) if self._mesh is not None else None
         return group if group is not None else _alone()
+
+    def _ranks(self, mesh_dim: str) -> list[int]:
+        return dist.get_process_group_ranks(self._group(mesh_dim))
+
+    get_data_parallel_group = partialmethod(_group, "dp")
+    get_data_parallel_world_size = partialmethod(_size, "dp")
+    get_data_parallel_rank = partialmethod(_rank, "dp")
+    get_data_parallel_group_ranks = partialmethod(_ranks, "dp")
+
+    get_model_parallel_group = get_tensor_model_parallel_group = partialmethod(_group, "tp")
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size = partialmethod(_size, "tp")
+    get_model_parallel_rank = get_tensor_model_parallel_rank = partialmethod(_rank, "tp")
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """The global rank of the first one in the group."""
+        return self._ranks("tp")[0]
+
+    get_pipeline_model_parallel_group = partialmethod(_group, "pp")  # of one rank: there is no pipeline here
+    get_pipeline_model_parallel_world_size = partialmethod(_size, "pp")
+    get_pipeline_model_parallel_rank = partialmethod(_rank, "pp")
 
 
 def _alone() -> Any:
@@ -250,7 +223,7 @@ def _alone() -> Any:
 
 
 def examine() -> Iterator[Fact | Problem]:
-    """Versions, the accelerator that DeepSpeed will choose, and what its compiled operators need."""
+    """Versions, and the accelerator that DeepSpeed will choose."""
     yield from RUNTIME.facts()
     device = _device()
     chosen = os.environ.get("DS_ACCELERATOR")
@@ -260,8 +233,6 @@ def examine() -> Iterator[Fact | Problem]:
             f"DS_ACCELERATOR={chosen}, but torch finds no such device (it finds {device})",
             f"unset DS_ACCELERATOR, or export DS_ACCELERATOR={device}",
         )
-    yield from _compilers(chosen or device)
-    yield from _broken_builds()
 
 
 def _device() -> str:
@@ -269,40 +240,3 @@ def _device() -> str:
 
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if kind is None else kind.type
-
-
-def _compilers(device: str) -> Iterator[Fact | Problem]:
-    """Operators of DeepSpeed are compiled when they are first used; on CPUs this plugin uses none of them."""
-    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    yield Fact("C++ compiler", found or "none")
-    if device == "cuda":
-        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-        nvcc = shutil.which("nvcc") or (home and shutil.which("nvcc", path=str(Path(home) / "bin")))
-        yield Fact("nvcc", nvcc or "none")
-        missing = [name for name, path in (("a C++ compiler", found), ("nvcc", nvcc)) if not path]
-    elif device == "cpu":
-        if not found:
-            yield Fact(
-                "without a C++ compiler", "ZeRO and pipelines run; offloading with Adam of the configuration does not"
-            )
-        return
-    else:
-        missing = [] if found else ["a C++ compiler"]
-    if missing:
-        yield Problem(
-            f"DeepSpeed compiles its own Adam at first use; not found: {', '.join(missing)}",
-            'optimizer=lambda params: torch.optim.AdamW(params, ...) of build, or "torch_adam": true among '
-            '"optimizer.params" of the configuration; or install it, and set CUDA_HOME',
-        )
-
-
-def _broken_builds() -> Iterator[Problem]:
-    """A build that was killed leaves a lock file, for which the next one waits without end."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(given) if given else Path(os.path.expanduser("~/.cache/torch_extensions"))
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
-        yield Problem(
-            f"{lock.parent.name} is being compiled, or was when its process was killed: the next one waits for "
-            f"{lock} to vanish",
-            f"rm {lock}  (if nothing compiles it now)",
-        )

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core import BuildError
-from slapo_deepspeed.private import link_optimizer_state, partition_rank, zero_config_of
+from slapo_deepspeed.config import unverified
+from slapo_deepspeed.private import link_optimizer_state, partition_rank
 from slapo_runtime.flat_shards import Place
 from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup
+from slapo_runtime.options import Options
 from slapo_runtime.weights import lr_scheduler
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
+    from slapo_runtime.storage import LiveTensor
 
 
 # -- where parameters lie --------------------------------------------------------------------------------------------
@@ -67,13 +70,6 @@ def _mains(wrapper: Any) -> Iterator[tuple[torch.Tensor, Place]]:
             begin = _rank(wrapper.real_dp_process_group[number]) * flat.numel()
             for parameter, start in _consecutive(wrapper.bf16_groups[number]):
                 yield parameter, _fragment(parameter, start, flat, begin)
-    elif hasattr(wrapper, "fp32_groups_flat"):  # without ZeRO: a group in one flat tensor
-        for parameters, flat in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
-            for parameter, start in _consecutive(parameters):
-                yield parameter, Place(flat, start, 0, parameter.numel(), shape_of(parameter))
-    elif hasattr(wrapper, "fp32_groups"):  # without ZeRO: one by one
-        for parameter, main in zip(_all(wrapper.fp16_groups), _all(wrapper.fp32_groups), strict=True):
-            yield parameter, Place.whole(main, shape_of(parameter))
 
 
 def _all(groups: Iterable[Iterable[torch.Tensor]]) -> Iterator[torch.Tensor]:
@@ -121,7 +117,24 @@ def _rank(group: Any) -> int:
 
 
 class DeepSpeedTensors(FlatTensors):
-    """The model's tensors under DeepSpeed: ZeRO-3 keeps some parameters whole between steps."""
+    """The model's tensors under DeepSpeed: ZeRO-3 keeps some parameters whole between steps.
+
+    Args:
+        storage: where parameters lie.
+        unsaved: what cannot be expressed by the reference model's names, with the weights; ``""``: all can.
+    """
+
+    def __init__(self, storage: FlatStorage, unsaved: str = "") -> None:
+        super().__init__(storage)
+        self._unsaved = unsaved
+
+    def read(self, live: LiveTensor) -> torch.Tensor:
+        refuse_unsaved(self._unsaved)
+        return super().read(live)
+
+    def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
+        refuse_unsaved(self._unsaved)
+        return super().loading(live, value)
 
     def is_whole(self, parameter: torch.Tensor) -> bool:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -132,45 +145,34 @@ class DeepSpeedTensors(FlatTensors):
 # -- what cannot be saved --------------------------------------------------------------------------------------------
 
 
-def unsaved(engine: Any) -> tuple[str, bool]:
-    """What ``engine.save`` cannot express by the names of the reference model.
+_KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeroOptimizer", "BF16_Optimizer")
+
+
+def unsaved(config: Mapping[str, Any], engine: Any) -> str:
+    """What ``engine.save`` cannot express by the names of the reference model; ``""`` where all can be saved.
 
     Args:
+        config: of DeepSpeed, filled in.
         engine: DeepSpeed's.
-
-    Returns:
-        the reason, ``""`` where all can be saved; and whether the weights can be expressed.
     """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    known = (
-        *(DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer),
-        *(BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer),
-    )
-    inner, wrapper, zero = engine.basic_optimizer, engine.optimizer, zero_config_of(engine)
-    offloads = [one for one in (zero.offload_optimizer, zero.offload_param) if one is not None]
-    if any(str(getattr(one.device, "value", one.device)) == "nvme" for one in offloads):
-        return "state in files (offloading to nvme)", False
-    if any(getattr(one, "super_offload", False) for one in offloads):
-        return "the state of SuperOffload", False
-    if zero.zenflow is not None:
-        return "the state of ZenFlow", False
-    if zero.zero_hpz_partition_size > 1 or zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:
-        return "the partitions of ZeRO++", False
-    if engine.optimizer_name() == "muon":
-        return "the groups that DeepSpeed makes for Muon", True
-    if inner is not None and wrapper is not inner and type(wrapper) not in known and not _is_empty(wrapper):
-        return f"the state of DeepSpeed's {type(wrapper).__name__}", False
-    return "", True
+    wrapper = engine.optimizer
+    found = [one.unsaved for one in unverified(Options(config)) if one.unsaved]
+    is_own = engine.basic_optimizer is None or wrapper is engine.basic_optimizer
+    if not found and not is_own and type(wrapper).__name__ not in _KNOWN:
+        found = [f"the state of DeepSpeed's {type(wrapper).__name__}"]
+    return found[0] if found else ""
 
 
-def _is_empty(wrapper: Any) -> bool:
-    """Whether it stands for an optimizer where only ZeRO-3's partitions are kept, for an engine that evaluates."""
-    return getattr(wrapper, "optimizer", None) is None
+def refuse_unsaved(unsaved: str) -> None:
+    """
+    Raises:
+        BuildError: there is something that cannot be saved.
+    """
+    if unsaved:
+        raise BuildError(
+            f"the engine cannot express {unsaved} by the names of the reference model",
+            hint="engine.deepspeed.save_checkpoint(directory), and load_checkpoint(directory) on the same mesh",
+        )
 
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
@@ -187,17 +189,16 @@ class Group(StoredGroup):
     place: int | None = None
 
 
-def groups_of(groups: Iterable[Mapping[str, Any]], *, keeps_first: bool = False) -> list[Group]:
+def groups_of(groups: Iterable[Mapping[str, Any]]) -> list[Group]:
     """Remember the groups of an optimizer that DeepSpeed has not seen yet.
 
     Args:
         groups: with all parameters, the frozen ones too, which DeepSpeed does not get.
-        keeps_first: whether the first group gets a placeholder, on a rank without trained parameters.
     """
     found: list[Group] = []
     place = 0
     for group in groups:
-        is_kept = any(one.requires_grad for one in group["params"]) or (keeps_first and not found)
+        is_kept = any(one.requires_grad for one in group["params"])
         settings = {key: value for key, value in group.items() if key != "params"}
         found.append(Group(tuple(group["params"]), settings, place if is_kept else None))
         place += is_kept
@@ -205,7 +206,7 @@ def groups_of(groups: Iterable[Mapping[str, Any]], *, keeps_first: bool = False)
 
 
 def check_stages(groups: Sequence[Group], mesh: Mesh | None) -> None:
-    """Refuse a group with trained parameters on some stages only, or a placeholder: a collective over ``pp``.
+    """Refuse a group with trained parameters on some stages only: a collective over ``pp``.
 
     DeepSpeed sums norms group by group over the ranks of a replica: those that lack one would be one sum behind.
 
@@ -222,9 +223,9 @@ def check_stages(groups: Sequence[Group], mesh: Mesh | None) -> None:
         if any(there) and not all(there):
             lacking = ", ".join(str(rank) for rank, has_some in enumerate(there) if not has_some)
             raise BuildError(
-                f"group {number} of the optimizer has no parameters on rank {lacking} of 'pp': DeepSpeed sums the "
-                "norm of gradients group by group over all stages, and would wait for that rank for ever",
-                hint="group parameters by properties found on every stage (weights, biases), or make one group",
+                f"group {number} of the optimizer has no trained parameters on rank {lacking} of 'pp': DeepSpeed sums "
+                "the norm of gradients group by group over all stages, and would wait for that rank for ever",
+                hint="move the cuts, or make one group, or groups that every stage has (weights, biases)",
             )
 
 
@@ -236,21 +237,11 @@ class DeepSpeedOptimizer(FlatOptimizer):
         storage: where parameters lie.
         groups: as the user's factory made them.
         names: of the parameters, by identity, for messages.
-
-    Raises:
-        BuildError: DeepSpeed did not keep the groups: it would train parameters with the settings of others.
     """
 
     def __init__(self, engine: Any, storage: FlatStorage, groups: Sequence[Group], names: Mapping[int, str]) -> None:
         self._engine_optimizer, self._basic = engine.optimizer, engine.basic_optimizer
         super().__init__(storage, groups, names, "DeepSpeed", [self.now])
-        kept = sum(group.place is not None for group in groups)
-        if len(self.now.param_groups) != kept:
-            raise BuildError(
-                f"DeepSpeed made {len(self.now.param_groups)} of the {kept} groups of parameters that the factory of "
-                f"{self.kind} gave, so that settings of groups are lost",
-                hint="give all parameters the same settings, or use another optimizer",
-            )
 
     @property
     def now(self) -> torch.optim.Optimizer:
@@ -324,9 +315,5 @@ def write_extra_state(engine: Any, found: Mapping[str, Any]) -> None:
 
 def _scaler(engine: Any) -> Any:
     """Return the dynamic loss scaler of float16, or None."""
-    wrapper = engine.optimizer
-    for name in ("loss_scaler", "loss_scale_config"):
-        scaler = getattr(wrapper, name, None)
-        if scaler is not None and getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
-            return scaler
-    return None
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None

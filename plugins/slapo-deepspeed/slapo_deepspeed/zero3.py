@@ -38,29 +38,25 @@ class Partitioning:
         self._context, self._unit = context, unit
         self._config = copy.deepcopy(dict(config))
         self._first: Any = None
-        self._undo: list[tuple[nn.Parameter, torch.Tensor, frozenset[str]]] = []
 
-    def run(self) -> None:
-        """Give the model its values."""
+    @contextlib.contextmanager
+    def materialized(self) -> Iterator[None]:
+        """Give the model its values; if the block fails, parameters that had some before the build are whole again."""
         real = {id(live.tensor) for live in self._context.state.tensors() if not live.tensor.is_meta}
-        partitions = is_partitioned(self._config)
-        for live in self._context.materialize():
-            if partitions and isinstance(live.tensor, nn.Parameter):
-                if id(live.tensor) in real:
-                    self._undo.append((live.tensor, live.tensor.data, frozenset(vars(live.tensor))))
-                self._partition(live.tensor)
-
-    def take_back(self) -> None:
-        """Make parameters that had values before the build whole again; those of a meta model go with the build."""
-        for parameter, values, names in self._undo:
-            for name in set(vars(parameter)) - names:
-                delattr(parameter, name)
-            parameter.data = values
-        self._undo.clear()
-
-    def keep(self) -> None:
-        """Let go of what taking back would need."""
-        self._undo.clear()
+        undo = []
+        try:
+            for live in self._context.materialize():
+                if isinstance(live.tensor, nn.Parameter) and is_partitioned(self._config):
+                    if id(live.tensor) in real:
+                        undo.append((live.tensor, live.tensor.data, frozenset(vars(live.tensor))))
+                    self._partition(live.tensor)
+            yield
+        except BaseException:
+            for parameter, values, names in undo:
+                for name in set(vars(parameter)) - names:
+                    delattr(parameter, name)
+                parameter.data = values
+            raise
 
     def _partition(self, parameter: nn.Parameter) -> None:
         """Cast it as DeepSpeed casts a model, send it from the first replica to the others, keep this rank's part."""
@@ -163,8 +159,8 @@ the gathered weights from forward to backward."""
 
 
 @contextlib.contextmanager
-def linear_of_torch() -> Iterator[None]:
-    """Restore ``torch.nn.functional.linear`` after DeepSpeed's engine is made."""
+def linear_restored() -> Iterator[None]:
+    """Restore ``torch.nn.functional.linear`` after the block, which may set another one."""
     before = functional.linear
     try:
         yield
@@ -192,8 +188,6 @@ def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
             return zero3_linear_wrap(input, weight, bias)  # type: ignore[no-any-return]
         return before(input, weight, bias)
 
-    functional.linear = linear
-    try:
+    with linear_restored():
+        functional.linear = linear
         yield
-    finally:
-        functional.linear = before

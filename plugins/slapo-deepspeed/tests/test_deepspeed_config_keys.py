@@ -131,6 +131,7 @@ def test_a_pipeline_has_these_keys(message: Messages) -> None:
         ({"tensor_parallel": {"autotp_siz": 2}}, ("'tensor_parallel.autotp_siz' of config",)),
         ({"elasticity": {}}, ("'elasticity' of config", "removed")),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ("bfloat16 and fp16",)),
+        ({"fp16": 3}, ("'fp16' of config", "must be a mapping, not int")),
         ({"communication_data_type": "int4"}, ("'communication_data_type' of config", "int4")),
     ],
 )
@@ -177,6 +178,7 @@ def of(name: str, stage: int = 0) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": {"lr": 1e-3}}, **zero(stage)}
 
 
+BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True}}
 GRAPHS = {"options": {"triton.cudagraphs": True}}
 AUTOCAST = {"torch_autocast": {"enabled": True}}
@@ -184,6 +186,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ZeRO-2, pipeline": (zero(2), {"mesh": {"pp": 2}}, "accumulates gradients in place"),
     "ZeRO-3, pipeline": (zero(3), {"mesh": {"pp": 2}}, "accumulates gradients in place"),
     "fp16 without ZeRO": ({**FP16, **zero(0)}, {}, "was not scaled"),
+    "bf16 without ZeRO": ({**BF16, **zero(0)}, {}, "steps the optimizer once"),
     "fp16 without ZeRO, pipeline": ({**FP16, **zero(0)}, {"mesh": {"pp": 2}}, "was not scaled"),
     "ZeRO-3, cudagraphs": (zero(3), {"schedule": captured(mode="reduce-overhead")}, "fixed addresses"),
     "ZeRO-3, options": (zero(3), {"schedule": captured(**GRAPHS)}, "fixed addresses"),
@@ -197,7 +200,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": ({"expert_parallel": {"enabled": True}}, {}, "'expert_parallel.enabled'"),
     "hybrid engine": ({"hybrid_engine": {"enabled": True}}, {}, "'hybrid_engine.enabled'"),
     "autocast, pipeline": (AUTOCAST, {"mesh": {"pp": 2}}, "P2P messages"),
-    "mup": (of("MuAdam"), {}, "mup"),
+    "MuAdam, ZeRO": (of("MuAdam", 1), {}, "not known to be element-wise"),
     "Muon, split": (of("Muon", 1), {"schedule": split()}, "a step splits parameters"),
     "Lamb, ZeRO": (of("Lamb", 2), {}, "not known to be element-wise"),
     "Adafactor, split": (of("Adafactor"), {"schedule": split()}, "not known to be element-wise"),
@@ -207,6 +210,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO-1, pipeline": (zero(1), {"mesh": {"pp": 2}}),
     "fp16, it only evaluates": ({**FP16, **zero(0)}, {"arguments": BuildArguments()}),
+    "bf16, it only evaluates": ({**BF16, **zero(0)}, {"arguments": BuildArguments()}),
+    "bf16 without ZeRO, pipeline": ({**BF16, **zero(0)}, {"mesh": {"pp": 2}}),
     "fp16 off": ({"fp16": {"enabled": False}, **zero(0)}, {}),
     "ZeRO-2, cudagraphs": (zero(2), {"schedule": captured(mode="reduce-overhead")}),
     "ZeRO-3, compiled": (zero(3), {"schedule": captured()}),

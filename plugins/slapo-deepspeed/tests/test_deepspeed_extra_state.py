@@ -51,16 +51,15 @@ def test_what_is_no_data_is_refused(message: Messages) -> None:
     message(caught, "SimpleNamespace", "object")
 
 
-@pytest.mark.parametrize(("holder", "flag"), [("loss_scaler", "dynamic"), ("loss_scale_config", "dynamic_loss_scale")])
-def test_the_scale_of_the_loss_goes_with_it_where_it_changes(holder: str, flag: str) -> None:
-    before = SimpleNamespace(cur_scale=256.0, cur_iter=7, last_overflow_iter=-1, **{flag: True})
-    saved = through_json(read_extra_state(engine(**{holder: before})))
+def test_the_scale_of_the_loss_goes_with_it_where_it_changes() -> None:
+    before = SimpleNamespace(cur_scale=256.0, cur_iter=7, last_overflow_iter=-1, dynamic=True)
+    saved = through_json(read_extra_state(engine(loss_scaler=before)))
     assert saved["loss_scale"] == {"cur_scale": 256.0, "cur_iter": 7, "last_overflow_iter": -1}
-    after = SimpleNamespace(cur_scale=65536.0, cur_iter=0, last_overflow_iter=-1, **{flag: True})
-    fresh = engine(**{holder: after})
+    after = SimpleNamespace(cur_scale=65536.0, cur_iter=0, last_overflow_iter=-1, dynamic=True)
+    fresh = engine(loss_scaler=after)
     assert used_extra_state(fresh) == ["loss_scale", "counters"]
     write_extra_state(fresh, saved)
     assert (after.cur_scale, after.cur_iter) == (256.0, 7)
-    fixed = engine(**{holder: SimpleNamespace(cur_scale=1.0, **{flag: False})})
+    fixed = engine(loss_scaler=SimpleNamespace(cur_scale=1.0, dynamic=False))
     assert used_extra_state(fixed) == ["counters"]
     assert "loss_scale" not in read_extra_state(fixed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from slapo_deepspeed import private
@@ -13,15 +12,6 @@ from tests.support.private_names import private_names
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert private_names(Path(private.__file__).parent) == []
-
-
-def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    module[0].register_buffer("scratch", torch.zeros(1), persistent=False)
-    assert [*private.parameters_of(module[0])] == ["weight", "bias"]
-    assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
-    assert [*private.children_of(module)] == ["0"]
-    assert private.non_persistent_buffers_of(module[0]) == {"scratch"}
 
 
 def test_hooks_are_in_these_tables() -> None:

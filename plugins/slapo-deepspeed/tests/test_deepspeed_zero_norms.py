@@ -23,8 +23,7 @@ WAYS: list[tuple[dict[str, Any], int, bool]] = [
     ({}, 0, True),
     ({}, 1, True),
     ({}, 3, True),
-    (BF16, 0, True),
-    (BF16, 2, False),
+    (BF16, 2, True),
     (FP32_SUMS, 1, False),
 ]
 """Precision and stage of ZeRO, and whether it is tried without marks too."""

@@ -88,7 +88,7 @@ FIRST_STEPS: dict[str, tuple[dict[str, Any], Any]] = {
     "factory": (zero(1), small.adamw),
     "config": (zero(1, optimizer=ADAMW), None),
     "config, without ZeRO": (zero(0, optimizer=ADAMW), None),
-    "bf16 without ZeRO": (zero(0, bf16={"enabled": True}), small.adamw),
+    "bf16": (zero(1, bf16={"enabled": True}), small.adamw),
 }
 
 

@@ -20,7 +20,6 @@ __all__ = ["IN_BFLOAT16", "LOW", "all_cases"]
 
 BF16 = {"bf16": {"enabled": True}}
 LOW: dict[str, tuple[str, dict[str, Any]]] = {
-    "ZeRO-0": ("ZeRO-0 dp2", BF16),
     "ZeRO-1": ("ZeRO-1 dp2", BF16),
     "ZeRO-1, gradients in float32": ("ZeRO-1 dp2", {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
     "ZeRO-2, round robin": (
