@@ -54,7 +54,6 @@ _ELEMENTWISE = frozenset(
     {"adagrad", "adam", "adamw", "lion", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
 _TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion"})
-_FUSED_ONLY = frozenset({"bias_correction", "set_grad_none"})  # params of DeepSpeed's own Adam that torch's has not
 
 
 def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,14 +86,20 @@ def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
     _fill_zero(config, facts)
     _fill_pipeline(config, facts)
     _fill_optimizer(config, facts)
-    for key, value in (("sequence_parallel_size", 1), ("data_parallel_size", facts.dp)):
-        _check_mesh(config, key, value, facts)
-        config.leave_out(key, f"the mesh {facts.mesh} says it")
     for danger in DANGERS:
         if danger.is_wrong(config, facts, schedule):
             config.refuse(danger.key, f"is {config.get(danger.key)!r}: {danger.why}", danger.hint)
+    for key, value in (
+        ("sequence_parallel_size", 1),
+        ("data_parallel_size", facts.dp),
+        ("tensor_parallel.autotp_size", facts.tp),
+    ):
+        if config.get(key, 0) not in (0, value):
+            problem = f"is {config.get(key)!r}, but {value} by the mesh {facts.mesh}"
+            config.refuse(key, f"{problem}; DeepSpeed splits nothing itself here")
+    for key in ("sequence_parallel_size", "data_parallel_size"):
+        config.leave_out(key, f"the mesh {facts.mesh} says it")
     _let_deepspeed_read(config, facts.device)
-    _check_mesh(config, "tensor_parallel.autotp_size", facts.tp, facts)
     config.leave_out("tensor_parallel", "the steps of the schedule split the model")
     config.check("DeepSpeed")
     made = {"config": config.values, "batch_axes": axes, "origins": config.origins}
@@ -107,27 +112,27 @@ def _read(config: Any) -> tuple[Mapping[str, Any], str]:
     Raises:
         BuildError: it is neither a dictionary nor the path of a JSON file with one.
     """
-    if config is None or isinstance(config, Mapping):
-        return config or {}, "config"
-    if not isinstance(config, (str, os.PathLike)):
+    source = "config"
+    if isinstance(config, (str, os.PathLike)):
+        source = os.fspath(config)
+        config = _loaded(source)
+    if not isinstance(config or {}, Mapping):
         raise BuildError(
-            f"config must be a dictionary, or the path of a DeepSpeed JSON file (got {config!r})", hint=_EXAMPLE
+            f"{source} must be a dictionary, or the path of a DeepSpeed JSON file with one (got {config!r})",
+            hint=_EXAMPLE,
         )
-    file = os.fspath(config)
+    return config or {}, source
+
+
+def _loaded(file: str) -> Any:
     try:
         with open(file, encoding="utf-8") as stream:
-            found = json.load(stream)
+            return json.load(stream)
     except OSError as error:
         why = error.strerror or str(error)
         raise BuildError(f"cannot read the DeepSpeed configuration {file!r}: {why}", hint=_EXAMPLE) from error
     except ValueError as error:
         raise BuildError(f"the DeepSpeed configuration {file!r} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BuildError(
-            f"the DeepSpeed configuration {file!r} must be an object, {{...}} (got {type(found).__name__})",
-            hint=_EXAMPLE,
-        )
-    return found, str(file)
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -276,8 +281,7 @@ def _fill_pipeline(config: Options, facts: ScheduleFacts) -> None:
 def _fill_optimizer(config: Options, facts: ScheduleFacts) -> None:
     name, params = optimizer_name(config), config.get("optimizer.params", {})
     offloads = config.get("zero_optimization.offload_optimizer.device", "none") != "none"
-    is_own_adam = name in ("adam", "adamw") and facts.device == "cpu" and not offloads and "torch_adam" not in params
-    if is_own_adam and not _FUSED_ONLY & set(params):
+    if name in ("adam", "adamw") and facts.device == "cpu" and not offloads and "torch_adam" not in params:
         config.fill("optimizer.params.torch_adam", True, "DeepSpeed's own Adam would be compiled on a CPU")
         why = "the default of DeepSpeed's own Adam; torch's is 0.01"
         config.default("optimizer.params.weight_decay", 0.0, why)
@@ -287,13 +291,6 @@ def _fill_optimizer(config: Options, facts: ScheduleFacts) -> None:
     if offloads and name is None:
         why = "a factory makes the optimizer whose state is offloaded"
         config.default("zero_force_ds_cpu_optimizer", False, why)
-
-
-def _check_mesh(config: Options, key: str, value: int, facts: ScheduleFacts) -> None:
-    """Refuse a size that the mesh contradicts; 0 says nothing."""
-    if config.get(key, 0) not in (0, value):
-        problem = f"is {config.get(key)!r}, but {value} by the mesh {facts.mesh}"
-        config.refuse(key, f"{problem}; DeepSpeed splits nothing itself here")
 
 
 def optimizer_name(config: Options) -> str | None:
@@ -347,14 +344,14 @@ def _is_captured(record: Record) -> bool:
     return name == "fusion.cudagraphify" or bool(by_mode)
 
 
-def _if_on(key: str, why: str) -> Danger:
-    return Danger(key, lambda config, *_: config.get(key), why)
+def _if(key: str, value: Any, why: str) -> Danger:
+    return Danger(key, lambda config, *_: config.get(key) == value, why)
 
 
 _ZERO_1 = '"zero_optimization": {"stage": 1}'
 _REDUCES = "ZeRO-2 and ZeRO-3 do it only without reduce_scatter"
 _NO_SCATTER = '"zero_optimization": {"reduce_scatter": false}'
-_REWRITES = "DeepSpeed would replace modules that the schedule has changed"
+_REWRITES = "DeepSpeed would rewrite modules that the schedule has changed"
 DANGERS = (
     Danger(
         STAGE,
@@ -382,11 +379,7 @@ DANGERS = (
         "ZeRO-3 moves parameters in memory in each call, and a step of the schedule replays kernels on fixed addresses",
         '"zero_optimization": {"stage": 2}, or undo cudagraphify() or compile(mode="reduce-overhead")',
     ),
-    Danger(
-        "gradient_allreduce_op",
-        lambda config, *_: config.get("gradient_allreduce_op") == "sum",
-        "replicas train as one process does: gradients are averaged",
-    ),
+    _if("gradient_allreduce_op", "sum", "replicas train as one process does: gradients are averaged"),
     Danger("prescale_gradients", lambda c, *_: _scatters(c) and c.get("prescale_gradients"), _REDUCES, _NO_SCATTER),
     Danger(
         "gradient_predivide_factor",
@@ -400,15 +393,11 @@ DANGERS = (
         "gradients are clipped by their norm",
         f'"{CLIPPING}": 0, or leave compute_grad_norm out',
     ),
-    Danger(
-        "managed_gradient_accumulation",
-        lambda config, *_: config.get("managed_gradient_accumulation") is False,
-        "train_step counts on DeepSpeed for the boundaries of accumulation",
-    ),
-    _if_on("data_efficiency.enabled", "DeepSpeed samples batches by its own loader, and train_step takes yours"),
-    _if_on("compile.deepcompile", "DeepSpeed would rewrite modules that the schedule has changed"),
-    _if_on("expert_parallel.enabled", _REWRITES),
-    _if_on("hybrid_engine.enabled", _REWRITES),
+    _if("managed_gradient_accumulation", False, "train_step counts on DeepSpeed for the boundaries of accumulation"),
+    _if("data_efficiency.enabled", True, "DeepSpeed samples batches by its own loader, and train_step takes yours"),
+    _if("compile.deepcompile", True, _REWRITES),
+    _if("expert_parallel.enabled", True, _REWRITES),
+    _if("hybrid_engine.enabled", True, _REWRITES),
     Danger(
         "torch_autocast.enabled",
         lambda config, facts, _: facts.pp > 1 and config.get("torch_autocast.enabled"),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slapo_core import Dialect, Plan
 from slapo_core.dialect import arguments_as_options
 from slapo_deepspeed.config import NOTES, filled, steps_of
-from slapo_deepspeed.runtime import check_device
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
@@ -33,12 +32,7 @@ class DeepSpeedDialect(Dialect):
     accumulates: ClassVar[bool] = True
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
-        """The options with what else was given to ``build``, for the plan to fill in.
-
-        Raises:
-            BuildError: the model is to go to another device than the one that DeepSpeed takes.
-        """
-        check_device(arguments.device)
+        """The options with what else was given to ``build``, for the plan to fill in."""
         return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:

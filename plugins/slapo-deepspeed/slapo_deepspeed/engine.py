@@ -154,7 +154,8 @@ class BetweenDeepSpeedSteps(StepInvariants):
         """Before a step.
 
         Raises:
-            BuildError: a parameter was frozen, or unfrozen, or written into; or DeepSpeed's accumulation was changed.
+            BuildError: a parameter was frozen, or unfrozen, or written into; or DeepSpeed's accumulation was changed;
+                or a part of a step ran outside of train_step.
         """
         super().check()
         count = self._engine.gradient_accumulation_steps()
@@ -163,13 +164,6 @@ class BetweenDeepSpeedSteps(StepInvariants):
                 f"DeepSpeed accumulates {count} micro-batches now, and this engine gives it {self._count} a step",
                 hint=f"leave engine.deepspeed.set_train_batch_size(); or build(accumulate={count})",
             )
-
-    def check_boundary(self) -> None:
-        """Before a step of an engine whose micro-batches are steps of DeepSpeed's.
-
-        Raises:
-            BuildError: a part of a step ran outside of train_step.
-        """
         done = self._engine.micro_steps % self._count
         if done:
             raise BuildError(
@@ -317,7 +311,6 @@ class ZeroEngine(DeepSpeedEngine):
     def train_step(self, batch: Any) -> StepResult:
         self._require_training()
         self._between.check()
-        self._between.check_boundary()
         micro_batches = self._micro_batches(batch)
         losses, output = [], None
         with self._ending(), partitioned_linear(self._config):

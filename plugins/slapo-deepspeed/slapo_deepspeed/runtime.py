@@ -18,8 +18,6 @@ from slapo_core.layout import start_single_process_group
 from slapo_runtime.installed import Runtime
 
 if TYPE_CHECKING:
-    import torch
-
     from slapo_core.layout import Mesh
 
 RUNTIME = Runtime("deepspeed", "slapo-deepspeed", "deepspeed", tested="0.19")
@@ -136,23 +134,6 @@ def local_rank(device_type: str) -> int:
     if given is None:
         return 0 if device_type == "cpu" else int(torch.get_device_module(device_type).current_device())
     return int(given)
-
-
-def check_device(device: torch.device | None) -> None:
-    """
-    Raises:
-        BuildError: the user wants the model on another device than the one that DeepSpeed takes.
-    """
-    if device is None or device.index is None or device.type == "cpu":
-        return
-    taken = local_rank(device.type)
-    if taken != device.index:
-        where = f"LOCAL_RANK={taken}" if "LOCAL_RANK" in os.environ else f"the device that torch uses, {taken}"
-        raise BuildError(
-            f"build(device='{device}'), but DeepSpeed takes device {taken}: {where}",
-            hint=f"device='{device.type}:{taken}', or torch.{device.type}.set_device({device.index}) and the same "
-            "LOCAL_RANK before",
-        )
 
 
 _ALONE: list[Any] = []  # the group of this process alone, for all engines; torch keeps it for good

@@ -107,4 +107,4 @@ def test_an_evaluation_needs_no_optimizer_and_knows_no_autocast(message: Message
     message(refusal, "without an optimizer")
     assert evaluated == ""
     message(under_autocast, "target 'deepspeed'", "torch.autocast")
-    message(autocast, "'torch_autocast' of config", "pipeline")
+    message(autocast, "'torch_autocast.enabled' of config", "pipeline")

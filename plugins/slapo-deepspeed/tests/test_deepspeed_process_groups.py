@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.dialect import BuildArguments
-from slapo_deepspeed.dialect import DeepSpeedDialect
 from slapo_deepspeed.runtime import import_deepspeed, quietly
 from slapo_runtime import installed
 from slapo_testing import preload_modules, run_ranks
@@ -79,18 +77,6 @@ def test_another_accelerator_than_the_models_device_is_refused_with_both(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(slapo.BuildError, match="'cpu': DS_ACCELERATOR=cpu"):
         import_deepspeed("cuda")
-
-
-def test_another_device_than_that_of_deepspeed_is_refused_with_both(
-    monkeypatch: pytest.MonkeyPatch, message: Messages
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    arguments = BuildArguments(device=torch.device("cuda:0"))
-    with pytest.raises(slapo.BuildError) as caught:
-        DeepSpeedDialect().options({}, arguments)
-    message(caught, "build(device='cuda:0')", "LOCAL_RANK=1", "device='cuda:1'")
-    for device in ("cuda:1", "cuda", "cpu"):
-        DeepSpeedDialect().options({}, BuildArguments(device=torch.device(device)))
 
 
 def test_warnings_are_silenced_in_a_block_alone() -> None:

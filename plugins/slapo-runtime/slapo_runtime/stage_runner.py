@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch import nn
 
 from slapo_runtime.p2p_packing import P2PMessage, attached, common_dtype
 
@@ -48,7 +47,6 @@ class RankStages:
         rank: this one.
         device: where stages compute.
         training: whether gradients go back.
-        bare: the ranks along ``pp`` that train nothing, and yet want a gradient for what they send.
         joined: whether everything that crosses goes in one floating tensor, of one type on all boundaries; a gradient
             comes back for each of them then.
 
@@ -68,7 +66,6 @@ class RankStages:
         device: torch.device,
         *,
         training: bool,
-        bare: Collection[int] = (),
         joined: bool = False,
     ) -> None:
         self.staged = staged
@@ -85,9 +82,7 @@ class RankStages:
         self.messages: dict[int, P2PMessage] = {}
         back = False
         for index, values in sent.items():
-            message = P2PMessage(
-                values, backward=training and (stage_ranks[index] in bare or back), joined=joined, dtype=dtype
-            )
+            message = P2PMessage(values, backward=training and back, joined=joined, dtype=dtype)
             back, self.messages[index] = message.carries_gradient, message
         self.chunks = list(self._chunks(stage_ranks, rank))
 
@@ -112,7 +107,6 @@ class Work:
         chunk: of the form.
         batch: cut.
         at: is told what runs, for the message of an error.
-        placeholder: a parameter that gets zero gradients in every backward pass, on a rank where no other does.
 
     Attributes:
         form: of its micro-batches.
@@ -127,9 +121,8 @@ class Work:
         chunk: ModelChunk,
         batch: StagedBatch,
         at: Callable[[str], None],
-        placeholder: nn.Parameter | None = None,
     ) -> None:
-        self.form, self.chunk, self._batch, self._at, self._placeholder = form, chunk, batch, at, placeholder
+        self.form, self.chunk, self._batch, self._at = form, chunk, batch, at
         self.seed: int | None = None
         self.drew = False
         self._names: list[str] = []  # values of the output that the last rank has
@@ -146,8 +139,6 @@ class Work:
         """
         chunk = self.chunk
         there, link = chunk.coming.unpack(received) if chunk.coming is not None else ({}, None)
-        if self._placeholder is not None and torch.is_grad_enabled():
-            link = _touched(link, self._placeholder)
         inputs = self._batch.inputs[number]
         for stage in chunk.stages:
             self._at(f"stage {stage.index} in the forward of micro-batch {number}")
@@ -191,12 +182,6 @@ class Work:
         loss = attached(self._batch.loss(number, dict(zip(self._names, values, strict=True))), link)
         self._at(f"{last} in the backward of micro-batch {number}")
         return loss
-
-
-def _touched(link: torch.Tensor | None, parameter: nn.Parameter) -> torch.Tensor:
-    """The link of a message (see packing.py), whose backward pass gives the parameter its gradient, too."""
-    own = parameter[:0]
-    return own if link is None else torch.cat([link, own.to(link)])
 
 
 _KEPT = 16
