@@ -327,10 +327,6 @@ class Danger(NamedTuple):
     hint: str = "leave it out"
 
 
-def _scatters(config: Options) -> bool:
-    return config.get(STAGE) > 1 and bool(config.get("zero_optimization.reduce_scatter", True))
-
-
 def _is_sharded(config: Options, facts: ScheduleFacts) -> bool:
     """Whether ranks step shards of a parameter: by a step, by ZeRO, or in DeepSpeed's pipelines in bf16."""
     return bool(facts.split) or config.get(STAGE) > 0 or (facts.pp > 1 and bool(_low(config)))
@@ -349,8 +345,6 @@ def _if(key: str, value: Any, why: str) -> Danger:
 
 
 _ZERO_1 = '"zero_optimization": {"stage": 1}'
-_REDUCES = "ZeRO-2 and ZeRO-3 do it only without reduce_scatter"
-_NO_SCATTER = '"zero_optimization": {"reduce_scatter": false}'
 _REWRITES = "DeepSpeed would rewrite modules that the schedule has changed"
 DANGERS = (
     Danger(
@@ -380,19 +374,6 @@ DANGERS = (
         '"zero_optimization": {"stage": 2}, or undo cudagraphify() or compile(mode="reduce-overhead")',
     ),
     _if("gradient_allreduce_op", "sum", "replicas train as one process does: gradients are averaged"),
-    Danger("prescale_gradients", lambda c, *_: _scatters(c) and c.get("prescale_gradients"), _REDUCES, _NO_SCATTER),
-    Danger(
-        "gradient_predivide_factor",
-        lambda config, *_: _scatters(config) and config.get("gradient_predivide_factor", 1) != 1,
-        _REDUCES,
-        _NO_SCATTER,
-    ),
-    Danger(
-        "zero_optimization.compute_grad_norm",
-        lambda config, *_: config.get("zero_optimization.compute_grad_norm") is False and config.get(CLIPPING),
-        "gradients are clipped by their norm",
-        f'"{CLIPPING}": 0, or leave compute_grad_norm out',
-    ),
     _if("managed_gradient_accumulation", False, "train_step counts on DeepSpeed for the boundaries of accumulation"),
     _if("data_efficiency.enabled", True, "DeepSpeed samples batches by its own loader, and train_step takes yours"),
     _if("compile.deepcompile", True, _REWRITES),

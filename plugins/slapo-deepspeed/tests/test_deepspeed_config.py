@@ -272,6 +272,8 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, message: Messages) 
     [
         (5, ("got 5", "ds_config.json")),
         ({"optimizer": "AdamW", "zero_optimization": True}, ("'optimizer'", "got 'AdamW'", "'zero_optimization'")),
+        ({"optimizer": {"type": "SGD", "params": 3}, "scheduler": "WarmupLR"}, ("'optimizer.params'", "'scheduler'")),
+        ({"pipeline": 3}, ("'pipeline'", "got 3")),
         ({"scheduler": {"type": "WarmupLR", "params": 3}}, ("'scheduler.params'", "object")),
         ({"scheduler": {"params": {}}, "optimizer": {"type": 7}}, ("'scheduler.type'", "'optimizer.type'", "got 7")),
         ({"zero_optimization": {"stage": 4}}, ("'zero_optimization.stage'", "got 4")),
