@@ -61,12 +61,3 @@ def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
 def partition_rank(wrapper: Any, parameter: Any) -> int:
     """Return this rank's position in the group over which ZeRO stage 3 shards a parameter."""
     return int(wrapper._get_param_partition_rank(parameter))
-
-
-def bit16_offsets(wrapper: Any, number: int) -> list[tuple[torch.Tensor, int]]:
-    """Return the parameters of a flat group of ZeRO-1 or ZeRO-2 with their offsets; empty before DeepSpeed 0.19.7.
-
-    Older ones put parameters next to each other; newer ones leave gaps.
-    """
-    starts = getattr(wrapper, "round_robin_bit16_offsets", None)
-    return [] if starts is None else list(zip(wrapper.round_robin_bit16_groups[number], starts[number], strict=True))

@@ -15,7 +15,7 @@ import torch
 
 from slapo_core import BuildError
 from slapo_deepspeed.config import unverified
-from slapo_deepspeed.private import bit16_offsets, link_optimizer_state, partition_rank
+from slapo_deepspeed.private import link_optimizer_state, partition_rank
 from slapo_runtime.flat_shards import Place
 from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup
 from slapo_runtime.options import Options
@@ -62,9 +62,8 @@ def _mains(wrapper: Any) -> Iterator[tuple[torch.Tensor, Place]]:
     elif hasattr(wrapper, "single_partition_of_fp32_groups"):  # ZeRO-1 and ZeRO-2: equal parts of flat groups
         for number, flat in enumerate(wrapper.single_partition_of_fp32_groups):
             begin = _rank(wrapper.real_dp_process_group[number]) * wrapper.partition_size[number]
-            for parameter, start in bit16_offsets(wrapper, number) or _consecutive(
-                wrapper.round_robin_bit16_groups[number]
-            ):
+            starts = wrapper.round_robin_bit16_offsets[number]
+            for parameter, start in zip(wrapper.round_robin_bit16_groups[number], starts, strict=True):
                 yield parameter, _fragment(parameter, start, flat, begin)
     elif hasattr(wrapper, "fp32_groups_flat_partition"):  # the optimizer for bfloat16: likewise
         for number, flat in enumerate(wrapper.fp32_groups_flat_partition):
