@@ -1,4 +1,4 @@
-"""What is refused because DeepSpeed trains it wrongly: with the refusals off, the weights differ from target torch's."""
+"""What is refused because DeepSpeed trains it wrongly: with the refusals off, weights differ from target torch's."""
 
 from __future__ import annotations
 
