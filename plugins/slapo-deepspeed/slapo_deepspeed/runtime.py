@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partialmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -204,7 +205,7 @@ def _alone() -> Any:
 
 
 def examine() -> Iterator[Fact | Problem]:
-    """Versions, and the accelerator that DeepSpeed will choose."""
+    """Versions, the accelerator that DeepSpeed will choose, and builds of its operators that were killed."""
     yield from RUNTIME.facts()
     device = _device()
     chosen = os.environ.get("DS_ACCELERATOR")
@@ -214,6 +215,7 @@ def examine() -> Iterator[Fact | Problem]:
             f"DS_ACCELERATOR={chosen}, but torch finds no such device (it finds {device})",
             f"unset DS_ACCELERATOR, or export DS_ACCELERATOR={device}",
         )
+    yield from _broken_builds()
 
 
 def _device() -> str:
@@ -221,3 +223,15 @@ def _device() -> str:
 
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if kind is None else kind.type
+
+
+def _broken_builds() -> Iterator[Problem]:
+    """A build that was killed leaves a lock file, for which the next one waits without end."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(given) if given else Path(os.path.expanduser("~/.cache/torch_extensions"))
+    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
+        yield Problem(
+            f"{lock.parent.name} is being compiled, or was when its process was killed: the next one waits for "
+            f"{lock} to vanish",
+            f"rm {lock}  (if nothing compiles it now)",
+        )

@@ -1,4 +1,4 @@
-"""``slapo doctor --ask slapo-deepspeed``: the version, and the accelerator."""
+"""``slapo doctor --ask slapo-deepspeed``: the version, the accelerator, and builds that were killed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +23,9 @@ def examined() -> tuple[dict[str, str], Sequence[Problem]]:
 
 
 @pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(runtime, "_device", lambda: "cpu")
 
 
@@ -56,6 +58,17 @@ def test_another_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: 
     facts, (problem,) = examined()
     assert facts["deepspeed"] == (found or "not installed")
     assert message in problem.message
+
+
+def test_a_build_that_was_killed_is_a_problem(tmp_path: Path, message: Messages) -> None:
+    (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
+    assert examined()[1] == []
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.touch()
+    (problem,) = examined()[1]
+    message(problem.message, "deepspeed_shm_comm", "killed")
+    assert problem.hint is not None
+    assert problem.hint.startswith(f"rm {lock} ")
 
 
 @pytest.mark.ranks
