@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo_core as slapo
 from slapo_estimate.attribution import Place
@@ -70,8 +72,8 @@ def schedule() -> slapo.Schedule:
     return slapo.create_schedule(Model(), mesh={"dp": 2}, example_inputs=torch.ones(64, 301))
 
 
-def build(target: str, options: dict[str, Any]) -> Any:
-    return slapo.build(schedule(), target=target, loss=loss, **{"optimizer": adamw, **options})
+def ones() -> torch.Tensor:
+    return torch.ones(64, 301)
 
 
 class Counting(TorchDispatchMode):
@@ -91,14 +93,20 @@ class Counting(TorchDispatchMode):
         return result
 
 
-def counted(target: str, options: dict[str, Any]) -> int:
+def counted(
+    target: str,
+    options: dict[str, Any],
+    make_schedule: Callable[[], slapo.Schedule] = schedule,
+    make_batch: Callable[[], Any] = ones,
+) -> int:
     """The least peak of later steps: messages of gloo end at times of their own, and may hold a bucket until then."""
     peaks = []
     with Counting() as counting:
-        engine = build(target, options)
+        arguments = {"optimizer": adamw, "loss": loss if make_schedule is schedule else None, **options}
+        engine = slapo.build(make_schedule(), target=target, **arguments)
         for _ in range(6):
             counting.memory = fresh(counting.memory)
-            engine.train_step(torch.ones(64, 301))
+            engine.train_step(make_batch())
             peaks.append(counting.memory._peak.total)
     engine.close()
     return min(peaks[1:])
@@ -121,7 +129,7 @@ def peaks_of_megatron() -> dict[str, int]:
 
 def estimate(options: dict[str, Any], target: str) -> slapo.Estimate:
     arguments = {"optimizer": adamw, "loss": loss, "target": target, **options}
-    return slapo.estimate(schedule(), torch.ones(64, 301), **arguments)
+    return slapo.estimate(schedule(), ones(), **arguments)
 
 
 @pytest.mark.ranks
@@ -139,6 +147,46 @@ def test_peaks_of_megatron_are_those_of_two_real_processes() -> None:
     found = {name: estimate(options, "megatron").memory.total for name, options in MEGATRON.items()}
     assert found == {name: pytest.approx(peak, rel=0.02) for name, peak in real.items()}
     assert found["distributed optimizer"] < 0.85 * found["replicated"]
+
+
+CONFIG = GPT2Config(vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=64, use_cache=False)
+COMBINED: dict[str, dict[str, Any]] = {"deepspeed": DEEPSPEED["ZeRO-3"], "megatron": {"ddp_config": DISTRIBUTED}}
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.arange(256).reshape(4, 64) % 512
+    return {"input_ids": ids, "labels": ids}
+
+
+def sharded() -> slapo.Schedule:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(GPT2LMHeadModel(CONFIG), mesh={"dp": 2, "tp": 2}, example_inputs=tokens())
+    sch["transformer.h.*"].checkpoint()
+    for layer in range(CONFIG.n_layer):
+        mlp = sch[f"transformer.h.{layer}.mlp"]
+        mlp["c_fc"].shard("weight", axis=1)
+        mlp["c_fc"].shard("bias", axis=0)
+        mlp["c_proj"].shard("weight", axis=0)
+        mlp["c_fc"].sync("backward", "all_reduce")
+        mlp["c_proj"].sync("forward", "all_reduce")
+    return sch
+
+
+def peak_of_combined(target: str) -> int:
+    if target == "megatron":
+        import tests.support.cpu_megatron  # noqa: F401 - runs it on the CPU
+
+    return counted(target, COMBINED[target], sharded, tokens)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize("target", COMBINED)
+def test_a_checkpointed_model_split_over_ranks(target: str) -> None:
+    real = run_ranks(peak_of_combined, target, world_size=4)[0]
+    found = slapo.estimate(sharded(), tokens(), optimizer=adamw, target=target, rank=0, **COMBINED[target])
+    assert found.memory.total == pytest.approx(real, rel=0.02)
+    assert {each.mesh_dim for each in found.kinds[0].collectives} >= {"dp", "tp"}
 
 
 def test_what_the_engine_keeps_and_sends_is_told_apart() -> None:
