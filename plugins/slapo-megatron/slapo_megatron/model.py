@@ -392,5 +392,5 @@ def chunks_for_own_loop(sch: Schedule, options: Mapping[str, Any], *, wrap: bool
     lower_model(sch.model, working_dtype(config))
     chunk = Chunk(sch.model, config)
     made = wrapped([chunk], config, completed["ddp_config"]) if wrap else [chunk]
-    hold()  # as long as the process runs: nobody says when the loop is over
+    hold()  # as long as the process runs: the end of the loop is not known
     return made

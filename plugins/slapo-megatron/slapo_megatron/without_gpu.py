@@ -48,10 +48,10 @@ def run_without_gpu() -> None:
         for found in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
             with contextlib.suppress(ImportError):  # what needs packages that are not installed is not run either
                 importlib.import_module(found.name)
-    stand_in = _torch()
+    on_cpu = _torch()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron") and getattr(module, "torch", None) is torch:
-            module.torch = stand_in  # type: ignore[attr-defined]
+            module.torch = on_cpu  # type: ignore[attr-defined]
 
 
 def _torch() -> _Module:

@@ -88,10 +88,10 @@ def train_in_plain_torch(
     scheduler = None if lr_scheduler is None else lr_scheduler(chosen)
     losses, norms = [], []
     for number, batch in enumerate(batches):
-        pieces = micro_batches(batch, accumulate)
+        parts = micro_batches(batch, accumulate)
         with seeded(SEED + number):
-            values = [compute_loss(each)[0] for each in pieces]
-        weights = [1.0 if loss_weight is None else float(loss_weight(each)) for each in pieces]
+            values = [compute_loss(each)[0] for each in parts]
+        weights = [1.0 if loss_weight is None else float(loss_weight(each)) for each in parts]
         scales = [weight * accumulate / sum(weights) for weight in weights]
         value = torch.stack([scale * one for scale, one in zip(scales, values, strict=True)]).mean()
         chosen.zero_grad()
