@@ -145,7 +145,7 @@ class Dialect(ABC):
     def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
         """Return the ``train_step`` of :meth:`build`'s engine on tensors without memory, for estimates.
 
-        It is called in a process of its own that stands for one rank: the tensors are fake, on the CPU; collectives
+        It is called in a process of its own that simulates one rank: the tensors are fake, on the CPU; collectives
         leave them as they are; a number that is read from one is 0. A runtime that trains under these conditions
         returns ``self.build(plan, context).train_step``.
 

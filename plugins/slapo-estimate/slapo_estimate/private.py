@@ -78,7 +78,7 @@ def _memory_efficient(
 
 @contextmanager
 def runtimes_without_memory() -> Iterator[None]:
-    """While it lasts, a runtime's engine runs on fake tensors, in a process that stands for a rank.
+    """While it lasts, a runtime's engine runs on fake tensors, in a process that simulates one rank.
 
     ``module.to(...)`` gives parameters other data: torch swaps fake ones, which weak references to them bar. Objects
     that ranks exchange are this rank's own from all of them.

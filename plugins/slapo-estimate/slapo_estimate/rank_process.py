@@ -292,9 +292,10 @@ def simulate(request: Request) -> RankResult | SlapoError:
         doing = "cutting the batch"
         is_torch = request.target == "torch"
         pipeline = pipeline_of(schedule, request) if is_torch else None
-        batches = pipeline.batches if pipeline is not None else [request.batch]
-        if pipeline is None and is_torch:
-            batches = micro_batches(request.batch, request.accumulate)
+        if pipeline is not None:
+            batches = pipeline.batches
+        else:  # another target's engine cuts the batch itself
+            batches = micro_batches(request.batch, request.accumulate) if is_torch else [request.batch]
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)
@@ -335,7 +336,7 @@ def simulate(request: Request) -> RankResult | SlapoError:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Hide what a runtime says of a process that only stands for a rank."""
+    """Hide what a runtime says of a process that only simulates a rank."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -22,7 +22,7 @@ from slapo_runtime.correspondence import Correspondence, placed
 from slapo_runtime.gradients import TiedGradients
 from slapo_runtime.losses import LossCall
 from slapo_runtime.stages import StagedModel, needing
-from slapo_runtime.world import standing_in
+from slapo_runtime.world import simulated_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -219,7 +219,7 @@ def train_by_target(
             _phases(place, model),
             memory.watching(),
             seen_as_plain(),
-            standing_in(),
+            simulated_rank(),
             Watch(trackers.observers(), values),
         ):
             arguments = {"optimizer": request.optimizer, "loss": request.loss, "accumulate": request.accumulate}

@@ -1,7 +1,7 @@
-"""Let Megatron-core run on the CPU, in a process that only stands for a rank: what it asks of CUDA by name.
+"""Run Megatron-core on the CPU, in a process that only simulates a rank: the names of CUDA that it uses.
 
-For estimates, on tensors without memory. Only calls from modules of ``megatron`` are answered so: they get a stand-in
-for their global name ``torch``; torch itself stays as it is, but for two methods of tensors, which look at who calls.
+For estimates, on tensors without memory. Only modules of ``megatron`` are concerned: their global name ``torch`` is a
+proxy; torch itself stays as it is, but for two methods of tensors, which look at who calls.
 """
 
 from __future__ import annotations

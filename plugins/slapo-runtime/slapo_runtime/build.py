@@ -150,7 +150,7 @@ def simulated_step(sch: Schedule, target: str, **arguments: Any) -> Callable[[An
     """Make the training step of a target on tensors without memory; see :meth:`slapo_core.dialect.Dialect.simulate`.
 
     Args:
-        sch: of a model whose tensors are fake; within :func:`~slapo_runtime.world.standing_in`.
+        sch: of a model whose tensors are fake; within :func:`~slapo_runtime.world.simulated_rank`.
         target: the dialect.
         arguments: those of :func:`build`, and options of the dialect.
 
@@ -435,7 +435,8 @@ class Target:
             step = self.dialect.simulate(plan, context)
         if step is None:
             raise BuildError(
-                f"what a training step of target '{self.dialect.name}' needs is not known with this plan:\n{plan}",
+                f"target '{self.dialect.name}' does not know what a training step of this schedule with these options "
+                "needs (pipeline stages, offloading)",
                 plugin=self.label,
                 hint='target="torch", and leave room for what the runtime adds; or train, and see what it takes',
             )

@@ -184,17 +184,17 @@ _channels: dict[tuple[int, ...], _Channel] = {}
 atexit.register(_channels.clear)  # before the interpreter takes apart what their threads need
 
 
-_stands_in: list[None] = []
+_simulated: list[None] = []
 
 
 @contextlib.contextmanager
-def standing_in() -> Iterator[None]:
-    """Let this process stand for a rank whose groups have no other processes: nothing is compared with others."""
-    _stands_in.append(None)
+def simulated_rank() -> Iterator[None]:
+    """Simulate one rank of a mesh in this process: there are no other processes to compare with."""
+    _simulated.append(None)
     try:
         yield
     finally:
-        _stands_in.pop()
+        _simulated.pop()
 
 
 class World:
@@ -218,7 +218,7 @@ class World:
         dims = (over,) if isinstance(over, str) else over
         size = 1 if mesh is None else mesh.world_size if dims is None else math.prod(map(mesh.size, dims))
         self._mesh = mesh
-        self._device_mesh = mesh.device_mesh if mesh is not None and size > 1 and not _stands_in else None
+        self._device_mesh = mesh.device_mesh if mesh is not None and size > 1 and not _simulated else None
         self._group: Any = None
         self._store: Any = None
         self._trial: TrialMesh | None = None

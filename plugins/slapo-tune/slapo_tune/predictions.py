@@ -65,7 +65,7 @@ class Predictions:
         versions = {name: version(name) for name in ("slapo-core", "torch")}
         self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": versions, "seed": study.seed}
         self._header |= {"world_size": study.world_size, "device": study.device and str(study.device)}
-        self._header |= {"target": study.target, "options": repr(sorted(study.options.items()))}
+        self._header |= {"target": study.target, "options": repr(sorted(_given(study).items()))}
         try:
             self._read()
         except OSError as error:
@@ -135,17 +135,23 @@ def sources(study: Study) -> str:
     return digest.hexdigest()
 
 
-_UNPLAYED = ("elementwise", "lr_scheduler", "loss_weight", "max_grad_norm", "seed", "weights")
-"""Arguments of ``slapo_core.build`` that estimates of target ``"torch"`` do not take; they hardly need memory."""
+_WITHOUT_EFFECT = ("lr_scheduler", "loss_weight", "seed", "weights")
+"""Arguments of ``slapo_core.build`` that a step needs no memory for."""
+
+
+def _given(study: Study) -> dict[str, Any]:
+    """The options of the study that matter to an estimate."""
+    return {name: value for name, value in study.options.items() if name not in _WITHOUT_EFFECT}
 
 
 def _options(study: Study, point: Point) -> dict[str, Any]:
-    """The options of ``build`` by which the estimated step runs; those of no effect on its memory are left out."""
+    """The options by which the estimated step of a point runs."""
+    given = _given(study)
     if study.target != "torch":
-        return {name: value for name, value in study.options.items() if name not in ("lr_scheduler", "loss_weight")}
+        return given
     if (study.mesh_of(point) or {}).get("pp", 1) == 1:  # the others are DistributedDataParallel's
-        return {name: value for name, value in study.options.items() if name == "accumulate"}
-    return {name: value for name, value in study.options.items() if name not in _UNPLAYED}
+        return {name: value for name, value in given.items() if name == "accumulate"}
+    return {name: value for name, value in given.items() if name not in ("elementwise", "max_grad_norm")}
 
 
 def _key(point: Mapping[str, Any]) -> str:
