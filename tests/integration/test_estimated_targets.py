@@ -201,10 +201,21 @@ def test_what_the_engine_keeps_and_sends_is_told_apart() -> None:
     assert any("target 'deepspeed'" in one for one in found["ZeRO-3"].assumptions)
 
 
-def test_what_is_not_known_is_said() -> None:
-    offloaded = {"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}
+NOT_KNOWN: dict[str, dict[str, Any]] = {
+    "deepspeed": {"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    "megatron": {"optimizer": None, "optimizer_config": {"lr": 1e-3, "optimizer_cpu_offload": True}},
+}
+
+
+@pytest.mark.parametrize("target", NOT_KNOWN)
+def test_what_is_not_known_is_said(target: str) -> None:
     with pytest.raises(slapo.BuildError, match="does not know"):
-        estimate(offloaded, "deepspeed")
+        estimate(NOT_KNOWN[target], target)
+
+
+def test_an_offloading_section_that_is_off_is_known() -> None:
+    off = {"config": {"zero_optimization": {"stage": 2, **SMALL, "offload_optimizer": {"device": "none"}}}}
+    assert estimate(off, "deepspeed").memory == estimate(DEEPSPEED["ZeRO-2"], "deepspeed").memory
 
 
 def batch(p: Any) -> torch.Tensor:

@@ -57,5 +57,5 @@ class DeepSpeedDialect(Dialect):
     def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
         """Without stages, which tell each other what they send, and where everything stays on the device."""
         zero = plan.config["config"].get("zero_optimization") or {}
-        offloads = any(zero.get(name) for name in ("offload_optimizer", "offload_param"))
-        return None if context.stage_ranks or offloads else self.build(plan, context).train_step
+        offloads = [(zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")]
+        return None if context.stage_ranks or set(offloads) != {"none"} else self.build(plan, context).train_step

@@ -96,10 +96,10 @@ class MegatronDialect(Dialect):
         return WholeEngine(plan, context)
 
     def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
-        """Without stages, which tell each other what they send; this process then takes the CPU for its GPU."""
+        """Without stages, which tell each other what they send, and offloading; the CPU is taken for the GPU."""
         from slapo_megatron.without_gpu import run_without_gpu
 
-        if context.stage_ranks:
+        if context.stage_ranks or plan.config["optimizer_config"].get("optimizer_cpu_offload"):
             return None
         run_without_gpu()
         return self.build(plan, context).train_step
