@@ -8,7 +8,8 @@ import pytest
 
 import slapo_core as slapo
 from slapo_core.dialect import BuildArguments
-from slapo_deepspeed.config import DANGERS, UNVERIFIED, Watched
+from slapo_deepspeed.config import DANGERS, UNVERIFIED
+from slapo_deepspeed.reading import Watched
 from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of
