@@ -142,7 +142,7 @@ def filled(schedule: Schedule, options: Mapping[str, Any], ask: Ask | None = Non
     facts = ScheduleFacts.of(schedule, options)
     _fill_sizes(draft, facts, schedule, ask or stages_of(schedule, options))
     _fill_precision(draft, facts)
-    _fill_optimizer(draft, facts, has_config=options.get(_OPTIMIZER) is not None)
+    _fill_optimizer(draft, facts, is_object=not isinstance(options.get(_OPTIMIZER) or {}, Mapping))
     _fill_replicas(draft, facts)
     draft.check("Megatron")
     _validate(draft.values, schedule.mesh)
@@ -317,7 +317,7 @@ def _fill_precision(draft: Options, facts: ScheduleFacts) -> None:
         draft.default(f"{_DDP}.grad_reduce_in_fp32", True, "with bf16, as Megatron-LM has it")
 
 
-def _fill_optimizer(draft: Options, facts: ScheduleFacts, *, has_config: bool) -> None:
+def _fill_optimizer(draft: Options, facts: ScheduleFacts, *, is_object: bool) -> None:
     """Complete the options of Megatron's own optimizer and its scheduler, and clipping."""
     rate, clipping = draft.get(f"{_OPTIMIZER}.lr"), f"{_OPTIMIZER}.clip_grad"
     said = next((name for name in _OF_OPTIMIZER if draft.given(f"{_OPTIMIZER}.{name}")), None)
@@ -341,11 +341,11 @@ def _fill_optimizer(draft: Options, facts: ScheduleFacts, *, has_config: bool) -
     asked = facts.max_grad_norm
     if asked is not None:
         draft.own(clipping, float(asked), f"build(max_grad_norm={asked})", "say it once")
-    elif has_config:
+    elif rate is not None or is_object:
         why = 'OptimizerConfig\'s default; "clip_grad": 0.0 does not clip'
         draft.default(clipping, fields_of(_OPTIMIZER)["clip_grad"][0], why)
     else:
-        draft.default(clipping, 0.0, "neither optimizer_config nor max_grad_norm: nothing is clipped")
+        draft.default(clipping, 0.0, "no max_grad_norm: nothing is clipped (Megatron's default is 1.0)")
 
 
 def _fill_scheduler(draft: Options) -> None:

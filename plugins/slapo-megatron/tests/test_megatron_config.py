@@ -232,10 +232,12 @@ def test_sizes_come_from_the_mesh() -> None:
     assert "model_parallel_config.tensor_model_parallel_size" not in same["origins"]
 
 
-def test_gradients_are_clipped_as_max_grad_norm_or_a_given_optimizer_config_says(message: Messages) -> None:
-    made = planned(arguments=BuildArguments())
-    assert made["optimizer_config"]["clip_grad"] == 0.0
-    assert "nothing is clipped" in made["origins"]["optimizer_config.clip_grad"]
+def test_gradients_are_clipped_as_max_grad_norm_or_megatrons_own_optimizer_says(message: Messages) -> None:
+    distributed = {name: {"use_distributed_optimizer": True} for name in ("optimizer_config", "ddp_config")}
+    for given in ({}, distributed):
+        made = planned(arguments=BuildArguments(has_optimizer=True), **given)
+        assert made["optimizer_config"]["clip_grad"] == 0.0
+        assert "nothing is clipped" in made["origins"]["optimizer_config.clip_grad"]
     for given in (RATE, OptimizerConfig(**RATE)):
         made = planned(optimizer_config=given)
         assert made["optimizer_config"]["clip_grad"] == OptimizerConfig().clip_grad == 1.0
