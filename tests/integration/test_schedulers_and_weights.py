@@ -133,6 +133,39 @@ def test_two_targets_train_as_one_process(first: str, then: str, tmp_path: Path)
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, 0.03, total_steps=10)
+
+
+def cycled(first: str, scheduler: Any, directory: str) -> list[float]:
+    """The learning rates of two steps with a scheduler, or with none, and of two of target torch with OneCycleLR."""
+    rates = []
+    for name, chosen in ((first, scheduler), ("torch dp", one_cycle)):
+        engine, replicas, place = built(name, lr_scheduler=chosen)
+        if rates:
+            engine.load(directory)
+        for step in range(2):
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+            engine.train_step({key: one.chunk(replicas)[place] for key, one in whole(step).items()})
+        engine.save(directory)
+        engine.close()
+    return rates
+
+
+def test_a_scheduler_that_keeps_rates_in_groups_goes_on_or_begins(tmp_path: Path) -> None:
+    optimizer = adamw([nn.Parameter(torch.zeros(1))])
+    scheduler, expected = one_cycle(optimizer), []
+    for _ in range(4):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    for found in run_ranks(cycled, "megatron distributed", one_cycle, str(tmp_path / "saved"), world_size=2):
+        assert found == pytest.approx(expected)
+    for found in run_ranks(cycled, "torch dp", None, str(tmp_path / "without"), world_size=2):
+        assert found[:2] == [0.02, 0.02]
+        assert found[3] == pytest.approx(expected[1])  # the first one is that of the checkpoint
+
+
 @pytest.mark.parametrize("without", ["lr_scheduler", "loss_weight"])
 def test_without_one_of_them_it_is_another_training(without: str, tmp_path: Path) -> None:
     ((state, _), _) = run_ranks(train, "torch dp", "torch dp", str(tmp_path), without, world_size=2)

@@ -51,10 +51,10 @@ def test_the_search_starts_what_fits_and_verifies_the_best(
     sch = slapo.replay(model, kept["document"])
     assert sch["bert.encoder.layer.0.intermediate.dense"].module.weight.shape == (512, 256)
 
-    result = tune_bert.search(tune_bert.make_study(options))  # all is in the log: nothing is tried again
+    result = tune_bert.make_study(options).run()  # all is in the log: nothing is tried again
     assert (len(result.trials), result.ended) == (2, "space")
     wrong = replace(result, winner=replace(result.winner, right=False, reason="outputs differ"))
-    monkeypatch.setattr(tune_bert, "search", lambda study, tell: wrong)
+    monkeypatch.setattr(slapo_tune.Study, "run", lambda study, **_: wrong)
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert tune_bert.main(options) == 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import has_torch_function
 from torch.torch_version import TorchVersion
 
 from slapo_deepspeed.private import forward_hooks_of
@@ -184,7 +185,8 @@ def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
     before = functional.linear
 
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if hasattr(weight, "ds_id") and (_IS_COMPILED_RIGHT or not torch.compiler.is_compiling()):
+        is_run = _IS_COMPILED_RIGHT or not torch.compiler.is_compiling()
+        if hasattr(weight, "ds_id") and is_run and not has_torch_function((input, weight)):  # a trace sees torch's own
             return zero3_linear_wrap(input, weight, bias)  # type: ignore[no-any-return]
         return before(input, weight, bias)
 

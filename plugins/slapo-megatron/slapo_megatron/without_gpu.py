@@ -7,6 +7,7 @@ proxy; torch itself stays as it is, but for two methods of tensors, which look a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pkgutil
 import sys
@@ -99,8 +100,20 @@ def _patch_methods() -> None:
             return found.replace("torch.", "torch.cuda.", 1)
         return found
 
-    type_.__name__ = "type"  # by which torch's function modes know a method
-    torch.Tensor.cuda, torch.Tensor.type = cuda, type_  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda, torch.Tensor.type = _Method("cuda", cuda), _Method("type", type_)  # type: ignore[method-assign, assignment]
+
+
+class _Method:
+    """A method of tensors. Unlike a function's, its signature is not read by traces and patterns, as of torch's own."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.__name__, self._function = name, function
+
+    def __get__(self, tensor: torch.Tensor | None, owner: Any = None) -> Any:
+        return self if tensor is None else functools.partial(self._function, tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 def _is_called_by_megatron() -> bool:

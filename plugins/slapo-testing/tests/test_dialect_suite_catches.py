@@ -176,6 +176,7 @@ def test_a_bad_dialect_is_caught(check: str, case: DialectCase, word: str, messa
 SHOWS_ELSEWHERE = {  # what is built, trained or saved wrongly is wrong wherever that is looked at
     "WithoutLoad",
     "KeepsGradients",
+    "TakesMappingsOnly",
     "TrainsKnownNamesOnly",
     "GivesLiveNames",
     "SavesNoOptimizer",

@@ -381,8 +381,9 @@ class OptimizerState:
                 layout = Layout(key, shape)
             assert source is not None
             states.setdefault(name, {})[own_key] = partial(source.read, key, layout, self._mesh)
-        groups = [
-            {key: _from_json(value, present.get(key)) for key, value in values.items()}
+        groups = [  # what the checkpoint does not have, a new scheduler's rates for one, stays
+            {key: value for key, value in present.items() if key != "params"}
+            | {key: _from_json(value, present.get(key)) for key, value in values.items()}
             for present, values in zip(self._storage.param_groups, settings, strict=True)
         ]
         here = {parameters[name]: _WhenAsked(values) for name, values in states.items() if name in parameters}
