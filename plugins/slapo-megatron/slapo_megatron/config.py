@@ -346,6 +346,8 @@ def _fill_optimizer(draft: Options, facts: ScheduleFacts, *, is_object: bool) ->
         draft.default(clipping, fields_of(_OPTIMIZER)["clip_grad"][0], why)
     else:
         draft.default(clipping, 0.0, "no max_grad_norm: nothing is clipped (Megatron's default is 1.0)")
+    if draft.get(clipping) and "float64" in facts.dtypes:
+        draft.refuse(clipping, f"is {draft.get(clipping)}, and Megatron clips no gradients in float64", "model.float()")
 
 
 def _fill_scheduler(draft: Options) -> None:

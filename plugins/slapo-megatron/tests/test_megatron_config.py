@@ -490,7 +490,9 @@ def test_what_megatron_refuses_is_said_with_its_place() -> None:
 
 def test_what_is_right_is_accepted() -> None:
     plan(optimizer_config={**RATE, "fp16": True, "initial_loss_scale": 2.0**16})
-    plan(schedule=schedule_of(dtype=torch.float64), optimizer_config=RATE)
+    plan(schedule=schedule_of(dtype=torch.float64), optimizer_config={**RATE, "clip_grad": 0.0})
+    text = refusal(schedule=schedule_of(dtype=torch.float64), arguments=BuildArguments(max_grad_norm=0.5))
+    assert "'clip_grad' of optimizer_config is 0.5, and Megatron clips no gradients in float64" in text
     plan(optimizer_config={**RATE, "fp16": True, "loss_scale": 1024})
     plan(optimizer_config={"fp16": True}, arguments=NOTHING)
     plan(optimizer_config={**RATE, "optimizer": "sgd", "sgd_momentum": 0.0})
