@@ -46,6 +46,10 @@ def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return output
 
 
+def count(batch: torch.Tensor) -> torch.Tensor:
+    return (batch != 0).sum()
+
+
 adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 SMALL = {"reduce_bucket_size": 300_000, "stage3_prefetch_bucket_size": 100_000, "overlap_comm": False}
 DEEPSPEED: dict[str, dict[str, Any]] = {
@@ -55,6 +59,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"config": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000, **SMALL}}},
     "ZeRO-1, bf16": {"config": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, **SMALL}}},
     "ZeRO-2, clipped": {"config": {"zero_optimization": {"stage": 2, **SMALL}}, "max_grad_norm": 0.1, "accumulate": 2},
+    "ZeRO-1, weighted": {"config": {"zero_optimization": {"stage": 1, **SMALL}}, "loss_weight": count, "accumulate": 2},
 }
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -86,9 +91,13 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals["__name__"].startswith(("torch._compile", "torch._dynamo")):
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
+            ("torch._compile", "torch._dynamo")
+        ):
             frame = frame.f_back
-        if frame.f_globals["__name__"] != "torch.distributed.distributed_c10d":  # gloo's own buffers: NCCL has none
+        if (
+            frame.f_globals.get("__name__", "") != "torch.distributed.distributed_c10d"
+        ):  # gloo's own buffers: NCCL has none
             self.memory.saw(func, args, kwargs or {}, result)
         return result
 
