@@ -484,7 +484,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, observers: Sequence[Observer], values: Values) -> None:
         super().__init__()
-        self._run = values.run
+        self._run, self._mode = values.run, values.mode
         self._saw = tuple(observer.saw for observer in observers)
         self._device = torch.ops.prim.device.default
         self._waits = wait_operations()
@@ -497,6 +497,12 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         # Waiting gives back the tensors that are waited for; without memory torch would make new ones.
         result = args[0] if func in self._waits else self._run(func, args, kwargs)
-        for saw in self._saw:
-            saw(func, args, kwargs, result)
+        if not self._is_recorded(result):
+            for saw in self._saw:
+                saw(func, args, kwargs, result)
         return result
+
+    def _is_recorded(self, result: Any) -> bool:
+        """Whether it is of a graph that is recorded in the step, on tensors of a fake mode of its own."""
+        leaf = next(iter(tree_leaves(result)), None) if isinstance(result, (tuple, list)) else result
+        return self._mode is not None and isinstance(leaf, FakeTensor) and leaf.fake_mode is not self._mode

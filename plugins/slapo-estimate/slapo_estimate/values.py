@@ -55,7 +55,7 @@ class Values:
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self._mode = mode
+        self.mode = mode
         self.otherwise: Callable[[], float | None] = lambda: None
         self._overwritten: dict[int, torch.UntypedStorage] = {}
 
@@ -144,8 +144,8 @@ class Values:
         raise Unknown(str(func))
 
     def _fake(self, value: torch.Tensor) -> torch.Tensor:
-        assert self._mode is not None
-        tensor = self._mode.from_tensor(value, static_shapes=True)
+        assert self.mode is not None
+        tensor = self.mode.from_tensor(value, static_shapes=True)
         self.give(tensor, value)
         return tensor
 
