@@ -83,6 +83,10 @@ def ones() -> torch.Tensor:
     return torch.ones(64, 301)
 
 
+def module_of(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 class Counting(TorchDispatchMode):
     """Counts the bytes of real tensors."""
 
@@ -95,13 +99,9 @@ class Counting(TorchDispatchMode):
         if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(result)):  # of a graph that is recorded in a step
             return result
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
-            ("torch._compile", "torch._dynamo")
-        ):
+        while frame.f_back is not None and module_of(frame).startswith(("torch._compile", "torch._dynamo")):
             frame = frame.f_back
-        if (
-            frame.f_globals.get("__name__", "") != "torch.distributed.distributed_c10d"
-        ):  # gloo's own buffers: NCCL has none
+        if module_of(frame) != "torch.distributed.distributed_c10d":  # gloo's own buffers: NCCL has none
             self.memory.saw(func, args, kwargs or {}, result)
         return result
 
@@ -201,6 +201,25 @@ def test_a_traced_and_checkpointed_model_split_over_ranks(target: str) -> None:
     found = slapo.estimate(sharded(), tokens(), optimizer=adamw, target=target, rank=0, **COMBINED[target])
     assert found.memory.total == pytest.approx(real, rel=0.02)
     assert {each.mesh_dim for each in found.kinds[0].collectives} >= {"dp", "tp"}
+
+
+def matches_where_megatron_runs_without_gpu() -> list[int]:
+    from tests.support import cpu_megatron
+
+    cpu_megatron.take_back()
+    found = []
+    for prepare in (lambda: None, cpu_megatron.install):
+        prepare()
+        eager = GPT2Config(vocab_size=512, n_embd=64, n_layer=1, n_head=4, use_cache=False, attn_implementation="eager")
+        sch = slapo.create_schedule(GPT2LMHeadModel(eager), example_inputs=tokens())
+        sch["transformer.h.0"].trace(flatten=True)
+        found.append(len(sch["transformer.h.0"].find("fusion.sdpa")))
+    return found
+
+
+@pytest.mark.ranks
+def test_patterns_match_as_before_where_megatron_runs_without_gpu() -> None:
+    assert run_ranks(matches_where_megatron_runs_without_gpu, world_size=1) == [[1, 1]]
 
 
 def test_what_the_engine_keeps_and_sends_is_told_apart() -> None:

@@ -1,4 +1,4 @@
-"""Access DeepSpeed's undocumented pipeline names: only here, under a contract test."""
+"""Access undocumented names of DeepSpeed and torch: only here, under a contract test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._device import DeviceContext
 
 
 def prepare(engine: Any, received: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -61,3 +63,8 @@ def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
 def partition_rank(wrapper: Any, parameter: Any) -> int:
     """Return this rank's position in the group over which ZeRO stage 3 shards a parameter."""
     return int(wrapper._get_param_partition_rank(parameter))
+
+
+def functions_are_watched() -> bool:
+    """Whether calls of torch's functions are recorded or replaced now; a default device is not that."""
+    return any(not isinstance(mode, DeviceContext) for mode in function_modes())

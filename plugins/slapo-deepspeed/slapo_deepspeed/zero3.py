@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import has_torch_function
 from torch.torch_version import TorchVersion
 
-from slapo_deepspeed.private import forward_hooks_of
+from slapo_deepspeed.private import forward_hooks_of, functions_are_watched
 
 if TYPE_CHECKING:
     from slapo_core.tree.node import Node
@@ -185,8 +184,9 @@ def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
     before = functional.linear
 
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        is_run = _IS_COMPILED_RIGHT or not torch.compiler.is_compiling()
-        if hasattr(weight, "ds_id") and is_run and not has_torch_function((input, weight)):  # a trace sees torch's own
+        is_compiling = torch.compiler.is_compiling()
+        is_own = _IS_COMPILED_RIGHT if is_compiling else not functions_are_watched()  # a recording sees torch's own
+        if hasattr(weight, "ds_id") and is_own:
             return zero3_linear_wrap(input, weight, bias)  # type: ignore[no-any-return]
         return before(input, weight, bias)
 

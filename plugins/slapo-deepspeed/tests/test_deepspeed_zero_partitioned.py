@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import BaseTorchFunctionMode
 
 import slapo_core as slapo
-from slapo_deepspeed.zero3 import Partitioning
+from slapo_deepspeed.zero3 import Partitioning, linear_restored, partitioned_linear
 from slapo_testing import preload_modules, run_ranks
 
 from . import small
@@ -143,6 +145,19 @@ def shapes() -> dict[str, Any]:
     return found
 
 
+def linears() -> list[bool]:
+    """Whether DeepSpeed's linear function runs: as it is, with a default device, and while torch's are watched."""
+    import deepspeed.runtime.zero.linear  # noqa: F401 - it sets its own linear, which the engine takes back
+
+    layer, x, found = nn.Linear(2, 2), torch.ones(1, 2), []
+    layer.weight.ds_id = 0  # type: ignore[assignment]
+    with linear_restored(), partitioned_linear(ZERO_3):
+        for mode in (contextlib.nullcontext(), torch.device("cpu"), BaseTorchFunctionMode()):
+            with mode:
+                found.append("Zero" in type(layer(x).grad_fn).__name__)
+    return found
+
+
 def compilations() -> dict[str, list[int]]:
     """How many graphs compilers have been given after each of some steps: the schedule's, and the user's."""
     graphs: list[Any] = []
@@ -169,7 +184,7 @@ def compilations() -> dict[str, list[int]]:
 
 def _on_ranks() -> dict[str, Any]:
     torch.set_num_threads(1)
-    found = {"one_by_one": one_by_one(), "shapes": shapes(), "compilations": compilations()}
+    found = {"one_by_one": one_by_one(), "shapes": shapes(), "compilations": compilations(), "linears": linears()}
     for steps in STEPS:
         found[steps.__name__] = [_trained(steps, config) for config in (None, ZERO_3)]
     dist.barrier()
@@ -186,6 +201,10 @@ def test_steps_train_as_under_target_torch(steps: Callable[[slapo.Schedule], Non
     for rank in _found():
         by_torch, by_deepspeed = rank[steps.__name__]
         assert by_deepspeed == pytest.approx(by_torch, rel=2e-6)
+
+
+def test_deepspeeds_linear_runs_with_a_default_device_and_not_in_a_recording() -> None:
+    assert [rank["linears"] for rank in _found()] == [[True, True, False]] * 2
 
 
 def test_no_more_than_one_parameter_is_whole_at_once() -> None:

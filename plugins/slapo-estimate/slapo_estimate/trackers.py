@@ -504,5 +504,7 @@ class Watch(TorchDispatchMode):
 
     def _is_recorded(self, result: Any) -> bool:
         """Whether it is of a graph that is recorded in the step, on tensors of a fake mode of its own."""
-        leaf = next(iter(tree_leaves(result)), None) if isinstance(result, (tuple, list)) else result
-        return self._mode is not None and isinstance(leaf, FakeTensor) and leaf.fake_mode is not self._mode
+        leaves = tree_leaves(result) if isinstance(result, (tuple, list)) else (result,)
+        return self._mode is not None and any(
+            isinstance(leaf, FakeTensor) and leaf.fake_mode is not self._mode for leaf in leaves
+        )

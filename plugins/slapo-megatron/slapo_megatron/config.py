@@ -347,7 +347,8 @@ def _fill_optimizer(draft: Options, facts: ScheduleFacts, *, is_object: bool) ->
     else:
         draft.default(clipping, 0.0, "no max_grad_norm: nothing is clipped (Megatron's default is 1.0)")
     if draft.get(clipping) and "float64" in facts.dtypes:
-        draft.refuse(clipping, f"is {draft.get(clipping)}, and Megatron clips no gradients in float64", "model.float()")
+        hint = 'model.float(), or "clip_grad": 0.0 without max_grad_norm'
+        draft.refuse(clipping, f"is {draft.get(clipping)}, and Megatron clips no gradients in float64", hint)
 
 
 def _fill_scheduler(draft: Options) -> None:

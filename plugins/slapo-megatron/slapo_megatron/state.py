@@ -141,7 +141,9 @@ def _partitioned(one: DistributedOptimizer, kept: Kept, mesh: Mesh | None) -> No
 _OF_THE_BUILD = re.compile(
     "(pre_)?(wd|lr)_mult|(max|min)_lr|(start|end)_wd|default_config|is_(expert_parallel|decoupled_lr)"
 )
-"""Settings of a group that belong to Megatron's scheduler: a checkpoint holds those of the optimizer only."""
+"""Settings of Megatron's own groups that belong to its scheduler: a checkpoint holds those of the optimizer only."""
+
+_MADE_BY_MEGATRON = "wd_mult"  # which each of them has
 
 _FUSED = ("lr", "betas", "eps", "weight_decay")  # settings that a fused Adam shares with torch's
 _STEP = "step"
@@ -159,11 +161,19 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
 
 
-def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a group in a checkpoint, and those that loading changes."""
+def settings_of(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of the values, live or loaded, that belong to a checkpoint.
+
+    In the groups of a factory all do: there, ``max_lr`` is of torch's OneCycleLR.
+    """
     if counts_in_groups(optimizer):
-        return {key: group[key] for key in _FUSED if key in group}
-    return {key: value for key, value in group.items() if key != "params" and not _OF_THE_BUILD.fullmatch(key)}
+        return {key: values[key] for key in _FUSED if key in values}
+    is_own = _MADE_BY_MEGATRON in group
+    return {
+        key: one for key, one in values.items() if key != "params" and not (is_own and _OF_THE_BUILD.fullmatch(key))
+    }
 
 
 class StoredOptimizer(FlatOptimizer):
@@ -179,7 +189,7 @@ class StoredOptimizer(FlatOptimizer):
     def __init__(self, kept: Kept, storage: FlatStorage, names: Mapping[int, str], *, is_scheduled: bool) -> None:
         self._live = [(inner, inner.param_groups[number]) for inner, number, _ in kept.groups]
         groups = [
-            StoredGroup(parameters, settings_of(inner, group))
+            StoredGroup(parameters, settings_of(inner, group, group))
             for (inner, group), (_, _, parameters) in zip(self._live, kept.groups, strict=True)
         ]
         inner = [optimizer for optimizer, _ in self._live]
@@ -208,8 +218,7 @@ class StoredOptimizer(FlatOptimizer):
 
     def set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:
         for (inner, group), values in zip(self._live, settings, strict=True):
-            known = settings_of(inner, group) if counts_in_groups(inner) else values
-            group.update({key: value for key, value in values.items() if key in known})
+            group.update(settings_of(inner, group, values))
 
 
 def _group_of(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str, Any]:

@@ -36,7 +36,12 @@ def test_a_fused_adam_is_that_of_torch_and_its_count_a_state() -> None:
     one, other = torch.zeros(3), torch.zeros(2)
     inner, storage = stored(one, other)
     assert storage.kind == "AdamW"
-    assert set(settings_of(inner, inner.param_groups[0])) == {"lr", "betas", "eps", "weight_decay"}
+    assert set(settings_of(inner, inner.param_groups[0], inner.param_groups[0])) == {
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+    }
     assert storage.state(one) == {}
     states = {each: {"step": torch.tensor(4.0), "exp_avg": torch.ones_like(each)} for each in (one, other)}
     settings = [{"lr": 0.3, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1, "amsgrad": False}]
@@ -103,3 +108,10 @@ def test_the_names_of_megatron_that_no_manual_has_are_there() -> None:
         if text not in inspect.getsource(owner)
     ]
     assert lacking == []
+
+
+def test_rates_of_megatrons_scheduler_are_in_no_checkpoint_and_those_of_torchs_are() -> None:
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    values = {"params": [], "lr": 0.1, "max_lr": 0.2, "min_lr": 0.0, "wd_mult": 1.0}
+    assert settings_of(optimizer, {"wd_mult": 1.0, "max_lr": 0.5}, values) == {"lr": 0.1}
+    assert settings_of(optimizer, {"max_lr": 0.5}, {"max_lr": 0.2}) == {"max_lr": 0.2}

@@ -173,7 +173,7 @@ class LossWeights:
 
             dist.all_reduce(total, group=self._group)
             replicas = self._replicas
-        if total <= 0:
+        if total <= 0:  # false where it is not known, without memory
             raise BuildError(
                 f"loss_weight gives {float(total):g} for all micro-batches together",
                 hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
