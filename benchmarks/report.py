@@ -8,7 +8,8 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,30 @@ def interleaved(
             run()
             times[which].append(clock() - start)
     return times
+
+
+def in_turn(measures: Mapping[str, Callable[[], float]], number: int) -> dict[str, float]:
+    """Take each measure once, e.g. seconds of a step; round ``number`` begins elsewhere than the one before."""
+    names = list(measures)
+    shift = number % len(names)
+    return {name: measures[name]() for name in (*names[shift:], *names[:shift])}
+
+
+def device_seconds(device: torch.device, step: Callable[[], Any], repeats: int = 1) -> float:
+    """Seconds of a call, the mean of ``repeats`` in a row: by CUDA events, on a CPU by the clock."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        return (time.perf_counter() - start) / repeats
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats
 
 
 def ratio_of(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
@@ -54,7 +79,7 @@ def ratio_of_medians(first: Sequence[float], second: Sequence[float]) -> dict[st
     }
 
 
-def save(name: str, rows: Sequence[dict[str, Any]], *, file: Path | None = None, **setting: str) -> None:
+def save(name: str, rows: Sequence[dict[str, Any]], *, file: Path | None = None, **setting: Any) -> None:
     """Write ``results/<name>.json``, or ``file``; ``setting`` is kept beside date, versions and machine."""
     setting = {
         **setting,
