@@ -64,7 +64,7 @@ class Run:
         device: that it measures.
         small: whether sizes are those of a CPU.
         compiler: of what is compiled.
-        seconds: after which it is ended.
+        deadline: when it is ended, in seconds of ``time.time()``.
         file: for its rows.
         setting: kept beside them.
     """
@@ -73,19 +73,15 @@ class Run:
     device: torch.device
     small: bool
     compiler: str
-    seconds: float
+    deadline: float
     file: Path
     setting: Mapping[str, Any]
     facts: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
-    @property
-    def device_name(self) -> str:
-        return str(self.setting["device"])
-
     def left(self) -> float:
         """Seconds until this part is ended."""
-        return self.seconds - (time.monotonic() - self.began)
+        return self.deadline - time.time()
 
     def synchronize(self) -> None:
         if self.device.type != "cpu":
@@ -167,17 +163,17 @@ launches; with and without `cudagraphify` on the layers, and by `torch.compile(m
         "gpu_parts:estimates",
         22,
         """Peak memory and time of a training step of twelve schedules, in bfloat16 with fused AdamW: predicted by
-`estimate` from the sizes and four measured numbers of the device, and measured. What cuBLAS takes for its work space
-is not counted.""",
+`estimate`, from sizes and from measured numbers of the device (FLOP/s of products, bandwidth, launch), and measured.
+The workspace of cuBLAS is not counted.""",
         {
             "model": lambda row: row["model"],
             "schedule": lambda row: row["schedule"],
-            "predicted": functools.partial(_gib, key="predicted_bytes"),
-            "measured": functools.partial(_gib, key="measured_bytes"),
-            "off": functools.partial(_apart, what="bytes"),
+            "predicted memory": functools.partial(_gib, key="predicted_bytes"),
+            "measured memory": functools.partial(_gib, key="measured_bytes"),
+            "memory is off by": functools.partial(_apart, what="bytes"),
             "predicted time": lambda row: f"{1e3 * row['predicted_seconds']:.1f} ms",
             "measured time": lambda row: f"{1e3 * row['measured_seconds']:.1f} ms",
-            "off ": functools.partial(_apart, what="seconds"),
+            "time is off by": functools.partial(_apart, what="seconds"),
         },
     ),
     "host_time": Part(
@@ -203,7 +199,7 @@ def run_part(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     setting = {"part": options.part, "commit": options.commit, "small": options.small, **machine(device)}
     file = result_file(options.out, options.part)
-    run = Run(options.part, device, options.small, options.compiler, options.seconds, file, setting)
+    run = Run(options.part, device, options.small, options.compiler, options.deadline, file, setting)
     run.keep([])
     module, _, function = PARTS[options.part].run.partition(":")
     ended = COMPLETE
@@ -240,6 +236,7 @@ def result_file(directory: Path, part: str) -> Path:
 
 def run_parts(options: argparse.Namespace) -> int:
     """Run what is not complete, within the minutes; give 1 if something then is not."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the part ends, too
     deadline = time.monotonic() + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)
     waiting = [part for part in options.parts if options.again or not is_complete(options, part)]
@@ -270,7 +267,16 @@ def in_process(options: argparse.Namespace, part: str, seconds: float) -> str:
     file = result_file(options.out, part)
     with tempfile.TemporaryDirectory() as cache:  # nothing is compiled beforehand
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-        command = [sys.executable, sys.argv[0], "--part", part, "--seconds", str(seconds), "--out", str(options.out)]
+        command = [
+            sys.executable,
+            sys.argv[0],
+            "--part",
+            part,
+            "--out",
+            str(options.out),
+            "--deadline",
+            str(time.time() + seconds),
+        ]
         command += ["--device", options.device, "--commit", options.commit, "--compiler", options.compiler]
         command += ["--small"] if options.small else []
         file.unlink(missing_ok=True)
@@ -364,7 +370,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also parts that are complete")
     parser.add_argument("--page", action="store_true", help="only write docs/gpu.md")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.parts = options.parts.split(",")
     options.compiler = options.compiler or ("aot_eager" if options.small else "inductor")

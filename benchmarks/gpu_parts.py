@@ -287,8 +287,8 @@ def estimates(run: Run) -> None:
                 row["failed"] = found
             else:
                 row.update(predicted_bytes=found.memory.total, predicted_seconds=found.time)
-    run.keep(rows)
-    run.say("predicted")
+            run.say(row)
+            run.keep(rows)
     _library_memory(run)
     for row, case in zip(rows, cases, strict=True):
         try:
@@ -301,7 +301,7 @@ def estimates(run: Run) -> None:
 
 
 def _library_memory(run: Run) -> None:
-    """Let cuBLAS take its work space, of the forward's thread and of the backward's."""
+    """Let cuBLAS take its workspace, of the forward's thread and of the backward's."""
     for dtype in (torch.bfloat16, torch.float32):
         a = torch.ones(256, 256, device=run.device, dtype=dtype, requires_grad=True)
         (a @ a).sum().backward()

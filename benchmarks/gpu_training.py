@@ -27,8 +27,8 @@ ALLOWED = 0.01
 """How far the first losses may be from those of eager, relative; in bfloat16, by steps that change them by more."""
 COMPARED = 3
 ROUNDS = 20
-NOMINAL = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12}
-"""Dense bfloat16 FLOP/s of the data sheets, by a part of the device's name."""
+NOMINAL = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H200": 989.4e12}
+"""Dense bfloat16 FLOP/s of the data sheets, by the device's name."""
 
 Batch = Mapping[str, torch.Tensor]
 Step = Callable[[], torch.Tensor]
@@ -223,7 +223,7 @@ def launch_bound(run: Run) -> None:
 def compare(run: Run, size: Size, variants: Variants) -> None:
     """Train every variant, in turn, as soon as there are two; the rows are kept after each round."""
     product = peak_flops(run)
-    nominal = next((flops for name, flops in NOMINAL.items() if name in run.device_name), None)
+    nominal = NOMINAL.get(run.setting["device"])
     batch = size.inputs(run.device)
     torch.compile(lambda x: x * 2, backend=run.compiler)(batch["input_ids"])  # starts what all compilations share
     run.facts.update(**vars(size), measured_flops=product, nominal_flops=nominal)

@@ -91,4 +91,6 @@ def save(name: str, rows: Sequence[dict[str, Any]], *, file: Path | None = None,
     if file is None:
         RESULTS.mkdir(exist_ok=True)
         file = RESULTS / f"{name}.json"
-    file.write_text(json.dumps({**setting, "rows": list(rows)}, indent=2) + "\n")
+    part = file.with_name(f".{file.name}.part")  # a process that is killed here leaves the file as it was
+    part.write_text(json.dumps({**setting, "rows": list(rows)}, indent=2) + "\n")
+    part.replace(file)

@@ -6,8 +6,11 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import os, sys, threading
+import os, signal, sys, threading
 sys.path.insert(0, {benchmarks!r})
 import gpu
 
@@ -27,9 +30,14 @@ def crash(run):
 def hang(run):
     threading.Event().wait()
 
+def end(run):
+    (run.file.parent / "pid").write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGTERM)
+    threading.Event().wait()
+
 sys.modules["odd"] = sys.modules[__name__]
 host_time = gpu.PARTS["host_time"]
-gpu.PARTS = {{name: gpu.Part(f"odd:{{name}}", 1000, "", {{}}) for name in ("hang", "crash")}}
+gpu.PARTS = {{name: gpu.Part(f"odd:{{name}}", 1000, "", {{}}) for name in ("hang", "crash", "end")}}
 gpu.PARTS["hang"] = gpu.Part("odd:hang", 1, "", {{}})
 gpu.PARTS["host_time"] = host_time
 sys.exit(gpu.main())
@@ -45,7 +53,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def run(gpu: Any, tmp_path: Path) -> Any:
     setting = {"part": "some", "commit": "abc", "small": True, "device": "CPU"}
-    return gpu.Run("some", torch.device("cpu"), True, "eager", 600.0, tmp_path / "gpu_some.json", setting)
+    return gpu.Run("some", torch.device("cpu"), True, "eager", time.time() + 600, tmp_path / "gpu_some.json", setting)
 
 
 def test_the_page_is_that_of_the_results(gpu: Any) -> None:
@@ -117,7 +125,7 @@ def test_a_part_that_fails_keeps_its_rows(gpu: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys.modules["gpu"], "fail", fail, raising=False)
     monkeypatch.setattr(gpu, "PARTS", {"some": gpu.Part("gpu:fail", 1, "", {})})
     common = ["--small", "--device", "cpu", "--commit", "abc", "--parts", "some", "--out", str(tmp_path)]
-    assert gpu.main([*common, "--part", "some", "--seconds", "60"]) == 1
+    assert gpu.main([*common, "--part", "some", "--deadline", str(time.time() + 600)]) == 1
     known = json.loads((tmp_path / "gpu_some.json").read_text())
     assert known["ended"] == "failed: RuntimeError: of this part"
     assert known["rows"] == [{"what": "first"}]
@@ -125,11 +133,8 @@ def test_a_part_that_fails_keeps_its_rows(gpu: Any, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_a_part_that_hangs_or_crashes_leaves_the_others(gpu: Any, tmp_path: Path) -> None:
-    program = tmp_path / "odd_parts.py"
-    program.write_text(PROGRAM.format(benchmarks=str(ROOT / "benchmarks")))
-    command = [sys.executable, str(program), "--small", "--minutes", "20", "--out", str(tmp_path), "--commit", "abc"]
-    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 1, done.stderr
+    done = with_odd_parts(tmp_path, "hang,crash,host_time")
+    assert done.returncode == 1, done.stdout
     known = {part: json.loads((tmp_path / f"gpu_{part}.json").read_text()) for part in ("hang", "crash")}
     assert known["hang"]["ended"].startswith("ended at its limit")
     assert known["crash"]["ended"] == "failed: exit status -6"
@@ -153,6 +158,26 @@ def test_a_part_that_hangs_or_crashes_leaves_the_others(gpu: Any, tmp_path: Path
     assert not is_complete("host_time", commit="def")
     assert not is_complete("host_time", small=False)
     assert not any(is_complete(part) for part in ("hang", "crash", "absent"))
+
+
+@pytest.mark.slow
+def test_a_part_ends_with_what_started_it(tmp_path: Path) -> None:
+    done = with_odd_parts(tmp_path, "end")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
+def with_odd_parts(directory: Path, parts: str) -> subprocess.CompletedProcess[str]:
+    program = directory / "odd_parts.py"
+    program.write_text(PROGRAM.format(benchmarks=str(ROOT / "benchmarks")))
+    command = [sys.executable, str(program), "--small", "--device", "cpu", "--minutes", "20", "--commit", "abc"]
+    command += ["--parts", parts, "--out", str(directory)]
+    output = directory / "output"  # a file: a pipe would wait for all who hold it
+    with output.open("w") as stream:
+        done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, text=True, cwd=ROOT, check=False)
+    done.stdout = output.read_text()
+    return done
 
 
 @pytest.mark.slow
