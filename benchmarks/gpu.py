@@ -267,16 +267,8 @@ def in_process(options: argparse.Namespace, part: str, seconds: float) -> str:
     file = result_file(options.out, part)
     with tempfile.TemporaryDirectory() as cache:  # nothing is compiled beforehand
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-        command = [
-            sys.executable,
-            sys.argv[0],
-            "--part",
-            part,
-            "--out",
-            str(options.out),
-            "--deadline",
-            str(time.time() + seconds),
-        ]
+        command = [sys.executable, sys.argv[0], "--part", part, "--deadline", str(time.time() + seconds)]
+        command += ["--out", str(options.out)]
         command += ["--device", options.device, "--commit", options.commit, "--compiler", options.compiler]
         command += ["--small"] if options.small else []
         file.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -102,6 +103,8 @@ def test_a_variant_with_other_losses_has_no_figures(run: Any) -> None:
     assert "seconds" not in rows["other"]
     assert rows["again"]["against_eager"]["pairs"] == 3
     assert rows["again"]["peak_bytes"] > 4 * known["facts"]["parameters"]
+    with pytest.raises(AssertionError, match="losses"):
+        training.require_losses([1.0, math.nan], [1.0, 1.0])
     expected = known["facts"]["flops_per_step"] / rows["again"]["seconds"] / known["facts"]["measured_flops"]
     assert rows["again"]["mfu_measured"] == pytest.approx(expected)
 
