@@ -22,7 +22,12 @@ _VALUES_APART = 0.5
 _REFUSING = ("batch", "model", "schedule")
 """Phases in which an exception says that the point is not possible."""
 
-_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|cannot allocate memory|bad_alloc|out of memory", re.I)
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|cannot allocate memory|bad_alloc|out of memory"
+    r"|(_STATUS_(\w+_)?|CUFFT_)ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER; cuDNN 9: DEVICE_ALLOCATION
+    r"|failed to cuda (host )?[mc]alloc",  # NCCL
+    re.I,
+)
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset|was aborted)|broken pipe", re.I)
 _OURS = ("/slapo_tune/trials.py", "/slapo_tune/training.py", "/slapo_core/", "/torch/", "/importlib/", "<frozen ")
 _FRAMES = 4

@@ -55,7 +55,8 @@ class Study:
         memory: of a rank: bytes, or as in ``"70GiB"``; points that need more by the estimate are not started. None for
             no limit.
         process_memory: what a trial's process on the CPU may take beyond what it has before the model is made, kept by
-            the kernel; more is ``"oom"``. Bytes, or as in ``"4GiB"``; None for no limit.
+            the kernel; more is ``"oom"``. Bytes, or as in ``"4GiB"``; None for no limit. Not on GPUs: it limits the
+            address space, of which CUDA reserves more than the machine has memory.
         accelerator: ``"cpu"`` or ``"cuda"``; None for CUDA where there is a GPU for each rank, else the CPU.
         device: for predicting time; None predicts none.
         sampler: the name of an installed one, or a :class:`slapo_core.Sampler`.
@@ -124,6 +125,13 @@ class Study:
         for name in ("memory", "process_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name=name)
+        if self.process_memory is not None and self.uses_cuda:
+            raise StudyError(
+                f"process_memory={self.process_memory!r} limits the address space of trials, and CUDA reserves more of "
+                'it than the machine has memory: every trial would end as "oom"',
+                hint=f"memory={self.process_memory!r}, which estimates are held against (a trial that needs more than "
+                "the GPU has is \"oom\" without any limit), or accelerator='cpu'",
+            )
         if self.evaluate is None:
             calls = {"batch": "batch=lambda p: torch.randn(p['batch'], 64)", "optimizer": "optimizer=torch.optim.AdamW"}
             for name, call in calls.items():
@@ -132,7 +140,7 @@ class Study:
         if self.memory is not None and not (self.predict and self.batch is not None):
             raise StudyError(
                 f"memory={self.memory!r} is held against estimates, which need predict=True and batch=",
-                hint="batch=lambda p: torch.randn(p['batch'], 64), or process_memory=, which the kernel keeps",
+                hint="batch=lambda p: torch.randn(p['batch'], 64); or on the CPU process_memory=, which the kernel keeps",
             )
         if self.memory is not None and self.target != "torch":
             from slapo_runtime.build import simulates
@@ -141,10 +149,18 @@ class Study:
                 raise StudyError(
                     f"memory={self.memory!r} is held against estimates, and what a training step of target "
                     f"{self.target!r} needs is not known",
-                    hint='process_memory=, which the kernel keeps, or no limit: points that do not fit end as "oom"',
+                    hint='no limit: points that do not fit end as "oom"; or on the CPU process_memory=, which the '
+                    "kernel keeps",
                 )
         if self.mesh is None and self.world_size > 1:
             raise StudyError(f"{self.world_size} ranks need a mesh", hint=f'mesh=lambda p: {{"dp": {self.world_size}}}')
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Return whether trials run on GPUs, here."""
+        import torch
+
+        return (self.accelerator or ("cuda" if torch.cuda.device_count() >= self.world_size else "cpu")) == "cuda"
 
     @property
     def memory_limit(self) -> int | None:

@@ -42,6 +42,7 @@ KEPT = 256 * 1024
 """Bytes that are kept from the beginning and from the end of a trial's output."""
 
 _LAUNCHES = 5  # attempts to start the ranks of a trial
+_PATIENCE = 60.0  # seconds that killed processes get to end: a driver takes its time to free a GPU's memory
 _MAIN = ("__main__", "__mp_main__")
 _PLAIN = ("world_size", "target", "memory", "timeout", "warmup", "steps", "seed", "accelerator")
 """Fields of a study that ranks get besides its functions."""
@@ -61,7 +62,7 @@ def accelerator_of(study: Study) -> str:
     count = torch.cuda.device_count()
     if study.accelerator == "cuda" and count < study.world_size:
         raise StudyError(f"{study.world_size} ranks need as many GPUs, and there are {count}", hint="accelerator='cpu'")
-    return study.accelerator or ("cuda" if count >= study.world_size else "cpu")
+    return "cuda" if study.uses_cuda else "cpu"
 
 
 class Trials:
@@ -133,7 +134,13 @@ class Trials:
             except RankFailedError as error:
                 failure = error
             finally:
-                _end_processes(directory)
+                left = _end_processes(directory)
+            if left:
+                raise StudyError(
+                    f"trial processes {', '.join(map(str, left))} were killed and did not end within {_PATIENCE:g} s: "
+                    "the next trial would lack the memory that they hold",
+                    hint="look at them with `ps`, and resume the search when they are gone",
+                )
         printed, killed = _cut(output), _kills_for_memory() > kills
         if failure is None:
             outcome = outcome_of_results(said, _data_parts(mesh, ranks))
@@ -257,15 +264,32 @@ def _kills_for_memory() -> int:
     return 0
 
 
-def _end_processes(directory: str) -> None:
-    """Kill processes that ranks started in sessions of their own, found by the trial's temporary directory."""
+def _end_processes(directory: str) -> list[int]:
+    """Kill processes that ranks started in sessions of their own, found by the trial's temporary directory.
+
+    The ranks themselves have ended. A GPU's memory is free once its process has: wait for that.
+
+    Returns:
+        the ids of processes that have not ended after all.
+    """
     killed = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("TMPDIR") == directory:
                 process.kill()
                 killed.append(process)
-    psutil.wait_procs(killed, timeout=10)
+    patience = time.monotonic() + _PATIENCE
+    while (killed := [process for process in killed if _lives(process)]) and time.monotonic() < patience:
+        time.sleep(0.01)
+    return [process.pid for process in killed]
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Return whether a process holds memory: one that nobody has waited for does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _cut(output: Path) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from slapo_core import ArgumentError, LaunchError, Sampler, UnknownNameError
 from slapo_runtime.launcher import ServerEndedError
 from slapo_tune import LogError, Study, StudyError, read_log, search as tuning, trials
-from slapo_tune.outcomes import Outcome
+from slapo_tune.outcomes import Outcome, RaisedError
 from slapo_tune.search import Event, Finished, Note, Started, search
 from tests.messages import Messages
 
@@ -123,6 +128,7 @@ def test_a_model_that_cannot_be_made_ends_the_search(
         ({"memory": "1GiB", "predict": False}, "estimates"),
         ({"schedule": "fast"}, "got 'fast'"),
         ({"accelerator": "tpu"}, "'cpu', 'cuda' or None"),
+        ({"accelerator": "cuda", "process_memory": "4GiB"}, "memory='4GiB'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], word: str, message: Messages) -> None:
@@ -131,6 +137,68 @@ def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], word: s
     with pytest.raises((StudyError, ArgumentError)) as caught:
         Study(**{**fine, **wrong})
     message(caught, word)
+
+
+def test_process_memory_is_refused_where_trials_would_take_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = {"make_model": killed.Net, "space": killed.space, "schedule": killed.schedule, "evaluate": killed.evaluate}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(StudyError, match="address space"):
+        Study(**fine, process_memory="4GiB")
+    for cpu in ({"accelerator": "cpu"}, {"world_size": 2, "mesh": lambda p: {"dp": 2}}):  # there is one GPU
+        assert Study(**fine, process_memory="4GiB", **cpu).process_memory_limit == 4 * 2**30
+
+
+@pytest.mark.ranks
+def test_a_search_ends_if_killed_processes_of_a_trial_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(job: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        started.append(subprocess.Popen(["sleep", "1000"], env={**os.environ, "TMPDIR": job.directory}))
+        return [{"steps": 0}]
+
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(trials, "_launched", launch)
+    runs = trials.Trials(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
+    output = tmp_path / "output" / "0001.txt"
+    assert runs.run("check", {}, None, output=output, timeout=10.0).status == "ok"
+    assert psutil.Process(started[0].pid).status() == psutil.STATUS_ZOMBIE  # it ended, and is ours to wait for
+    monkeypatch.setattr(trials, "_PATIENCE", 0.0)
+    monkeypatch.setattr(psutil.Process, "kill", lambda self: None)  # as if the driver held it
+    with pytest.raises(StudyError, match="did not end"):
+        runs.run("check", {}, None, output=output, timeout=10.0)
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+        dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"),
+    ],
+)
+def test_allocations_that_fail_on_a_gpu_are_oom(error: BaseException) -> None:
+    assert RaisedError.of(error, "run", 0).status == "oom"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "CUDA error: an illegal memory access was encountered",
+        "NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_other_errors_of_a_gpu_are_a_crash(text: str) -> None:
+    assert RaisedError.of(RuntimeError(text), "run", 0).status == "crash"
 
 
 def test_a_mesh_of_another_size_is_refused_where_it_is(settings: dict[str, Any], message: Messages) -> None:

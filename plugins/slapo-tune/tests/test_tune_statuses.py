@@ -86,6 +86,7 @@ def searched(tmp_path: Path, space: Any, **settings: Any) -> Result:
         sampler="exhaustive",
         log=tmp_path / "run.jsonl",
         process_memory="600MiB",
+        accelerator="cpu",
         verify=False,
         predict=False,
         **settings,
