@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""Nothing of a simulation needs one: DeepSpeed and Megatron would compile and call kernels for it. HIP reads it, too."""
+
 _FUNCTIONS = "estimate_functions(make_model, schedule, batch, optimizer=..., mesh=...)"
 
 
@@ -230,7 +233,7 @@ def _simulated(request: Request, timeout: float) -> RankResult:
     from slapo_estimate.rank_process import simulate
 
     try:
-        result = run_process(simulate, request, timeout=timeout)
+        result = run_process(simulate, request, timeout=timeout, environment=_NO_GPU)
     except LaunchError as error:
         raise LaunchError(
             f"estimate simulates each kind of rank in a process of its own, but {error.message}",

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slapo_core.errors import LaunchError, RankFailedError
-from slapo_runtime.rank_process import Job, describe, origin, run_rank, trace_file
+from slapo_runtime import rank_server
+from slapo_runtime.rank_process import Job, ServerWithCudaError, describe, origin, run_rank, trace_file
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ _PRELOAD = [
     "slapo_core.schedule.creation",
     "slapo_verify.session",
 ]
+_LEFT_TO_RANKS: set[str] = set()
 _GRACE = 2.0  # seconds that the other ranks get to report their own failure after the first one
 _LAST_WORDS = 5.0  # seconds for writing a traceback, or for leaving the group, before a rank is killed
 
@@ -58,12 +60,24 @@ def preload_modules(*names: str) -> None:
     _PRELOAD.extend(name for name in names if name not in _PRELOAD)
 
 
+def never_preload(*names: str) -> None:
+    """Leave modules out of the processes' server: every rank imports them itself.
+
+    For a module that initializes CUDA when it is imported. It counts until the first `run_ranks` of this process.
+
+    Args:
+        names: dotted module names.
+    """
+    _LEFT_TO_RANKS.update(names)
+
+
 def run_ranks(
     function: Callable[..., T],
     *args: Any,
     world_size: int,
     timeout: float = 120.0,
     backend: str = "gloo",
+    environment: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
     """Call ``function(*args, **kwargs)`` on ``world_size`` processes and return what each of them returned.
@@ -77,15 +91,18 @@ def run_ranks(
         args: positional arguments; anything that pickle can send.
         world_size: the number of processes, at least 1.
         timeout: seconds for the whole run; then the ranks that still run are ended.
-        backend: of ``torch.distributed.init_process_group``; with NCCL each rank takes one GPU.
+        backend: of ``torch.distributed.init_process_group``. With one for GPUs (``"nccl"``, ``"cpu:gloo,cuda:gloo"``)
+            GPU ``rank % number of GPUs`` is a rank's current device; over NCCL ranks cannot share a GPU.
+        environment: variables to set besides the caller's.
         kwargs: keyword arguments of ``function``.
 
     Returns:
         The results in the order of the ranks.
 
     Raises:
-        LaunchError: the function or an argument cannot be sent, a number makes no sense, or the ranks cannot import the
-            script: it calls `run_ranks` outside of ``if __name__ == "__main__":``, or came from standard input.
+        LaunchError: the function or an argument cannot be sent, a number makes no sense, there are fewer GPUs than
+            ranks of NCCL, a preloaded module initializes CUDA, or the ranks cannot import the script: it calls
+            `run_ranks` outside of ``if __name__ == "__main__":``, or came from standard input.
         RankFailedError: a rank raised or died (ranks that then wait in a collective are ended after two seconds), or
             the timeout passed (``first`` is None then); every rank's traceback is in the message.
     """
@@ -98,10 +115,11 @@ def run_ranks(
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise LaunchError(f"ranks are started by forkserver, which this platform ({sys.platform}) does not have")
 
+    _require_own_gpus(backend, world_size)
     require_importable_script()
     payload = _pickle_call(function, args, kwargs)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    context.set_forkserver_preload([rank_server.__name__])
     with tempfile.TemporaryDirectory(prefix="slapo-ranks-", ignore_cleanup_errors=True) as directory:
         job = Job(
             payload=payload,
@@ -110,7 +128,7 @@ def run_ranks(
             backend=backend,
             timeout=timeout,
             directory=directory,
-            environment=dict(os.environ),
+            environment={**os.environ, **(environment or {})},
         )
         run = _Run(name=describe(function), world_size=world_size, timeout=timeout, directory=Path(directory))
         try:
@@ -121,16 +139,42 @@ def run_ranks(
     return run.results()
 
 
-def run_process(function: Callable[..., T], *args: Any, timeout: float = 120.0, **kwargs: Any) -> T:
+def run_process(
+    function: Callable[..., T],
+    *args: Any,
+    timeout: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> T:
     """Call ``function(*args, **kwargs)`` in a fresh process, without a process group; as :func:`run_ranks` otherwise.
 
     Args:
         function: defined at the top level of a module.
         args: positional arguments; anything that pickle can send.
         timeout: seconds for the whole run.
+        environment: variables to set besides the caller's.
         kwargs: keyword arguments of ``function``.
     """
-    return run_ranks(function, *args, world_size=1, timeout=timeout, backend="", **kwargs)[0]
+    return run_ranks(
+        function, *args, world_size=1, timeout=timeout, backend="", environment=environment, **kwargs
+    )[0]
+
+
+def _require_own_gpus(backend: str, world_size: int) -> None:
+    """
+    Raises:
+        LaunchError: ranks would share a GPU over NCCL.
+    """
+    if "nccl" not in backend:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if world_size > count:
+        raise LaunchError(
+            f"NCCL needs a GPU for each rank ({world_size} ranks, GPUs of this machine: {count})",
+            hint='backend="cpu:gloo,cuda:gloo", over which ranks share GPUs' if count else 'backend="gloo"',
+        )
 
 
 def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
@@ -202,7 +246,11 @@ class _Run:
 
     def start(self, context: ForkServerContext, job: Job) -> None:
         self.deadline = time.monotonic() + self.timeout
-        forkserver.ensure_running()
+        os.environ[rank_server.VARIABLE] = ",".join(name for name in _PRELOAD if name not in _LEFT_TO_RANKS)
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ[rank_server.VARIABLE]
         self.server = _server()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -254,6 +302,8 @@ class _Run:
             raise self._not_started()
         if self.failures or self.ended:
             cause = self.causes[min(self.causes)] if self.causes else None
+            if isinstance(cause, ServerWithCudaError):
+                raise cause
             raise self._error() from cause
         try:
             return [pickle.loads(self.returned[rank]) for rank in range(self.world_size)]

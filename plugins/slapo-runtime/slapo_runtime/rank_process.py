@@ -23,6 +23,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from slapo_core.errors import LaunchError
+from slapo_runtime import rank_server
+
 
 @dataclass(frozen=True)
 class Job:
@@ -45,6 +48,10 @@ class Job:
     timeout: float
     directory: str
     environment: Mapping[str, str]
+
+
+class ServerWithCudaError(LaunchError):
+    """A preloaded module initialized CUDA in the server that ranks are forked from."""
 
 
 def trace_file(directory: Path, rank: int) -> Path:
@@ -99,12 +106,19 @@ def run_rank(rank: int, connection: Connection, job: Job) -> None:
 
 def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     _set_environment(rank, job)
+    if rank_server.initializes_cuda is not None:
+        name = rank_server.initializes_cuda
+        raise ServerWithCudaError(
+            f"module {name!r} initializes CUDA when it is imported, and the server that ranks are forked from has "
+            "imported it: CUDA cannot be used in a forked process",
+            hint=f"from slapo_runtime.launcher import never_preload; never_preload({name!r}) before the first call in "
+            "a new process: every rank then imports it itself",
+        )
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if job.backend not in ("", "gloo", "mpi") and torch.accelerator.is_available():
-        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+    take_device(rank, job.backend)
     if job.backend:
         dist.init_process_group(
             job.backend,
@@ -118,6 +132,15 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
         make_importable(*job.origin)
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.loads(job.payload)
     return call
+
+
+def take_device(rank: int, backend: str) -> None:
+    """Make a rank's GPU the current device, if the backend is for GPUs: where there are fewer, ranks share them."""
+    import torch
+
+    # Not for plain gloo, whose ranks may use the CPU only: it would create a context on every GPU.
+    if backend not in ("", "gloo", "mpi") and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
 
 
 def _set_environment(rank: int, job: Job) -> None:

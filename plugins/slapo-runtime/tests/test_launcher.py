@@ -18,6 +18,7 @@ import torch.distributed as dist
 from slapo_core.errors import LaunchError, RankFailedError
 from slapo_runtime import launcher
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.rank_process import take_device
 from tests.messages import Messages
 from tests.tiers import sampled
 
@@ -122,6 +123,8 @@ def test_ranks_see_the_callers_surroundings_of_this_call(monkeypatch: pytest.Mon
     assert run_ranks(surroundings, world_size=2) == [(str(tmp_path), "first", 1, str(r), "2") for r in (0, 1)]
     monkeypatch.delenv("SLAPO_TEST_VARIABLE")
     assert run_ranks(surroundings, world_size=1) == [(str(tmp_path), None, 1, "0", "1")]
+    more = {"SLAPO_TEST_VARIABLE": "of this run", "RANK": "7"}  # the last is the launcher's own
+    assert run_ranks(surroundings, world_size=1, environment=more) == [(str(tmp_path), "of this run", 1, "0", "1")]
 
 
 @pytest.mark.usefixtures("patient")
@@ -271,6 +274,69 @@ def test_a_plain_script_can_launch_ranks_and_is_told_to_guard_its_main_part(
 
 def _last_error(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.rpartition("slapo_core.errors.LaunchError: ")[2]
+
+
+GREEDY = """
+import os, torch
+
+assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"  # torch.cuda.is_available() leaves the driver alone
+torch.cuda.is_initialized = lambda: True  # as after torch.cuda.init()
+"""
+
+PRELOADS = """
+import os, sys
+from slapo_core.errors import LaunchError
+from slapo_runtime import launcher
+from slapo_runtime.launcher import never_preload, preload_modules, run_process
+
+def surroundings():
+    import torch
+    kept = {"SLAPO_RANK_SERVER_MODULES", "PYTORCH_NVML_BASED_CUDA_CHECK"} & set(os.environ)
+    return kept, "colorsys" in sys.modules, "greedy" in sys.modules, torch.cuda.is_initialized()
+
+if __name__ == "__main__":
+    launcher._PRELOAD[:] = ["torch"]  # quicker
+    preload_modules("colorsys", "greedy", "not_installed_at_all")
+    if sys.argv[1:]:
+        never_preload("greedy")
+    print(run_process(surroundings))
+"""
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_a_preloaded_module_that_initializes_cuda_is_named(
+    tmp_path: Path, is_left_out: bool, message: Messages
+) -> None:
+    (tmp_path / "greedy.py").write_text(GREEDY)
+    (tmp_path / "script.py").write_text(PRELOADS)
+    command = [sys.executable, "script.py", *(["left out"] if is_left_out else [])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    if is_left_out:
+        assert done.stdout == "(set(), True, False, False)\n", done.stderr
+    else:
+        assert done.returncode == 1
+        message(done.stderr.rpartition("ServerWithCudaError: ")[2], "'greedy'", "never_preload('greedy')")
+
+
+def test_ranks_share_gpus_over_gloo_and_never_over_nccl(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    for rank in range(4):
+        take_device(rank, "cpu:gloo,cuda:gloo")
+        take_device(rank, "gloo")  # it may be for the CPU alone: no context on a GPU
+    assert taken == [0, 1, 0, 1]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        with pytest.raises(LaunchError) as caught:
+            run_ranks(surroundings, world_size=2, backend=backend)
+        message(caught, "a GPU for each rank", "cpu:gloo,cuda:gloo")
+
+
+def test_gloo_for_gpus_is_gloo_for_the_cpu_too() -> None:
+    reports = run_ranks(summed, [1.0, 2.0], world_size=2, backend="cpu:gloo,cuda:gloo")
+    assert [report.total.tolist() for report in reports] == [[3.0], [3.0]]
 
 
 VERIFY = """

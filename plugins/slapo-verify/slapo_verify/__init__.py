@@ -82,7 +82,8 @@ def verify(
     latest: the steps are repeated on a copy whose mesh has process groups of verify's own, with that timeout. (A model
     that names other groups waits there until theirs.)
 
-    Both run as copies, with the same random numbers, and in float64 where they can; the model, its gradients, buffers,
+    Both run as copies, with the same random numbers, float32 products in full precision (no TF32, also where torch is
+    set to use it), and in float64 where they can; the model, its gradients, buffers,
     mode and the random number generators stay as they are. Tensors on the meta device get the values that the model's
     own initialization gives.
 

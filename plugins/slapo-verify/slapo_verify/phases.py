@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slapo_core.layout import fork_rng
+from slapo_runtime.float32 import float32_products
 from slapo_verify.dropout import DropoutMode
 from slapo_verify.inputs import Batch, Batches, Inputs
 from slapo_verify.kinds import EARLY, OWN_TYPES
@@ -64,6 +65,7 @@ def _attribute(key: Any) -> Any:
 def fixed_conditions(seed: int, dropout: DropoutMode | None = None) -> Iterator[None]:
     """Run the block reproducibly, and leave every random number generator as it was.
 
+    Float32 products are computed in full precision: TF32 and the like differ by more than the tolerance of float32.
     Backward runs in the calling thread, where the mode that switches dropout off holds, so that a forward that
     activation checkpointing recomputes is computed like the first time.
 
@@ -75,7 +77,8 @@ def fixed_conditions(seed: int, dropout: DropoutMode | None = None) -> Iterator[
     numpy_random: Any = sys.modules.get("numpy.random")
     numpy_state = numpy_random.get_state() if numpy_random is not None else None
     try:
-        with fork_rng(), torch.autograd.set_multithreading_enabled(False), dropout or DropoutMode():
+        in_one_thread = torch.autograd.set_multithreading_enabled
+        with fork_rng(), float32_products(), in_one_thread(False), dropout or DropoutMode():
             torch.manual_seed(seed)
             random.seed(seed)
             if numpy_random is not None:

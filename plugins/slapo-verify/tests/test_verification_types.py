@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -280,3 +282,71 @@ def test_tokens_that_rounding_sends_to_other_experts_are_no_difference(chooses: 
             slapo.verify(experts(chooses, path, by=by), batch, optimizer_steps=0)
         assert caught.value.tensor == "output in the model's own types"
         assert caught.value.steps[0].startswith("#1 replace(")
+
+
+class AsOnCuda(nn.Linear):
+    """A linear layer that computes as CUDA does, where TF32 is allowed: with factors of 10 bits."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if input.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+            input, weight = (_of_ten_bits(factor) for factor in (input, weight))
+        return nn.functional.linear(input, weight, self.bias)
+
+
+def _of_ten_bits(value: torch.Tensor) -> torch.Tensor:
+    return value + ((value.detach() * 4097) - (value.detach() * 4097 - value.detach()) - value.detach())
+
+
+class Elementwise(nn.Linear):
+    """The same without products of matrices; wrong by ``by`` in float32."""
+
+    by = 0.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        out = (input.unsqueeze(-2) * self.weight).sum(-1) + self.bias
+        return out * (1 + self.by) if input.dtype is torch.float32 else out
+
+
+class FullPrecision(nn.Linear):
+    """Refuses to run where products of float32 may be rounded."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        backends = torch.backends
+        for each in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul):
+            assert each.fp32_precision == "ieee"
+        assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == ("highest", False)
+        return super().forward(input)
+
+
+@pytest.fixture
+def with_tf32() -> Iterator[None]:
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("with_tf32")
+def test_tf32_is_off_while_models_are_compared_and_on_again_afterwards() -> None:
+    sch = slapo.create_schedule(nn.Sequential(Elementwise(64, 64), FullPrecision(64, 64)))
+    sch["0"].replace(AsOnCuda(64, 64))
+    assert slapo.verify(sch, torch.randn(8, 64))
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+
+
+@pytest.mark.usefixtures("with_tf32")
+def test_mistakes_do_not_hide_in_the_rounding_of_tf32() -> None:
+    wrong = Elementwise(64, 64)
+    wrong.by = 2e-4
+    sch = slapo.create_schedule(nn.Sequential(AsOnCuda(64, 64)))
+    sch["0"].replace(wrong)
+    with pytest.raises(slapo.VerifyError, match="own types"):
+        slapo.verify(sch, torch.randn(8, 64))
+
+
+@pytest.mark.ranks
+def test_tf32_is_off_in_the_processes_of_an_abstract_mesh() -> None:
+    sch = slapo.create_schedule(nn.Sequential(FullPrecision(4, 4)), mesh={"dp": 2})
+    sch["0"].checkpoint()
+    assert slapo.verify(sch, torch.randn(2, 4)).world_size == 2

@@ -1,0 +1,61 @@
+"""Float32 products and convolutions: in full precision, or in TF32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import backends
+
+_OPERATIONS = (
+    backends.cuda.matmul,
+    backends.cudnn.conv,
+    backends.cudnn.rnn,
+    backends.mkldnn.matmul,
+    backends.mkldnn.conv,
+    backends.mkldnn.rnn,
+)
+
+
+@contextlib.contextmanager
+def float32_products(*, tf32: bool = False) -> Iterator[None]:
+    """Compute float32 products in one precision within the block, whatever is set outside of it.
+
+    TF32 keeps 10 bits of a factor, oneDNN's bfloat16 (``torch.set_float32_matmul_precision("medium")``) 7 of them.
+    torch has two sets of these flags, and functions that raise where they disagree: both are set, and restored.
+
+    Args:
+        tf32: whether products may be rounded to TF32; False is full precision.
+    """
+    saved = [operation.fp32_precision for operation in _OPERATIONS]
+    _set_all("ieee")  # with which no getter of the older flags raises but that of convolutions, if it is on
+    matmul, convolutions = torch.get_float32_matmul_precision(), _older_flag_of_convolutions()
+    try:
+        _set_older_flags("high" if tf32 else "highest", convolutions=tf32)
+        _set_all("tf32" if tf32 else "ieee")
+        yield
+    finally:
+        _set_older_flags(matmul, convolutions=convolutions)
+        _set_all("none")  # as is set for all operations of a backend, or for all backends
+        for operation, precision in zip(_OPERATIONS, saved, strict=True):
+            if operation.fp32_precision != precision:
+                operation.fp32_precision = precision
+
+
+def _set_all(precision: str) -> None:
+    for operation in _OPERATIONS:
+        operation.fp32_precision = precision
+
+
+def _set_older_flags(matmul: str, *, convolutions: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    backends.cudnn.allow_tf32 = convolutions
+
+
+def _older_flag_of_convolutions() -> bool:
+    """Read the flag while the newer ones are off: torch raises where it differs from them."""
+    try:
+        return bool(backends.cudnn.allow_tf32)
+    except RuntimeError:
+        return True
