@@ -34,7 +34,8 @@ class DeviceSpec:
 
     Args:
         name: e.g. ``"NVIDIA H100 80GB HBM3"``.
-        flops: floating-point operations per second in matrix products, by dtype: ``{"bfloat16": 6.5e14}``.
+        flops: floating-point operations per second in matrix products, by dtype: ``{"bfloat16": 6.5e14}``; of float32
+            in full precision, and as ``"tf32"`` of those that are rounded to it.
         bandwidth: bytes per second between the device and its memory.
         launch: kernel launch overhead, in seconds.
         memory: bytes of the device's memory; None where that is not known.
@@ -104,7 +105,14 @@ class DeviceSpec:
 DEVICES: Mapping[str, DeviceSpec] = {
     "a100": DeviceSpec(
         "NVIDIA A100 SXM 80GB (data sheet)",
-        {"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12, "float64": 9.7e12, "int8": 624e12},
+        {
+            "float16": 312e12,
+            "bfloat16": 312e12,
+            "tf32": 156e12,
+            "float32": 19.5e12,
+            "float64": 9.7e12,
+            "int8": 624e12,
+        },
         bandwidth=2.039e12,
         launch=5e-6,
         memory=80 * 10**9,
@@ -118,6 +126,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
             "float8_e5m2": 1978.9e12,
             "float16": 989.4e12,
             "bfloat16": 989.4e12,
+            "tf32": 494.7e12,
             "float32": 66.9e12,
             "float64": 33.5e12,
             "int8": 1978.9e12,

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from slapo_core.errors import ArgumentError
 from slapo_core.layout import device_of
 from slapo_estimate.device import DeviceSpec, Link
+from slapo_runtime.float32 import float32_products
 from slapo_runtime.launcher import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Those whose products are measured."""
+"""Those whose products are measured; beside float32 on CUDA also TF32."""
 
 _REPEATS = 7
 _SMALL = 256  # operations in a row
@@ -33,18 +34,19 @@ def measure_device(
 ) -> DeviceSpec:
     """Measure the accelerator of this process; its CPU, with the threads that torch uses, where it has none.
 
-        Args:
-            ranks: processes on this machine to measure links between (NCCL on GPUs, else gloo); 1 for none.
-            dtypes: names.
-            size: rows of the matrices that are multiplied; default: 4096 on an accelerator, 768 on a CPU.
-    tell: called with the name of the next measurement.
+    Args:
+        ranks: processes on this machine to measure links between (NCCL on GPUs, else gloo); 1 for none.
+        dtypes: names. Float32 is measured in full precision; ``"tf32"`` are float32 products that are rounded to it,
+            measured with float32 on CUDA, too.
+        size: rows of the matrices that are multiplied; default: 4096 on an accelerator, 768 on a CPU.
+        tell: called with the name of the next measurement.
 
-        Raises:
-            ArgumentError: a number or a dtype makes no sense.
+    Raises:
+        ArgumentError: a number or a dtype makes no sense.
     """
     if type(ranks) is not int or ranks < 1:
         raise ArgumentError(f"ranks must be at least 1 (got {ranks!r})", hint="ranks=2")
-    unknown = [name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)]
+    unknown = [name for name in dtypes if name != "tf32" and not isinstance(getattr(torch, name, None), torch.dtype)]
     if unknown or not dtypes:
         raise ArgumentError(f"dtypes must be names of types, e.g. 'float32' (got {', '.join(unknown) or 'none'})")
     device, say = _device(), tell or (lambda text: None)
@@ -53,9 +55,10 @@ def measure_device(
     if ranks > count:
         raise ArgumentError(f"{ranks} ranks need as many GPUs; there are {count}", hint="ranks=1")
     flops = {}
-    for name in dtypes:
+    for name in products_of(dtypes):
         say(f"products in {name}")
-        flops[name] = _products(device, getattr(torch, name), rows)
+        with float32_products(tf32=name == "tf32"):
+            flops[name] = _products(device, torch.float32 if name == "tf32" else getattr(torch, name), rows)
     say("memory")
     bandwidth = _bandwidth(device)
     say("launches")
@@ -65,6 +68,12 @@ def measure_device(
         say(f"links of {ranks} ranks")
         links = {"*": _link(ranks, device)}
     return DeviceSpec(_name(device), flops, bandwidth, launch, _memory(device), links, device.type)
+
+
+def products_of(dtypes: Sequence[str]) -> tuple[str, ...]:
+    """Add TF32 to the names of types, where float32 is among them and products may be rounded to it."""
+    more = ("tf32",) if "float32" in dtypes and _device().type == "cuda" else ()
+    return tuple(dict.fromkeys((*dtypes, *more)))
 
 
 def _device() -> torch.device:
@@ -105,8 +114,15 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype, rows: int) -> float:
+    """Of several products in a row on an accelerator, so that launching and waiting do not count."""
     a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
-    return 2 * rows**3 / _seconds(device, lambda: a @ b)
+    out, times = torch.empty_like(a), 1 if device.type == "cpu" else 10
+
+    def run() -> None:
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+
+    return times * 2 * rows**3 / _seconds(device, run)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -133,14 +149,15 @@ def _link(ranks: int, device: torch.device) -> Link:
     import torch.distributed as dist
 
     backend = dist.get_default_backend_for_device(device)
-    few, many, size = run_ranks(_all_reduces, device.type, world_size=ranks, backend=backend)[0]
+    elements = 2**22 if device.type == "cpu" else 2**28  # 1 GiB: 16 MiB take NVLink hardly longer than one element
+    few, many, size = run_ranks(_all_reduces, device.type, elements, world_size=ranks, backend=backend)[0]
     others = ranks - 1
     return Link(2 * others / ranks * size / max(many - few, 1e-9), few / (2 * others))
 
 
-def _all_reduces(kind: str) -> tuple[float, float, int]:
+def _all_reduces(kind: str, elements: int) -> tuple[float, float, int]:
     device = device_of(kind)
-    small, large = torch.ones(1, device=device), torch.ones(2**22, device=device)
+    small, large = torch.ones(1, device=device), torch.ones(elements, device=device)
 
     def each(tensor: torch.Tensor, times: int) -> float:
         def run() -> None:

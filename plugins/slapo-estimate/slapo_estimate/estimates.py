@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""Nothing of a simulation needs one: DeepSpeed and Megatron would compile and call kernels for it. HIP reads it, too."""
+"""A simulation needs none: DeepSpeed and Megatron would compile and call kernels for it. HIP reads it, too."""
 
 _FUNCTIONS = "estimate_functions(make_model, schedule, batch, optimizer=..., mesh=...)"
 
@@ -58,7 +58,8 @@ def estimate(
         mesh: sizes; default: the schedule's own.
         rank: one global rank; default: one of each kind of rank.
         loss: as for :func:`slapo_core.build`.
-        device: whose numbers the time is predicted with; None predicts no time.
+        device: whose numbers the time is predicted with; None predicts no time. Products of float32 count as TF32 where
+            torch is set to use it (``torch.set_float32_matmul_precision("high")``) and the device has ``"tf32"``.
         accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
         target: the dialect: another than ``"torch"`` runs its own engine, where it can without memory.
         timeout: seconds for each kind of rank.
@@ -200,6 +201,7 @@ def estimate_source(
             "makes one; without it no time is predicted",
         )
     _check(sizes, rank, optimizer, loss, accumulate)
+    device = None if device is None else _as_set(device)
     from slapo_estimate.rank_process import Request  # with torch's fake tensors, which are slow to import
     from slapo_estimate.training_step import with_waiting
 
@@ -226,6 +228,13 @@ def estimate_source(
         another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)
         kinds.append(_simulated(another, timeout).estimate)
     return Estimate(dict(sizes or {}), with_waiting(kinds, result.waits), result.assumptions)
+
+
+def _as_set(device: DeviceSpec) -> DeviceSpec:
+    """Take the rate of TF32 for float32, where this process is set to multiply so and the device has one."""
+    if "tf32" not in device.flops or torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return device
+    return dataclasses.replace(device, flops={**device.flops, "float32": device.flops["tf32"]})
 
 
 def _simulated(request: Request, timeout: float) -> RankResult:

@@ -82,7 +82,9 @@ def _may_be_checkpointed(schedule: Schedule, node: Node, *, named: bool) -> bool
         if named:
             raise
         return False
-    schedule.undo(to=before)
+    finally:
+        if len(schedule.records) > before:  # also where it is interrupted
+            schedule.undo(to=before)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,13 @@ def split(sch: slapo.Schedule) -> None:
     node: Any = sch
     node["first"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     node["last"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def split_without_gpu(sch: slapo.Schedule) -> None:
+    """As :func:`split`; raises where a GPU could be seen."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not torch.cuda.is_available()
+    split(sch)
 
 
 def split_wrongly(sch: slapo.Schedule) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from slapo_core.cli.main import make_app
 from slapo_core.errors import ArgumentError
+from slapo_estimate import device_benchmark
 from slapo_estimate.device import DEVICES, DeviceSpec, Link
-from slapo_estimate.device_benchmark import measure_device
+from slapo_estimate.device_benchmark import measure_device, products_of
 from tests.messages import Messages
 
 MODULE = """
@@ -171,12 +173,22 @@ def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Pat
     message(caught, "no 'flops'")
 
 
+def test_tf32_is_measured_beside_float32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products_of(("float32", "bfloat16")) == ("float32", "bfloat16")
+    monkeypatch.setattr(device_benchmark, "_device", lambda: torch.device("cuda", 0))
+    assert products_of(("float32", "bfloat16")) == ("float32", "bfloat16", "tf32")
+    assert products_of(("tf32", "float32")) == ("tf32", "float32")
+    assert products_of(("bfloat16",)) == ("bfloat16",)
+
+
 @pytest.mark.slow
 def test_this_machine_is_measured(message: Messages) -> None:
     told: list[str] = []
-    device = measure_device(ranks=2, dtypes=("float32",), size=64, tell=told.append)
-    assert told == ["products in float32", "memory", "launches", "links of 2 ranks"]
+    device = measure_device(ranks=2, dtypes=("float32", "tf32"), size=64, tell=told.append)
+    if device.type == "cpu":
+        assert told == ["products in float32", "products in tf32", "memory", "launches", "links of 2 ranks"]
     assert device.flops["float32"] > 1e6
+    assert device.flops["tf32"] > 1e6
     assert device.bandwidth > 1e6
     assert 0 < device.launch < 1
     assert isinstance(device.links["*"], Link)

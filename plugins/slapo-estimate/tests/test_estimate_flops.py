@@ -146,6 +146,13 @@ def test_seconds_are_those_of_the_slower_of_products_and_memory() -> None:
     # product, sum; ones for the loss; product with the gradient of y, one element spread out
     moved = (x + weight + y) + (y + 4) + (4 + 4) + (4 + x + weight)
     assert seconds(slow_memory) == pytest.approx(moved / 1e6)
+    quick = DeviceSpec("a", {"float32": 1e6, "tf32": 4e6}, bandwidth=1e30, launch=0.0)
+    assert seconds(quick) == pytest.approx(2 * product / 1e6)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert seconds(quick) == pytest.approx(2 * product / 4e6)
+    finally:
+        torch.set_float32_matmul_precision("highest")
     slow_launch = DeviceSpec("c", {"float32": 1e30}, bandwidth=1e30, launch=1.0)
     assert seconds(slow_launch) == pytest.approx(4.0)
 

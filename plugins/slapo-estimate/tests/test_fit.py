@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, FitError, PathError, PreconditionError, SealedError
-from slapo_estimate.fit import Fit, repeated_blocks
+from slapo_estimate.fit import Fit, blocks_of, repeated_blocks
 from slapo_testing import preload_modules
 from tests.messages import Messages
 
@@ -149,3 +149,17 @@ class Sized(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x)
+
+
+def test_a_fit_that_is_interrupted_leaves_the_schedule_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    sch = schedule()
+    apply = sch._core.apply_at
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        apply(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sch._core, "apply_at", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        blocks_of(sch, None)
+    assert sch.records == ()

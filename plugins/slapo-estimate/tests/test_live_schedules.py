@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from slapo_estimate.source import Functions
 from slapo_runtime.launcher import run_process
 from tests.messages import Messages
 
-from .models import DecidesBy, Net, adam, make_net, split, split_wrongly
+from .models import DecidesBy, Net, adam, make_net, split, split_without_gpu, split_wrongly
 
 X = torch.ones(16, 64)
 PARAMETERS = 4 * (8320 + 8256 + 4096)
@@ -45,6 +46,14 @@ def test_the_schedule_and_its_model_are_only_read() -> None:
     assert state() == before
     assert found.memory.parameters == found.memory.gradients == PARAMETERS  # tied weights count once
     assert [kind.ranks for kind in found.kinds] == [(0, 1)]
+
+
+@pytest.mark.ranks
+def test_simulations_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = slapo.estimate_functions(make_net, split_without_gpu, X, mesh={"tp": 2}, optimizer=adam)
+    assert found.memory.total > 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 @pytest.mark.ranks

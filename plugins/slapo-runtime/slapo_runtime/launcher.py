@@ -155,9 +155,7 @@ def run_process(
         environment: variables to set besides the caller's.
         kwargs: keyword arguments of ``function``.
     """
-    return run_ranks(
-        function, *args, world_size=1, timeout=timeout, backend="", environment=environment, **kwargs
-    )[0]
+    return run_ranks(function, *args, world_size=1, timeout=timeout, backend="", environment=environment, **kwargs)[0]
 
 
 def _require_own_gpus(backend: str, world_size: int) -> None:

@@ -140,7 +140,7 @@ class Study:
         if self.memory is not None and not (self.predict and self.batch is not None):
             raise StudyError(
                 f"memory={self.memory!r} is held against estimates, which need predict=True and batch=",
-                hint="batch=lambda p: torch.randn(p['batch'], 64); or on the CPU process_memory=, which the kernel keeps",
+                hint="batch=lambda p: torch.randn(p['batch'], 64); or process_memory= on the CPU, kept by the kernel",
             )
         if self.memory is not None and self.target != "torch":
             from slapo_runtime.build import simulates
@@ -149,8 +149,8 @@ class Study:
                 raise StudyError(
                     f"memory={self.memory!r} is held against estimates, and what a training step of target "
                     f"{self.target!r} needs is not known",
-                    hint='no limit: points that do not fit end as "oom"; or on the CPU process_memory=, which the '
-                    "kernel keeps",
+                    hint='no limit: points that do not fit end as "oom"; or process_memory= on the CPU, kept '
+                    "by the kernel",
                 )
         if self.mesh is None and self.world_size > 1:
             raise StudyError(f"{self.world_size} ranks need a mesh", hint=f'mesh=lambda p: {{"dp": {self.world_size}}}')
