@@ -78,6 +78,9 @@ def verify(
     A list of schedules of one model (of several instances of it, equal in structure and values) is compared schedule by
     schedule with the reference model, and thereby with each other; the meshes may differ.
 
+    Under ``torch.autocast`` both models run so. A model that does not run in float64, with its steps (a kernel of half
+    precision), is compared in float32, or else in its own types, which the report says.
+
     A rank that raises is named on every rank, and so is one that leaves out a collective, after ``timeout`` at the
     latest: the steps are repeated on a copy whose mesh has process groups of verify's own, with that timeout. (A model
     that names other groups waits there until theirs.)
@@ -147,6 +150,8 @@ def verify(
 def _verify_each(
     schedules: Sequence[Schedule], given: Any, options: Options, timeout: float | None
 ) -> tuple[VerifyReport, ...]:
+    import torch
+
     from slapo_verify.child_processes import check_in_processes
     from slapo_verify.inputs import Inputs
     from slapo_verify.report import Outcome, Siblings, conclude
@@ -166,11 +171,14 @@ def _verify_each(
             live = dataclasses.replace(options, timeout=timeout)
             outcomes = check_each(together, given, live, siblings=siblings)
         else:
-            inputs = Inputs.of(given).on_cpu()
+            on_device = Inputs.of(given)
+            inputs, kind = on_device.on_cpu(), on_device.device.type
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for one in together:
                 with one.reference() as model:
                     siblings.require_same_model(one, model)
-            on_cpu = dataclasses.replace(options, more_batches=tuple(batch.on_cpu() for batch in options.more_batches))
+            further = tuple(batch.on_cpu() for batch in options.more_batches)
+            on_cpu = dataclasses.replace(options, more_batches=further, autocast=autocast)
             outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout or 120.0)
         found.update(zip(numbers, outcomes, strict=True))
     for number, outcome in found.items():

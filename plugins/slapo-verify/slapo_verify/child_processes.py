@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from slapo_core.errors import (
     ArgumentError,
     LaunchError,
@@ -83,7 +85,8 @@ def _check_on_rank(
 ) -> list[Outcome]:
     args, kwargs = inputs
     try:
-        outcomes = check_each([one.schedule(sizes) for one in sent], kwargs or args, options)
+        with torch.autocast("cpu", options.autocast, enabled=options.autocast is not None):
+            outcomes = check_each([one.schedule(sizes) for one in sent], kwargs or args, options)
     except VerifyError as error:  # of the only one
         outcomes = [error]
     for outcome in outcomes:

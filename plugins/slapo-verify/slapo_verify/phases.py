@@ -79,6 +79,7 @@ def fixed_conditions(seed: int, dropout: DropoutMode | None = None) -> Iterator[
     try:
         in_one_thread = torch.autograd.set_multithreading_enabled
         with fork_rng(), float32_products(), in_one_thread(False), dropout or DropoutMode():
+            torch.clear_autocast_cache()  # under the caller's autocast: weights that an optimizer step has changed
             torch.manual_seed(seed)
             random.seed(seed)
             if numpy_random is not None:

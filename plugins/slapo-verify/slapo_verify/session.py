@@ -7,6 +7,7 @@ of float32 parameters, no more than 56 bytes a parameter.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ from slapo_verify.trials import Options, OtherRankError, ReferenceRun, Trials, T
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.primitive import Record
+
+_OF_TYPES = re.compile(r"half|b?float16|[bf]p?16|dtype", re.I)
+"""In messages of operators and kernels that do not take a type."""
 
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
@@ -342,7 +346,7 @@ class Session:
         dtypes: list[torch.dtype | None] = [torch.float64, torch.float32, None]
         if own in (torch.float32, torch.float64):
             dtypes.remove(torch.float32)
-        raised: list[str] = []
+        raised: dict[str, list[str]] = {}  # what raises -> the types that it does not take
         tried: list[BothModels] = []
         for dtype in dtypes:
             try:
@@ -350,19 +354,21 @@ class Session:
             except ReferenceRunError as error:
                 if dtype is None:
                     raise error.refuse() from error.error
-                raised.append(f"the reference model raises in {dtype_name(dtype)}: {error.failure}")
+                raised.setdefault(f"the reference model raises: {error.failure}", []).append(dtype_name(dtype))
                 continue
             tried.append(both)
             if both.raised is None or own is torch.float64 or OWN_TYPES in both.reference.phases:
                 break
             if dtype is not None:
-                raised.append(f"the scheduled model raises in {dtype_name(dtype)}: {both.raised.failures[0]}")
+                failure = both.raised.failures[0]
+                raised.setdefault(f"the scheduled model raises: {failure}", []).append(dtype_name(dtype))
         if both.raised is not None:
             first = _most_precise(tried, both.raised.failures[0])
             self._raise(first.reference, Tried.raising(first.raised), self.schedule.records, batch=first.raised_for)
         if raised:
-            ran = "the model's own types" if dtype is None else dtype_name(dtype)
-            self.notes.append(f"both ran in {ran}, because {'; '.join(raised)}")
+            own_types = f"the model's own types ({dtype_name(both.reference.coarsest)})"
+            why = (f"not in {' or '.join(dtypes)}, because {what}" for what, dtypes in raised.items())
+            self.notes.append(f"compared in {own_types if dtype is None else dtype_name(dtype)}; {'; '.join(why)}")
         report = self._judge(both)
         self._judge_with_other_values(dtype)
         return dataclasses.replace(report, notes=tuple(dict.fromkeys((*self.notes, *both.notes))))
@@ -462,6 +468,7 @@ class Session:
             raise VerifyError(
                 f"the scheduled model raises{where} where the reference model does not: {first}{also}\n"
                 f"{blame}{missing}",
+                hint=self._autocast_call(again) if _OF_TYPES.search(first.text) else None,
                 **known,
             ) from tried.raised.error
         assert found is not None
@@ -488,6 +495,18 @@ class Session:
             return phases_for(tried.first[1].kind)
         early = self.trials.run(self.trials.candidate, reference, EARLY)
         return EARLY if early.failures else reference.phases
+
+    def _autocast_call(self, reference: ReferenceRun) -> str | None:
+        """Return the call under autocast, if a model of float32 runs there, e.g. with kernels of half precision."""
+        kind = self.subjects.device.type
+        own = self.trials.own_dtype(self.subjects.reference_model)
+        if own is not torch.float32 or torch.is_autocast_enabled(kind):
+            return None
+        conditions = dataclasses.replace(reference.conditions, dtype=None)
+        with torch.autocast(kind, torch.bfloat16):
+            ran = self.trials.run(self.trials.candidate, dataclasses.replace(reference, conditions=conditions), EARLY)
+        call = f"with torch.autocast('{kind}', torch.bfloat16): slapo.verify(sch, batch)"
+        return None if ran.failures else f"it runs under autocast; if you train so: `{call}`"
 
     def _full_beside_shards(self, found: Difference, blame: Blame | CutFault) -> list[str]:
         """List parameters that a reduction at a module of unknown type may add once per rank."""

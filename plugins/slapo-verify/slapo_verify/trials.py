@@ -45,6 +45,7 @@ class Options:
     more_batches: tuple[Inputs, ...] = ()
     blame_seconds: float | None = None
     timeout: float | None = None
+    autocast: torch.dtype | None = None  # of the caller, for other processes
 
 
 @dataclass

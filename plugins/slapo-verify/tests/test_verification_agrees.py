@@ -205,7 +205,7 @@ def test_a_model_that_cannot_run_in_float64_runs_in_its_own_type_and_the_report_
     assert report.dtype == "float32"
     (note,) = report.notes
     assert note.startswith(
-        "both ran in the model's own types, because the reference model raises in float64: RuntimeError"
+        "compared in the model's own types (float32); not in float64, because the reference model raises: RuntimeError"
     )
 
 

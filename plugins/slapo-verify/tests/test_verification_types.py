@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import slapo_core as slapo
+from tests.messages import Messages
 
 
 class NoDoubleKernel(nn.Module):
@@ -46,7 +48,7 @@ def test_a_half_precision_model_without_float64_kernels_is_verified_in_float32()
     assert (report.dtype, report.coarsest_dtype) == ("float32", "float32")
     (note,) = report.notes
     assert note.startswith(
-        "both ran in float32, because the reference model raises in float64: RuntimeError: 'lookup' not implemented "
+        "compared in float32; not in float64, because the reference model raises: RuntimeError: 'lookup' not "
     )
     sch = scheduled()
     sch["2"].replace(off(1.001).to(torch.bfloat16))  # less than a rounding of bfloat16
@@ -63,7 +65,7 @@ def test_a_scheduled_model_that_cannot_run_in_float64_is_run_in_float32() -> Non
     report = slapo.verify(sch, torch.randn(3, 4, dtype=torch.bfloat16))
     assert report.dtype == "float32"
     assert report.notes[0].startswith(
-        "both ran in float32, because the scheduled model raises in float64: RuntimeError: 'lookup' not implemented"
+        "compared in float32; not in float64, because the scheduled model raises: RuntimeError: 'lookup' not"
     )
 
 
@@ -350,3 +352,67 @@ def test_tf32_is_off_in_the_processes_of_an_abstract_mesh() -> None:
     sch = slapo.create_schedule(nn.Sequential(FullPrecision(4, 4)), mesh={"dp": 2})
     sch["0"].checkpoint()
     assert slapo.verify(sch, torch.randn(2, 4)).world_size == 2
+
+
+class HalfOnly(nn.Linear):
+    """A layer whose kernel takes half precision only, as of FlashAttention; wrong by a factor, if it has one."""
+
+    by = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        (one, two), (left, right) = input.chunk(2, -1), self.weight.chunk(2, -1)
+        out = torch.mm(one, left.T) + torch.mm(two, right.T)
+        if out.dtype not in (torch.float16, torch.bfloat16):
+            raise RuntimeError("only fp16 and bf16 are supported")
+        return (out + self.bias) * self.by
+
+
+def half_only(dtype: torch.dtype, by: float = 1.0, **mesh: Any) -> slapo.Schedule:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 16)).to(dtype)
+    sch = slapo.create_schedule(model, **mesh)
+    sch["0"].checkpoint()
+    kernel = HalfOnly(16, 16)
+    kernel.by = by
+    sch["2"].replace(kernel.to(dtype))
+    return sch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_kernel_of_half_precision_is_compared_in_its_own_type(dtype: torch.dtype) -> None:
+    name, batch = str(dtype).removeprefix("torch."), torch.randn(8, 16, dtype=dtype)
+    report = slapo.verify(half_only(dtype), batch)
+    assert (report.dtype, report.coarsest_dtype) == (name, name)
+    assert report.notes[0].startswith(
+        f"compared in the model's own types ({name}); not in float64 or float32, because the scheduled model raises: "
+        "RuntimeError: only fp16 and bf16 are supported"
+    )
+    with pytest.raises(slapo.VerifyError) as caught:
+        slapo.verify(half_only(dtype, by=1.3), batch)
+    assert caught.value.tensor == "output"
+    (step,) = caught.value.steps
+    assert step.startswith("#2 replace(HalfOnly")
+    assert f"({name}, REORDERED)" in caught.value.message.splitlines()[1]
+
+
+def test_a_kernel_of_half_precision_in_a_model_of_float32_is_compared_under_autocast(message: Messages) -> None:
+    batch = torch.randn(8, 16)
+    with pytest.raises(slapo.VerifyError) as caught:
+        slapo.verify(half_only(torch.float32), batch)
+    message(caught, "with torch.autocast('cpu', torch.bfloat16)")
+    with torch.autocast("cpu", torch.bfloat16):
+        report = slapo.verify(half_only(torch.float32), batch)
+        assert (report.dtype, report.coarsest_dtype) == ("float32", "bfloat16")
+        compared = {entry.kind: entry.compared for entry in report.largest}
+        assert compared["updated output"] == 1
+        with pytest.raises(slapo.VerifyError) as caught:
+            slapo.verify(half_only(torch.float32, by=1.3), batch)
+    (step,) = caught.value.steps
+    assert step.startswith("#2 replace(HalfOnly")
+
+
+@pytest.mark.ranks
+def test_processes_of_an_abstract_mesh_run_under_the_callers_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        report = slapo.verify(half_only(torch.float32, mesh={"dp": 2}), torch.randn(8, 16))
+    assert (report.world_size, report.coarsest_dtype) == (2, "bfloat16")
