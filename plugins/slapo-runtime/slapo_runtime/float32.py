@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import backends
 
+_backends: Any = torch.backends  # whose modules have attributes that type checkers do not know
 _OPERATIONS = (
-    backends.cuda.matmul,
-    backends.cudnn.conv,
-    backends.cudnn.rnn,
-    backends.mkldnn.matmul,
-    backends.mkldnn.conv,
-    backends.mkldnn.rnn,
+    _backends.cuda.matmul,
+    _backends.cudnn.conv,
+    _backends.cudnn.rnn,
+    _backends.mkldnn.matmul,
+    _backends.mkldnn.conv,
+    _backends.mkldnn.rnn,
 )
 
 
@@ -50,12 +51,12 @@ def _set_all(precision: str) -> None:
 
 def _set_older_flags(matmul: str, *, convolutions: bool) -> None:
     torch.set_float32_matmul_precision(matmul)
-    backends.cudnn.allow_tf32 = convolutions
+    _backends.cudnn.allow_tf32 = convolutions
 
 
 def _older_flag_of_convolutions() -> bool:
     """Read the flag while the newer ones are off: torch raises where it differs from them."""
     try:
-        return bool(backends.cudnn.allow_tf32)
+        return bool(_backends.cudnn.allow_tf32)
     except RuntimeError:
         return True

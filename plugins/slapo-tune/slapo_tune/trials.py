@@ -285,7 +285,7 @@ def _end_processes(directory: str) -> list[int]:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return whether a process holds memory: one that nobody has waited for does not."""
+    """Return whether a process may hold memory: a zombie does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
