@@ -26,8 +26,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slapo_core.errors import LaunchError, RankFailedError
-from slapo_runtime import rank_server
-from slapo_runtime.rank_process import Job, ServerWithCudaError, describe, origin, run_rank, trace_file
+from slapo_runtime.rank_process import (
+    SERVER_MODULES,
+    Job,
+    ServerWithCudaError,
+    describe,
+    origin,
+    run_rank,
+    trace_file,
+)
 
 T = TypeVar("T")
 
@@ -38,7 +45,6 @@ _PRELOAD = [
     "torch.distributed._functional_collectives",
     "torch.utils.checkpoint",
     "torch._dynamo",  # by every optimizer
-    "slapo_runtime.rank_process",
     "slapo_runtime.build",
     "slapo_core.schedule.creation",
     "slapo_verify.session",
@@ -119,7 +125,7 @@ def run_ranks(
     require_importable_script()
     payload = _pickle_call(function, args, kwargs)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([rank_server.__name__])
+    context.set_forkserver_preload([run_rank.__module__])
     with tempfile.TemporaryDirectory(prefix="slapo-ranks-", ignore_cleanup_errors=True) as directory:
         job = Job(
             payload=payload,
@@ -244,11 +250,11 @@ class _Run:
 
     def start(self, context: ForkServerContext, job: Job) -> None:
         self.deadline = time.monotonic() + self.timeout
-        os.environ[rank_server.VARIABLE] = ",".join(name for name in _PRELOAD if name not in _LEFT_TO_RANKS)
+        os.environ[SERVER_MODULES] = ",".join(name for name in _PRELOAD if name not in _LEFT_TO_RANKS)
         try:
             forkserver.ensure_running()
         finally:
-            del os.environ[rank_server.VARIABLE]
+            del os.environ[SERVER_MODULES]
         self.server = _server()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -1,4 +1,4 @@
-"""Run one rank process of `slapo_runtime.launcher`."""
+"""Run one rank process of `slapo_runtime.launcher`, and import modules in the server that ranks are forked from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,7 +24,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from slapo_core.errors import LaunchError
-from slapo_runtime import rank_server
+
+SERVER_MODULES = "SLAPO_RANK_SERVER_MODULES"
+"""The environment variable with what the server imports; set for it alone."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,12 @@ def run_rank(rank: int, connection: Connection, job: Job) -> None:
 
 def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     _set_environment(rank, job)
-    if rank_server.initializes_cuda is not None:
-        name = rank_server.initializes_cuda
+    if _initializes_cuda is not None:
         raise ServerWithCudaError(
-            f"module {name!r} initializes CUDA when it is imported, and the server that ranks are forked from has "
-            "imported it: CUDA cannot be used in a forked process",
-            hint=f"from slapo_runtime.launcher import never_preload; never_preload({name!r}) before the first call in "
-            "a new process: every rank then imports it itself",
+            f"module {_initializes_cuda!r} initializes CUDA when it is imported, and the server that ranks are forked "
+            "from has imported it: CUDA cannot be used in a forked process",
+            hint=f"from slapo_runtime.launcher import never_preload; never_preload({_initializes_cuda!r}) before the "
+            "first call in a new process: every rank then imports it itself",
         )
     import torch
     import torch.distributed as dist
@@ -245,3 +246,24 @@ def _leave_with_the_caller() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="caller-watch", daemon=True).start()
+
+
+# -- in the server ------------------------------------------------------------------------------------------------
+
+
+def _import_modules(names: Iterable[str]) -> str | None:
+    """Import modules until one initializes CUDA, and return its name; those not installed are left out."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            return name
+    return None
+
+
+_initializes_cuda: str | None = None  # the module that did, in the server: no process can be forked from there
+
+if SERVER_MODULES in os.environ:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that torch.cuda.is_available() leaves the driver alone
+    _initializes_cuda = _import_modules(os.environ.pop(SERVER_MODULES).split(","))
