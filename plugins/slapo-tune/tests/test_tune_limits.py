@@ -159,14 +159,15 @@ def test_a_search_ends_if_killed_processes_of_a_trial_stay(tmp_path: Path, monke
     runs = trials.Trials(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
     output = tmp_path / "output" / "0001.txt"
     assert runs.run("check", {}, None, output=output, timeout=10.0).status == "ok"
-    assert psutil.Process(started[0].pid).status() == psutil.STATUS_ZOMBIE  # it ended, and is ours to wait for
+    assert started[0].poll() is not None  # it has ended, though its parent is this process, which did not wait for it
     monkeypatch.setattr(trials, "_PATIENCE", 0.0)
     monkeypatch.setattr(psutil.Process, "kill", lambda self: None)  # as if the driver held it
-    with pytest.raises(StudyError, match="did not end"):
-        runs.run("check", {}, None, output=output, timeout=10.0)
-    for process in started:
-        process.kill()
-        process.wait()
+    try:
+        with pytest.raises(StudyError, match="did not end"):
+            runs.run("check", {}, None, output=output, timeout=10.0)
+    finally:
+        started[-1].kill()
+        started[-1].wait()
 
 
 @pytest.mark.parametrize(
