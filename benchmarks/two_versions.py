@@ -1,6 +1,6 @@
 """Compare what two installations of slapo cost, in CPU time, on this machine.
 
-python benchmarks/two_versions.py OLD/.venv/bin/python NEW/.venv/bin/python
+python benchmarks/two_versions.py OLD/.venv/bin/python NEW/.venv/bin/python [PART ...]
 
 A process of each installation stays alive, and they run each part in turn, so that both meet the same clock of the
 processor. An import and a command start a process each time.
@@ -20,6 +20,7 @@ PAIRS = 41
 WORKER = """
 import sys, time, torch
 from torch import nn
+from transformers import BertConfig, BertForMaskedLM
 import slapo_core as slapo
 
 torch.set_num_threads(1)
@@ -31,6 +32,34 @@ def large():
 def small():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)))
+
+def bert():
+    with torch.device("meta"):
+        return BertForMaskedLM(BertConfig(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096))
+
+reused = slapo.create_schedule(bert(), mesh={"tp": 2})
+
+def fresh():
+    global reused
+    reused.undo(to=0)
+    reused = slapo.create_schedule(reused.model, mesh={"tp": 2})
+    return reused
+
+def shard_bert(sch):
+    for layer in sch["bert.encoder.layer.*"]:
+        attention = layer["attention.self"]
+        for projection in ("query", "key", "value"):
+            attention[projection].shard(["weight", "bias"], axis=0)
+        attention.sync("bwd_post", "all_reduce")
+        layer["attention.output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        layer["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
+        layer["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+def sharded_bert():
+    sch = fresh()
+    shard_bert(sch)
+    return sch
 
 model = large()
 paths = [path for path, _ in model.named_modules()]
@@ -59,13 +88,16 @@ def build():
 parts = {  # what is prepared, and what is timed
     "create": (large, slapo.create_schedule),
     "visit": (lambda: sch, lambda sch: [(sch[path].path, sch[path].module) for path in paths]),
+    "create BERT-large": (lambda: reused.undo(to=0), lambda _: slapo.create_schedule(reused.model, mesh={"tp": 2})),
+    "shard BERT-large": (fresh, shard_bert),  # the workload of schedule_cost.py
+    "undo BERT-large": (sharded_bert, lambda sch: sch.undo(to=0)),
     "shard": (lambda: None, lambda _: shard()),
     "undo": (shard, lambda sch: sch.undo(to=0)),
     "trace": (lambda: None, lambda _: trace()),
     "verify": (trace, lambda sch: slapo.verify(sch, torch.randn(4, 16))),
     "build": (lambda: None, lambda _: build()),
 }
-print(*parts, flush=True)
+print(*parts, sep=",", flush=True)
 for line in sys.stdin:
     prepare, run = parts[line.strip()]
     prepared = prepare()
@@ -89,7 +121,7 @@ class Installation:
         self.worker = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT
         )
-        self.parts = self._answer().split()
+        self.parts = self._answer().strip().split(",")
 
     def milliseconds(self, part: str) -> float:
         """The CPU time of a part; of a command, with the interpreter's start."""
@@ -111,10 +143,10 @@ class Installation:
         return line
 
 
-def main(*pythons: str) -> None:
-    old, new = map(Installation, pythons)
+def main(old_python: str, new_python: str, *parts: str) -> None:
+    old, new = Installation(old_python), Installation(new_python)
     rows = []
-    for part in (*old.parts, *COMMANDS):
+    for part in parts or (*old.parts, *COMMANDS):
         times: dict[Installation, list[float]] = {old: [], new: []}
         for pair in range(PAIRS + 3):
             for one in (old, new) if pair % 2 == 0 else (new, old):
@@ -125,7 +157,8 @@ def main(*pythons: str) -> None:
         low, high = rows[-1]["interval_95"]
         times_ms = f"{medians['old_ms']:9.2f} {medians['new_ms']:9.2f} ms"
         print(f"{part:20} {times_ms}  {rows[-1]['ratio']:.3f} ({low:.3f}..{high:.3f})")
-    save("two_versions", rows)
+    if not parts:
+        save("two_versions", rows)
 
 
 if __name__ == "__main__":

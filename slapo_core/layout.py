@@ -266,6 +266,8 @@ class Layout:
     padding: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.placements:
+            return
         for mesh_dim, placement in self.placements:
             is_sum = placement.is_partial() and placement.reduce_op == "sum"  # type: ignore[attr-defined]
             if not (placement.is_shard() or placement.is_replicate() or is_sum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import typing
 from abc import ABC, abstractmethod
@@ -304,6 +305,7 @@ def check_primitive(value: Any) -> None:
         )
 
 
+@functools.cache
 def public_signature(cls: type[Primitive]) -> inspect.Signature:
     """Return the public signature: a field ``name_`` becomes ``name=``."""
     signature = inspect.signature(cls)

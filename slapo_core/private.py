@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,19 +17,14 @@ def active_function_modes() -> list[Any]:
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-any-return]
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the live table of a module's own parameters by name; None for unset ones."""
-    return module._parameters
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""Return the live table of a module's own parameters by name; None for unset ones."""
 
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
+"""Return the live table of a module's own buffers by name; None for unset ones."""
 
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the live table of a module's own buffers by name; None for unset ones."""
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the live table of a module's children by name; None for unset ones."""
-    return module._modules
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""Return the live table of a module's children by name; None for unset ones."""
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -35,15 +36,14 @@ def caller_location(*inside: str) -> str:
     Args:
         inside: further packages to look outside of.
     """
+    packages = (*_INSIDE, *inside)
     frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in (
-        *_INSIDE,
-        *inside,
-    ):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages:
         frame = frame.f_back
     file = frame.f_code.co_filename
-    here = os.getcwd() + os.sep
-    return f"{file.removeprefix(here)}:{frame.f_lineno}"
+    with contextlib.suppress(FileNotFoundError):  # the working directory was deleted
+        file = file.removeprefix(os.getcwd() + os.sep)
+    return f"{file}:{frame.f_lineno}"
 
 
 def count_blocks(model: nn.Module, paths: Iterable[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ class BoundPrimitive:
                 path=self._where,
                 hint=f"{bare}{_plain(signature)}",
             ) from None
-        fields = inspect.signature(cls).parameters
-        named = {name if name in fields else f"{name}_": value for name, value in kwargs.items()}
+        fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        named = {f"{name}_" if f"{name}_" in fields else name: value for name, value in kwargs.items()}
         return self._target.apply(cls(*args, **named))
 
     @property

@@ -324,6 +324,8 @@ class Edit:
         Raises:
             ApplyError: one of them cannot take up the change.
         """
+        if not self._tree.calls.have_state:
+            return
         done = list(zip(self._paths[first:], self.entries[first:], strict=True))
         wrapped = {
             path

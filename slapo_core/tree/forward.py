@@ -71,6 +71,11 @@ class Calls:
         else:
             self._changes.pop(module, None)
 
+    @property
+    def have_state(self) -> bool:
+        """Whether steps keep anything for any module."""
+        return len(self._state) > 0
+
     def state(self, module: nn.Module) -> Mapping[str, Any]:
         """Return what steps keep for the module, by key; under ``FORWARD`` what they set in place of its forward."""
         found: Mapping[str, Any] = self._state.get(module, _NO_STATE)

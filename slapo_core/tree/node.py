@@ -180,9 +180,12 @@ class Node(OnNodes):
         return tuple(full_name(*site) for site in self._tree.sites.of(self._tensor(name)))
 
     def _tensor(self, name: str) -> torch.Tensor:
-        tensors = {**parameters_of(self.module), **buffers_of(self.module)}
-        tensor = tensors.get(name)
+        module = self.module
+        tensor = parameters_of(module).get(name)
         if tensor is None:
+            tensor = buffers_of(module).get(name)
+        if tensor is None:
+            tensors = {**parameters_of(module), **buffers_of(module)}
             where = f"'{self.path}'" if self.path else "the root"
             raise PathError(
                 f"{where} has no parameter or buffer '{name}'",

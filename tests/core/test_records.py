@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,18 @@ class Hold(TestPrimitive):
 
     def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
         edit.note("held")
+
+
+def test_steps_go_on_where_the_working_directory_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    sch = slapo.create_schedule(MLP())
+    sch["layers.0"].checkpoint()
+    file, _, line = sch.records[0].location.rpartition(":")
+    assert file == __file__
+    assert int(line) > 0
 
 
 def test_document_holds_every_step() -> None:
