@@ -7,7 +7,7 @@ same run unscheduled, without DeepSpeed.
 
 Batches, optimizer, learning rates and clipping are those of ``ds_bert.json``, a configuration as DeepSpeed's own
 documentation writes them. The script starts ``torchrun`` for the scheduled runs by itself. It ends with status 1 if the
-loss curves part.
+loss curves part. It takes two GPUs, or the CPU.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ CONFIG = Path(__file__).with_name("ds_bert.json")
 
 RUNS = {"zero2_dp2": ({"dp": 2, "pp": 1}, 2), "pp2_zero1": ({"dp": 1, "pp": 2}, 1)}
 """The scheduled runs: the mesh, and DeepSpeed's ZeRO stage; with a pipeline DeepSpeed has no more than the first."""
+
+PROCESSES = 2
 
 PREDICTIONS = 0.15  # of the tokens of each sequence, so that all micro-batches have as many
 
@@ -72,18 +74,18 @@ def run_plain(options: argparse.Namespace) -> None:
     """The model as its author wrote it, in an ordinary PyTorch loop, without DeepSpeed."""
     config = configuration()
     settings = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
-    model = make_model(options.vocab_size).train()
+    model = make_model(options.vocab_size).to(common.device_of(options, PROCESSES, shared=False)).train()
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
     clip = config["gradient_clipping"]
     common.run_plain(options, model, optimizer, batches, max_grad_norm=clip, learning_rate=learning_rate)
 
 
-def run_scheduled(options: argparse.Namespace, name: str) -> None:
+def run_scheduled(options: argparse.Namespace, name: str, device: torch.device) -> None:
     """The same model under a schedule, by DeepSpeed; this runs in every process that torchrun starts."""
     torch.set_num_threads(1)
     mesh, zero = RUNS[name]
-    model = make_model(options.vocab_size).train()
-    example = {key: tensor[:2] for key, tensor in batches(options, seed=3, steps=1)[0].items()}
+    model = make_model(options.vocab_size).to(device).train()
+    example = common.on(device, {key: rows[:2] for key, rows in batches(options, seed=3, steps=1)[0].items()})
     sch = slapo.create_schedule(model, mesh=mesh, example_inputs=example)
     schedule_bert(sch)
     report = slapo.verify(sch, example)
@@ -91,7 +93,13 @@ def run_scheduled(options: argparse.Namespace, name: str) -> None:
     if dist.get_rank() == 0:
         print(report, engine.plan, sep="\n", flush=True)
     common.run_engine(
-        options, name, sch, engine, batches, states=lambda engine: engine.deepspeed.optimizer.state.values()
+        options,
+        name,
+        sch,
+        engine,
+        batches,
+        states=lambda engine: engine.deepspeed.optimizer.state.values(),
+        device=device,
     )
 
 
@@ -115,9 +123,9 @@ def main(options: argparse.Namespace) -> int:
     if options.role == "plain":
         run_plain(options)
     elif options.role is not None:
-        common.together(lambda: run_scheduled(options, options.role))
+        common.together(lambda device: run_scheduled(options, options.role, device), options, shared=False)
     else:
-        return common.launch(options, __file__, tuple(RUNS), 2, batches) or compare(options)
+        return common.launch(options, __file__, tuple(RUNS), PROCESSES, batches, shared=False) or compare(options)
     return 0
 
 

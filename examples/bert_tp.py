@@ -2,6 +2,7 @@
 
     python examples/bert_tp.py                 # both runs, the comparison and the plot
     python examples/bert_tp.py --text my.txt   # on your own text
+    python examples/bert_tp.py --device cpu    # also where there is a GPU
 
 The script starts ``torchrun`` for the scheduled run by itself. It ends with status 1 if the loss curves part.
 """
@@ -77,24 +78,27 @@ def batches(options: argparse.Namespace, *, seed: int, steps: int, held_out: boo
 
 def run_plain(options: argparse.Namespace, attention: str | None) -> None:
     """The model as its author wrote it, in an ordinary PyTorch loop."""
-    model = make_model(options.vocab_size, attention).train()
+    model = make_model(options.vocab_size, attention).to(common.device_of(options)).train()
     common.run_plain(options, model, make_optimizer(model.parameters()), batches)
 
 
 def run_scheduled(
-    options: argparse.Namespace, schedule: Callable[[slapo.Schedule], None], attention: str | None
+    options: argparse.Namespace,
+    device: torch.device,
+    schedule: Callable[[slapo.Schedule], None],
+    attention: str | None,
 ) -> None:
     """The same model under a schedule; this runs in every process that torchrun starts."""
     torch.set_num_threads(1)
-    model = make_model(options.vocab_size, attention).train()
-    example = {name: tensor[:2] for name, tensor in batches(options, seed=3, steps=1)[0].items()}
+    model = make_model(options.vocab_size, attention).to(device).train()
+    example = common.on(device, {name: rows[:2] for name, rows in batches(options, seed=3, steps=1)[0].items()})
     sch = slapo.create_schedule(model, mesh={"tp": dist.get_world_size()}, example_inputs=example)
     schedule(sch)
     report = slapo.verify(sch, example)
     if dist.get_rank() == 0:
         print(sch, report, sep="\n\n", flush=True)
     engine = slapo.build(sch, target="torch", optimizer=make_optimizer)
-    common.run_engine(options, "scheduled", sch, engine, batches)
+    common.run_engine(options, "scheduled", sch, engine, batches, device=device)
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -127,7 +131,7 @@ def main(
     if options.role == "plain":
         run_plain(options, attention)
     elif options.role == "scheduled":
-        common.together(lambda: run_scheduled(options, schedule, attention))
+        common.together(lambda device: run_scheduled(options, device, schedule, attention), options)
     else:
         return common.launch(options, script, ("scheduled",), 2, batches) or compare(options)
     return 0

@@ -43,8 +43,38 @@ def add_options(parser: argparse.ArgumentParser, name: str, roles: Iterable[str]
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
     parser.add_argument("--length", type=int, default=96, help="tokens a sequence (default: %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=4096, help="size of the tokenizer (default: %(default)s)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU, else the CPU")
     parser.add_argument("--output", type=Path, default=Path("build", name), help="directory (default: %(default)s)")
     parser.add_argument("--role", choices=["plain", *roles], help=argparse.SUPPRESS)
+
+
+def device_of(options: argparse.Namespace, processes: int = 1, *, shared: bool = True) -> torch.device:
+    """Choose the device of this process: a GPU of its own, one that it shares, or the CPU.
+
+    Args:
+        options: of the command line.
+        processes: that train together.
+        shared: whether several can take one GPU where there are fewer. Gloo connects them then, which reduces and
+            gathers CUDA tensors, and sends none from stage to stage.
+    """
+    count = torch.cuda.device_count()
+    if options.device == "cpu" or (options.device is None and not count):
+        return torch.device("cpu")
+    if not count or (count < processes and not shared):
+        if options.device is not None:
+            sys.exit(f"--device cuda: {processes} processes need a GPU each, and this machine has {count}")
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+
+
+def say_device(options: argparse.Namespace, processes: int, *, shared: bool) -> None:
+    """Print a line where there is a GPU: who takes it, or why nobody does."""
+    count, device = torch.cuda.device_count(), device_of(options, processes, shared=shared)
+    if device.type == "cuda":
+        how = "a GPU each" if count >= processes else f"{count} of the GPUs, connected by gloo"
+        print(f"device: cuda; {processes} processes take {how}")
+    elif count and options.device is None:
+        print(f"device: cpu; {processes} processes need a GPU each, and this machine has {count}")
 
 
 def rows_of(options: argparse.Namespace, *, held_out: bool) -> torch.Tensor:
@@ -119,7 +149,7 @@ def run_engine(
     batches: Batches,
     *,
     states: Callable[[Any], Iterable[Any]] = lambda engine: engine.optimizer.state.values(),
-    device: torch.device | None = None,
+    device: torch.device,
 ) -> None:
     """The same model under a schedule; every process calls it, and the first one keeps what came out.
 
@@ -130,9 +160,8 @@ def run_engine(
         engine: it is closed at the end.
         batches: of the example.
         states: of the optimizer, one for each parameter, to say how much memory they take.
-        device: of the model; None for the CPU.
+        device: of the model.
     """
-    device = device or torch.device("cpu")
     first, processes = dist.get_rank() == 0, dist.get_world_size()
 
     def own(batch: Batch) -> Batch:
@@ -270,7 +299,15 @@ def plot(options: argparse.Namespace, runs: list[tuple[str, dict[str, Any]]], ti
     return file
 
 
-def launch(options: argparse.Namespace, script: str, roles: Sequence[str], processes: int, batches: Batches) -> int:
+def launch(
+    options: argparse.Namespace,
+    script: str,
+    roles: Sequence[str],
+    processes: int,
+    batches: Batches,
+    *,
+    shared: bool = True,
+) -> int:
     """All runs, one after the other, each in processes of its own.
 
     Args:
@@ -279,12 +316,14 @@ def launch(options: argparse.Namespace, script: str, roles: Sequence[str], proce
         roles: the scheduled runs.
         processes: of each of them.
         batches: of the example.
+        shared: whether processes can share a GPU.
 
     Returns:
         the status of the first one that failed, or 0.
     """
     options.output.mkdir(parents=True, exist_ok=True)
     print(f"text, tokenizer and results: {options.output}")
+    say_device(options, processes, shared=shared)
     batches(options, seed=1, steps=1)  # trains the tokenizer once, before the processes start
     this = [str(Path(script).resolve()), *sys.argv[1:]]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -298,10 +337,15 @@ def launch(options: argparse.Namespace, script: str, roles: Sequence[str], proce
     return 0
 
 
-def together(run: Callable[[], None], backend: str = "gloo") -> None:
-    """Run it in a process that torchrun started, connected with the others."""
+def together(run: Callable[[torch.device], None], options: argparse.Namespace, *, shared: bool = True) -> None:
+    """Run it on its device in a process that torchrun started, connected with the others."""
+    processes = int(os.environ["WORLD_SIZE"])
+    device = device_of(options, processes, shared=shared)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(backend)
-    run()
+        has_own = device.type == "cuda" and torch.cuda.device_count() >= processes  # NCCL refuses two ranks on one GPU
+        dist.init_process_group("nccl" if has_own else "gloo")
+    run(device)
     dist.barrier()
     dist.destroy_process_group()

@@ -14,7 +14,6 @@ that the tests have, ``tests/support/cpu_megatron.py``, enough to see it train, 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +34,7 @@ MESH, PROCESSES, MICROBATCHES = {"dp": 2, "pp": 2, "tp": 2}, 8, 2
 LEARNING_RATE, EPSILON, CLIP = 5e-4, 1e-6, 1.0
 
 
-def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
+def make_model(options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
     """A LLaMA with random weights, the same in every process."""
     torch.manual_seed(0)
     sizes = {"hidden_size": options.width, "intermediate_size": options.width * 11 // 4 // 8 * 8}
@@ -44,7 +43,7 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
         vocab_size=options.vocab_size, num_hidden_layers=options.layers, use_cache=False,
         attn_implementation="eager", **sizes, **heads,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(device()).train()
+    return LlamaForCausalLM(config).to(device).train()
 
 
 def schedule_llama(sch: slapo.Schedule, *, compiler: str = "inductor") -> None:
@@ -103,38 +102,29 @@ def states_of(engine: Any, target: str) -> Iterable[Any]:
     return [state for part in parts for state in part.optimizer.state.values()]
 
 
-def device() -> torch.device:
-    """Of this process: a GPU of its own where there are enough, or the CPU."""
-    if torch.cuda.device_count() < PROCESSES:
-        return torch.device("cpu")
-    found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(found)
-    return found
-
-
 def run_plain(options: argparse.Namespace) -> None:
     """The model as its author wrote it, in an ordinary PyTorch loop."""
-    model = make_model(options)
+    model = make_model(options, common.device_of(options, PROCESSES, shared=False))
     common.run_plain(options, model, make_optimizer(model.parameters()), batches, max_grad_norm=CLIP)
 
 
-def run_scheduled(options: argparse.Namespace, target: str) -> None:
+def run_scheduled(options: argparse.Namespace, target: str, device: torch.device) -> None:
     """The same model under a schedule; this runs in every process that torchrun starts."""
     torch.set_num_threads(1)
-    if target == "megatron" and device().type == "cpu":
+    if target == "megatron" and device.type == "cpu":
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
         from tests.support.cpu_megatron import install
 
         install()
-    example = common.on(device(), {key: rows[:2] for key, rows in batches(options, seed=3, steps=1)[0].items()})
-    sch = slapo.create_schedule(make_model(options), mesh=MESH, example_inputs=example)
+    example = common.on(device, {key: rows[:2] for key, rows in batches(options, seed=3, steps=1)[0].items()})
+    sch = slapo.create_schedule(make_model(options, device), mesh=MESH, example_inputs=example)
     schedule_llama(sch, compiler=options.compiler)
     report = "not verified" if options.quick else slapo.verify(sch, example)
     engine = build(sch, target, options)
     if dist.get_rank() == 0:
         print(report, engine.plan, sep="\n\n", flush=True)
     common.run_engine(
-        options, target, sch, engine, batches, states=lambda engine: states_of(engine, target), device=device()
+        options, target, sch, engine, batches, states=lambda engine: states_of(engine, target), device=device
     )
 
 
@@ -164,10 +154,10 @@ def main(options: argparse.Namespace) -> int:
     if options.role == "plain":
         run_plain(options)
     elif options.role is not None:
-        backend = "gloo" if device().type == "cpu" else "nccl"
-        common.together(lambda: run_scheduled(options, options.role), backend)
+        common.together(lambda device: run_scheduled(options, options.role, device), options, shared=False)
     else:
-        return common.launch(options, __file__, options.targets, PROCESSES, batches) or compare(options)
+        done = common.launch(options, __file__, options.targets, PROCESSES, batches, shared=False)
+        return done or compare(options)
     return 0
 
 

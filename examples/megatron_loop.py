@@ -3,13 +3,15 @@
     torchrun --nproc-per-node 4 examples/megatron_loop.py
 
 The schedule splits the model, and ``slapo_megatron.model_chunks`` gives it to Megatron: process groups, the distributed
-optimizer, its scheduler, the forward-backward function and the loop are the script's. Megatron needs GPUs.
+optimizer, its scheduler, the forward-backward function and the loop are the script's. Megatron needs a GPU for each
+process.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,15 +81,18 @@ def loss_func(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor,
     return loss, {"loss": loss.detach().clone()}
 
 
-def train(steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(device: torch.device, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train on all processes.
+
+    Args:
+        device: of this process.
+        steps: how many.
 
     Returns:
         the loss of each step, a mean over all samples; and the weights, under the names of the model.
     """
     replicas = dist.get_world_size() // TENSOR_PARALLEL
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=TENSOR_PARALLEL)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     sch = slapo.create_schedule(make_model().to(device), mesh={"dp": replicas, "tp": TENSOR_PARALLEL})
     split(sch)
 
@@ -162,10 +167,13 @@ def reference(steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]
 
 
 def main() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    losses, _ = train()
+    needed, found = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if found < needed:
+        sys.exit(f"Megatron needs a GPU for each of the {needed} processes (found {found})")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    losses, _ = train(device)
     wanted, _ = reference()
     if dist.get_rank() == 0:
         for step, (loss, one) in enumerate(zip(losses, wanted, strict=True)):

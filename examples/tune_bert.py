@@ -85,6 +85,7 @@ def make_study(options: argparse.Namespace) -> slapo_tune.Study:
         optimizer=bert_tp.make_optimizer,
         memory=options.memory,
         sampler=options.sampler,
+        accelerator=options.device,
         log=options.output / "tune_bert.jsonl",
         steps=options.steps,
     )

@@ -181,7 +181,7 @@ class Node(OnNodes):
 
     def _tensor(self, name: str) -> torch.Tensor:
         module = self.module
-        tensor = parameters_of(module).get(name)
+        tensor: torch.Tensor | None = parameters_of(module).get(name)
         if tensor is None:
             tensor = buffers_of(module).get(name)
         if tensor is None:

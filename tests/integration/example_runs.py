@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slapo_testing import run_ranks
 
@@ -35,7 +36,7 @@ def all_runs(name: str, arguments: list[str]) -> None:
     module = example(name)
     options = module.parsed(arguments)
     for run in runs_of(module, options):
-        module.run_scheduled(options, run)
+        module.run_scheduled(options, run, torch.device("cpu"))
 
 
 def runs_of(module: Any, options: Any) -> list[str]:
@@ -59,7 +60,7 @@ def assert_trains_as_one_process(
         what the comparison printed; and by the name of each run, how much memory each rank has for weights and
         optimizer, as a share of what one process has.
     """
-    arguments = [*arguments, "--text", str(text_for(directory)), "--output", str(directory)]
+    arguments = [*arguments, "--device", "cpu", "--text", str(text_for(directory)), "--output", str(directory)]
     module = example(name)
     options = module.parsed(arguments)
     runs = runs_of(module, options)

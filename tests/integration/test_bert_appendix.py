@@ -19,6 +19,7 @@ from slapo_testing.models import bert
 from tests.integration.example_runs import EXAMPLES, example, text_for
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--length", "32", "--vocab-size", "600", "--compiler", "eager"]
+SMALL += ["--device", "cpu"]
 
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp", "slapo_fusion", "torch._dynamo")
 

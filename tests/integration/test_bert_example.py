@@ -18,7 +18,7 @@ from tests.support.programs import run_program
 pytestmark = pytest.mark.ranks
 preload_modules("transformers.models.bert.modeling_bert", "slapo_tp")
 
-SMALL = ["--steps", "4", "--batch-size", "2", "--length", "32", "--vocab-size", "600"]
+SMALL = ["--steps", "4", "--batch-size", "2", "--length", "32", "--vocab-size", "600", "--device", "cpu"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 

@@ -19,6 +19,7 @@ from slapo_tune.winner import best_file
 from tests.integration.example_runs import EXAMPLES, example, text_for
 
 SMALL = ["--steps", "1", "--length", "16", "--vocab-size", "600", "--memory", "80MiB", "--sampler", "exhaustive"]
+SMALL += ["--device", "cpu"]
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def _case(stage: int) -> DialectCase:
         rejects=_REJECTS,
         optimizers=(sgd, adamw),
         dtype=torch.float32,
+        device_per_rank=True,
         needs_process_group=True,
         name=f"zero-{stage}",
     )

@@ -25,7 +25,8 @@ LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerato
 def test_the_example_trains_as_the_reference_model(launch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It clips the norm of all gradients, and asserts that losses are equal to 1e-5 in float32."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    done = subprocess.run([*launch, str(EXAMPLE), "--steps", "3"], capture_output=True, text=True, timeout=300)
+    command = [*launch, str(EXAMPLE), "--steps", "3", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 2: loss " in done.stdout
 

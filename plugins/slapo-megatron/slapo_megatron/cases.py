@@ -40,6 +40,8 @@ def _case(distributed: bool, unavailable: str | None) -> DialectCase:
         rejects=_REJECTS,
         optimizers=(adamw,) if distributed else (sgd, adamw),  # the distributed one steps AdamW only
         dtype=torch.float32,
+        device="cuda" if unavailable is None else "cpu",
+        device_per_rank=True,
         needs_process_group=True,
         unavailable=unavailable,
         name="distributed-optimizer" if distributed else "plain",

@@ -40,7 +40,16 @@ ON_RANKS = {
 
 def on_cpus(name: str) -> list[DialectCase]:
     """The case of that name, for ranks, which have the stand-in."""
-    return [dataclasses.replace(case, unavailable=None) for case in slapo_cases() if case.name == name]
+    cases = [dataclasses.replace(case, unavailable=None, device="cpu") for case in slapo_cases()]
+    return [case for case in cases if case.name == name]
+
+
+def test_cases_run_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert {(case.device, case.device_per_rank, case.unavailable) for case in slapo_cases()} == {("cuda", True, None)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert {case.device for case in slapo_cases()} == {"cpu"}
+    assert all("CUDA" in str(case.unavailable) for case in slapo_cases())
 
 
 @parametrize_dialect_checks(on_cpus("plain"))
@@ -69,6 +78,7 @@ PIPELINE = DialectCase(
     optimizers=(sgd, adamw),
     meshes=[{"pp": 2, "tp": 2}],
     dtype=torch.float32,
+    device="cpu",
     needs_process_group=True,
     name="pipeline",
 )

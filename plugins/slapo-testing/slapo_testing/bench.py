@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from slapo_core.plugins.registry import Registry
 from slapo_core.primitive import Primitive
 from slapo_testing.case import Case, Making, made
 from slapo_testing.check import CheckError
+from slapo_testing.device import move, resolve_device
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,13 +48,14 @@ def build_model(case: Case) -> nn.Module:
             got=repr(model),
             hint="model=lambda: MyModel(...)",
         )
-    return model
+    return model.to(resolve_device(case.device))
 
 
 def build_inputs(case: Case) -> Any:
     """A fresh batch; the same numbers every time."""
     with seeded(SEED + 1):
-        return case.inputs()
+        inputs = case.inputs()
+    return move(inputs, resolve_device(case.device))
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -93,7 +95,7 @@ class Bench:
 
     def apply_after(self) -> None:
         """Apply the steps after it."""
-        _apply_all(self.schedule, self.case.after, "after")
+        _apply_all(self.schedule, self.case, "after")
 
 
 def prepare(case: Case, *, mesh_size: int) -> Bench:
@@ -105,13 +107,22 @@ def prepare(case: Case, *, mesh_size: int) -> Bench:
     """
     mesh = case.mesh_sizes(mesh_size)
     schedule = create_schedule(build_model(case), mesh=mesh, example_inputs=build_inputs(case))
-    _apply_all(schedule, case.before, "before")
-    return Bench(case, schedule, case.value())
+    _apply_all(schedule, case, "before")
+    return Bench(case, schedule, _placed(case.value(), case))
 
 
-def _apply_all(schedule: Schedule, steps: Iterable[tuple[str, Making]], field: str) -> None:
+def _placed(primitive: Primitive, case: Case) -> Primitive:
+    """Move the modules among the arguments of a primitive to the device of the case."""
+    for value in primitive.arguments().values():
+        if isinstance(value, torch.nn.Module):
+            move(value, resolve_device(case.device))
+    return primitive
+
+
+def _apply_all(schedule: Schedule, case: Case, field: Literal["before", "after"]) -> None:
+    steps: Iterable[tuple[str, Making]] = getattr(case, field)
     for path, making in steps:
-        primitive = made(making)
+        primitive = _placed(made(making), case)
         try:
             schedule._core.apply_at(schedule._core.tree.node(path), primitive)
         except SlapoError as error:

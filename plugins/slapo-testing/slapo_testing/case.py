@@ -11,6 +11,7 @@ from slapo_core.layout import MESH_DIMS
 from slapo_core.primitive import Primitive
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -36,6 +37,8 @@ class Case:
             the all-reduce after a shard; applied only where outputs and gradients are compared.
         mesh: mesh dimensions that the primitive needs, e.g. ``("tp",)``; on two ranks the last one has size 2. None
             tests the primitive without a mesh.
+        device: where models and batches are put, e.g. ``"cuda"``; None: the accelerator if there is one, else the CPU.
+            Two ranks on one accelerator are connected by gloo.
         serializable: False for a case with an argument that JSON cannot carry; then saving must say so.
         name: stands in the test's id; default: the primitive's bare name.
 
@@ -52,6 +55,7 @@ class Case:
     before: Sequence[tuple[str, Making]] = ()
     after: Sequence[tuple[str, Making]] = ()
     mesh: Sequence[str] | None = None
+    device: torch.device | str | None = None
     serializable: bool = True
     name: str | None = None
 

@@ -30,6 +30,9 @@ class CheckCommand(Command):
 def check(
     name: Annotated[str | None, typer.Argument(help="A distribution, e.g. acme-slapo; default: all.")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the chained traceback of failures.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where cases run, e.g. cpu; default: the accelerator if there is one.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:
     """Import plugins and check them: rules, documentation, import time, and the cases that they ship.
@@ -37,11 +40,16 @@ def check(
     Exits with status 1 if any check fails. Progress goes to stderr.
     """
     from slapo_testing.conformance import check_plugin
+    from slapo_testing.device import resolve_device
 
+    chosen_device = resolve_device(device)
     registry = Registry.discover()
     chosen = list(registry.plugins) if name is None else [registry.plugin(name)]
 
-    findings = {plugin.name: list(check_plugin(plugin, registry, progress=_show_progress)) for plugin in chosen}
+    findings = {
+        plugin.name: list(check_plugin(plugin, registry, device=chosen_device, progress=_show_progress))
+        for plugin in chosen
+    }
     failed = [finding for found in findings.values() for finding in found if finding.outcome == "failed"]
     if as_json:
         print_json(_findings_json(chosen, findings, traceback=traceback))

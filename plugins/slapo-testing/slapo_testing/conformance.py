@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core.errors import ArgumentError, PluginError
 from slapo_core.plugins import use_registry
@@ -33,6 +33,9 @@ from slapo_testing.kit import Kit
 from slapo_testing.new_command import hides_member
 from slapo_testing.parametrize import case_labels
 from slapo_testing.probe import MODULE_LIMIT, probe
+
+if TYPE_CHECKING:
+    import torch
 
 CASES_FUNCTION = "slapo_cases"
 """The function of a plugin's module that gives its cases."""
@@ -65,13 +68,18 @@ class Finding:
 
 
 def check_plugin(
-    plugin: Plugin, registry: Registry, *, progress: Callable[[str], None] = lambda text: None
+    plugin: Plugin,
+    registry: Registry,
+    *,
+    device: torch.device | str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
     """Every finding about one plugin.
 
     Args:
         plugin: of ``registry.plugins``.
         registry: where it is loaded from.
+        device: of the cases that name none; None: the accelerator if there is one, else the CPU.
         progress: called with the name of the next check.
     """
     report = functools.partial(Finding, plugin.name)
@@ -99,7 +107,7 @@ def check_plugin(
     with use_registry(registry):
         for entry in entries:
             yield from _check_entry(entry, registry, report)
-        yield from _check_cases(plugin, registry, report, progress)
+        yield from _check_cases(plugin, registry, report, device, progress)
 
 
 def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding]) -> Iterator[Finding]:
@@ -131,12 +139,16 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
 
 
 def _check_cases(
-    plugin: Plugin, registry: Registry, report: Callable[..., Finding], progress: Callable[[str], None]
+    plugin: Plugin,
+    registry: Registry,
+    report: Callable[..., Finding],
+    device: torch.device | str | None,
+    progress: Callable[[str], None],
 ) -> Iterator[Finding]:
     tested: set[tuple[str, str]] = set()
     for where, function in _cases_functions(plugin, registry):
         try:
-            cases = _cases(function)
+            cases = [case if case.device else dataclasses.replace(case, device=device) for case in _cases(function)]
         except Exception as error:  # noqa: BLE001 - a finding about the plugin, like any other
             yield report(f"{where}()", "cases", "failed", f"{type(error).__name__}: {error}", _traceback(error))
             continue

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import cProfile
 import copy
+import cProfile
 import gc
 from typing import Any
 

@@ -59,6 +59,7 @@ REJECTS = [{"wrap": "no.such.block"}, {"wrap": 3}, {"reshard_after_forward": "no
 
 def cases():
     case = partial(DialectCase, "fsdp", model=Stack, batch=batch, schedule=steps, optimizers=(sgd, adamw))
+    case = partial(case, device_per_rank=True)  # fully_shard moves parameters to the device of its mesh
     return [
         case(
             config={"reshard_after_forward": False},

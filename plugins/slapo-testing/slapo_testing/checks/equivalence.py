@@ -14,6 +14,7 @@ from slapo_runtime.launcher import run_ranks
 from slapo_testing.bench import Bench, build_inputs, build_model, call, prepare
 from slapo_testing.case import Case, made
 from slapo_testing.check import CheckError, NotApplicable
+from slapo_testing.device import backend_for, move, resolve_device
 from slapo_testing.pickled import Pickled, pack
 from slapo_testing.private import tree_leaves
 
@@ -126,9 +127,10 @@ _TIMEOUT = 120.0  # seconds
 
 
 def forward_and_gradients_on_2_ranks(case: Case) -> None:
-    """On two gloo ranks, in the last mesh dimension or each for itself, outputs and gradients still agree."""
+    """On two ranks, in the last mesh dimension or each for itself, outputs and gradients still agree."""
+    backend = backend_for(resolve_device(case.device), 2)
     try:
-        run_ranks(_verify_on_rank, _pack(case), world_size=2, timeout=_TIMEOUT)
+        run_ranks(_verify_on_rank, _pack(case), world_size=2, timeout=_TIMEOUT, backend=backend)
     except RankFailedError as error:
         if isinstance(error.__cause__, VerifyError):
             raise not_equivalent(case, f"on rank {error.first}: {error.__cause__}") from error
@@ -155,11 +157,12 @@ def _verify_on_rank(pickled: Pickled) -> None:
 def _pack(case: Case) -> Pickled:
     contents: dict[str, Any] = {
         "primitive": case.value(),
-        "model": build_model(case),
-        "inputs": build_inputs(case),
+        "model": build_model(case).cpu(),  # each rank has a device of its own
+        "inputs": move(build_inputs(case), torch.device("cpu")),
         "path": case.path,
         "before": [(path, made(step)) for path, step in case.before],
         "after": [(path, made(step)) for path, step in case.after],
         "mesh": case.mesh,
+        "device": case.device,
     }
     return pack(contents)

@@ -21,6 +21,7 @@ from slapo_runtime.build import build
 from slapo_runtime.losses import LossCall
 from slapo_testing.bench import SEED, seeded
 from slapo_testing.check import CheckError
+from slapo_testing.device import backend_for, resolve_device
 from slapo_testing.dialects.case import DialectCase, Subject
 from slapo_testing.private import tree_map_only
 from slapo_testing.snapshot import ModelSnapshot, listed
@@ -46,6 +47,11 @@ class Training:
     losses: Sequence[torch.Tensor]
     norms: Sequence[torch.Tensor]
     state: Mapping[str, torch.Tensor]
+
+    def cpu(self) -> Training:
+        """Return the same results on the CPU."""
+        losses, norms = ([tensor.cpu() for tensor in tensors] for tensors in (self.losses, self.norms))
+        return Training(losses, norms, {name: tensor.cpu() for name, tensor in self.state.items()})
 
     def named(self) -> dict[str, torch.Tensor]:
         """Everything that can be compared, by the words for it."""
@@ -239,7 +245,12 @@ class DialectBench:
                 got=repr(model),
                 hint="model=lambda: MyModel(...)",
             )
-        return model.to(self.case.dtype)
+        return model.to(self.device, self.case.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where models and batches are."""
+        return resolve_device(self.case.device)
 
     def meta_model(self) -> nn.Module:
         """The model of the case without values."""
@@ -255,7 +266,7 @@ class DialectBench:
         return [tree_map_only(torch.Tensor, self._cast, batch) for batch in made]
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.case.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(self.device, self.case.dtype if tensor.is_floating_point() else tensor.dtype)
 
     def schedule(
         self, model: nn.Module | None = None, *, steps: bool = False, mesh: Mapping[str, int] | None = None
@@ -304,7 +315,10 @@ class DialectBench:
             **options,
         }
         given = {name: value for name, value in arguments.items() if value is not None}
-        return build(schedule or self.schedule(self.model(subject)), target or self.case.dialect_name, **given)
+        schedule = schedule or self.schedule(self.model(subject))
+        if self.device.type != "cpu" and any(parameter.is_meta for parameter in schedule.model.parameters()):
+            given.setdefault("device", self.device)  # without one, such a model is initialized on the CPU
+        return build(schedule, target or self.case.dialect_name, **given)
 
     def build_with(self, schedule: Schedule, options: Mapping[str, Any]) -> Engine:
         """Build with these options of the dialect and no others."""
@@ -390,7 +404,7 @@ def open_bench(case: DialectCase) -> Iterator[DialectBench]:
     """
     registry, cls = current_registry(), case.target
     if isinstance(cls, str):
-        with process_group_of_one(case.needs_process_group):
+        with process_group_of_one(resolve_device(case.device), case.needs_process_group):
             yield DialectBench(case, registry.load(cls, "dialects"), registry)
         return
     if cls.name not in registry.names("dialects"):
@@ -404,19 +418,19 @@ def open_bench(case: DialectCase) -> Iterator[DialectBench]:
             got=f"{installed.__module__}:{installed.__qualname__}",
             hint="correct the entry point, or the name of the class",
         )
-    with use_registry(registry), process_group_of_one(case.needs_process_group):
+    with use_registry(registry), process_group_of_one(resolve_device(case.device), case.needs_process_group):
         yield DialectBench(case, cls, registry)
 
 
 @contextlib.contextmanager
-def process_group_of_one(needed: bool = True) -> Iterator[None]:
-    """A process group of this process alone, for the duration of the block, unless there is one."""
+def process_group_of_one(device: torch.device, needed: bool = True) -> Iterator[None]:
+    """A process group of this process alone, for tensors on a device, during the block, unless there is one."""
     import torch.distributed as dist
 
     if not needed or dist.is_initialized():
         yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend_for(device, 1), store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -203,6 +203,10 @@ class DialectCase:
         dtype: of the model and of the floating-point numbers in a batch.
         tolerance: the largest difference to plain training, relative to the largest element of a tensor; None allows
             1e-9 in float64, 1e-4 in float32, and 1e-2 otherwise.
+        device: where models and batches are put, e.g. ``"cuda"``; None: the accelerator if there is one, else the CPU.
+        device_per_rank: whether each rank needs an accelerator of its own. Otherwise ranks may share one over gloo,
+            which reduces and gathers its tensors, but sends none between stages. Checks on a mesh with more ranks than
+            accelerators are skipped, with the reason, where the ranks cannot share.
         needs_process_group: whether the runtime needs ``torch.distributed`` for a single process too.
         unavailable: why engines cannot run on this machine, e.g. ``"no GPU found"``; checks that build one are
             skipped, and say so. None where they can.
@@ -224,6 +228,8 @@ class DialectCase:
     meshes: Sequence[Mapping[str, int]] | None = None
     dtype: torch.dtype = torch.float64
     tolerance: float | None = None
+    device: torch.device | str | None = None
+    device_per_rank: bool = False
     needs_process_group: bool = False
     unavailable: str | None = None
     name: str | None = None

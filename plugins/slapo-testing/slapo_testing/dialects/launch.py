@@ -25,6 +25,7 @@ from slapo_runtime.replicas import replicas_of
 from slapo_runtime.storage import sharded_over
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError
+from slapo_testing.device import backend_for, is_shared, move
 from slapo_testing.dialects.bench import Before, DialectBench, Training, open_bench, train
 from slapo_testing.dialects.case import DialectCase, regression_steps
 from slapo_testing.pickled import Pickled, pack
@@ -124,15 +125,16 @@ def _train(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: 
     engine = engine_for(last)
     engine.load(others)
     resumed = train(engine, shares[2:], first=2)
-    return MeshTraining(clipped, begun, evaluated, resumed, _initial(bench, sizes), names)
+    return MeshTraining(clipped.cpu(), begun.cpu(), evaluated.cpu(), resumed.cpu(), _initial(bench, sizes), names)
 
 
 def _initial(bench: DialectBench, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     schedule = bench.schedule(copy_on_meta(bench.model()), steps=True, mesh=sizes)
     try:
-        return bench.engine(schedule, seed=3).state_dict()
+        state = bench.engine(schedule, seed=3).state_dict()
     except WeightsError:
         return {}
+    return {name: tensor.cpu() for name, tensor in state.items()}
 
 
 def clipping_norm(bench: DialectBench, batches: Sequence[Any]) -> float:
@@ -177,7 +179,7 @@ def _diverged(bench: DialectBench, sizes: dict[str, int], batches: list[Any], ow
     here = dict(engine.module.named_parameters(remove_duplicate=False))  # of a pipeline, this rank's
     shards = {name: set(sharded_over(parameter)) for name, parameter in here.items()}
     still = [held.name for held in copies if set(held.over) - shards.get(held.name, set())]
-    name = _on_last_and_another_rank(engine, still)
+    name = _on_last_and_another_rank(engine, still, bench.device)
     if name is None:
         return "", {}
     train(engine, [_share(batches[0], mesh)])
@@ -191,12 +193,12 @@ def _diverged(bench: DialectBench, sizes: dict[str, int], batches: list[Any], ow
     return name, {**found, "check_replicas() again": _said(engine.check_replicas)}
 
 
-def _on_last_and_another_rank(engine: Any, names: Sequence[str]) -> str | None:
+def _on_last_and_another_rank(engine: Any, names: Sequence[str], device: torch.device) -> str | None:
     """Return the first of these parameters that the last rank holds: a stage may not hold it."""
     import torch.distributed as dist
 
     held_here = {name for name, parameter in engine.module.named_parameters() if not parameter.is_meta}
-    here = torch.tensor([name in held_here for name in names], dtype=torch.int64)
+    here = torch.tensor([name in held_here for name in names], dtype=torch.int64, device=device)
     everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, here)
     count = torch.stack(everywhere).sum(0)
@@ -225,7 +227,7 @@ def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *,
     import torch.distributed as dist
 
     before = Before(schedule)
-    group = dist.new_group(timeout=_PATIENCE)
+    group = dist.new_group(timeout=_PATIENCE, backend="gloo")
     try:
         build(schedule)
     except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
@@ -263,14 +265,24 @@ _STEPS_NEED = ("shard", "sync")  # the primitives that the default steps use on 
 def meshes(bench: DialectBench) -> dict[str, Mapping[str, int] | str]:
     """The meshes to try, by their names; a text instead of a mesh says why it cannot be tried."""
     case = bench.case
-    if case.meshes is not None:
-        return {str(Mesh(mesh)): dict(mesh) for mesh in case.meshes}
     found: dict[str, Mapping[str, int] | str] = {}
-    for mesh_dim in ("dp", "tp"):
-        sizes = {mesh_dim: 2}
-        why = _cannot(bench, mesh_dim)
-        found[str(Mesh(sizes))] = sizes if why is None else why
+    for mesh in case.meshes if case.meshes is not None else ({"dp": 2}, {"tp": 2}):
+        why = _cannot_share(bench, mesh)
+        if case.meshes is None:
+            why = _cannot(bench, *mesh) or why
+        found[str(Mesh(mesh))] = dict(mesh) if why is None else why
     return found
+
+
+def _cannot_share(bench: DialectBench, mesh: Mapping[str, int]) -> str | None:
+    """Say why the ranks of a mesh cannot share one accelerator, where they would have to."""
+    ranks = math.prod(mesh.values())
+    if not is_shared(bench.device, ranks):
+        return None
+    needs = f"the {ranks} ranks of the mesh {Mesh(mesh)} need an accelerator each (device '{bench.device}')"
+    if bench.case.device_per_rank:
+        return needs
+    return f"{needs}: gloo sends no tensors of one from stage to stage" if mesh.get("pp", 1) > 1 else None
 
 
 def _cannot(bench: DialectBench, mesh_dim: str) -> str | None:
@@ -348,17 +360,20 @@ class _Results:
             {
                 "target": case.target,
                 "config": dict(case.config),
-                "model": bench.model(),
-                "batches": batches,
+                "model": bench.model().cpu(),  # each rank has a device of its own
+                "batches": move(batches, torch.device("cpu")),
                 "loss": case.loss,
                 "schedule": case.steps,
                 "optimizers": tuple(case.optimizers),
                 "dtype": case.dtype,
+                "device": case.device,
             }
         )
         preload_modules("torch._dynamo", run_parts.__module__)  # every optimizer imports the first, in seconds
         tasks = [(part, str(self.path(None)), str(self.path(part))) for part in parts]
-        by_rank = run_ranks(run_parts, pickled, tasks, world_size=parts[0].world_size, timeout=_TIMEOUT)
+        ranks = parts[0].world_size
+        backend = backend_for(bench.device, ranks)
+        by_rank = run_ranks(run_parts, pickled, tasks, world_size=ranks, timeout=_TIMEOUT, backend=backend)
         return dict(zip(parts, map(list, zip(*by_rank, strict=True)), strict=True))
 
 

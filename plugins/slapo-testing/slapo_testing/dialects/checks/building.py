@@ -248,7 +248,7 @@ def closed_engine_says_so(bench: DialectBench) -> None:
     import torch.distributed as dist
 
     (batch,) = bench.batches(1)
-    with process_group_of_one():
+    with process_group_of_one(bench.device):
         engine = bench.engine(bench.schedule(steps=True))
         engine.train_step(batch)
         engine.close()
