@@ -16,11 +16,13 @@ from slapo_core.primitives.replace import Replace
 from slapo_testing import CHECKS, DIALECT_CHECKS, Case, Check, DialectCase, FakeDistribution, FakeEnvironment
 from slapo_testing.bench import build_inputs, prepare
 from slapo_testing.check import NotApplicable
+from slapo_testing.checks import equivalence
 from slapo_testing.conformance import check_plugin
 from slapo_testing.device import backend_for, is_shared, resolve_device
 from slapo_testing.dialects import launch
 from slapo_testing.dialects.bench import open_bench
 from slapo_testing.dialects.launch import Part, meshes
+from slapo_testing.pickled import Pickled
 from tests.messages import Messages
 
 META = torch.device("meta")
@@ -138,6 +140,30 @@ def test_ranks_are_given_the_device_and_its_backend(monkeypatch: pytest.MonkeyPa
     with open_bench(DialectCase("torch", device="cpu:0")) as bench:
         launch._Results().launch(bench, [Part("unsupported", (("pp", 2), ("tp", 2)))])
     assert (started["backend"], started["contents"]["device"]) == ("cpu:0 4", "cpu:0")
+
+
+@pytest.mark.usefixtures("one_accelerator")
+def test_ranks_move_what_they_are_sent_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, set[str]] = {}
+
+    def look(what: str, model: nn.Module, batch: Any) -> None:
+        seen[what] = devices(model) | {tensor.device.type for tensor in batch.values()}
+
+    def sent(pickled: Pickled) -> Any:
+        return SimpleNamespace(unpack=lambda: {**pickled.unpack(), "device": "meta"})
+
+    monkeypatch.setattr("slapo_verify.verify", lambda sch, batch: look("primitive", sch.model, batch))
+    equivalence._verify_on_rank(sent(equivalence._pack(case(device="cpu"))))
+    packed: list[Pickled] = []
+    monkeypatch.setattr(launch, "run_ranks", lambda function, pickled, *_, **__: [[packed.append(pickled)]])
+    part = Part("unsupported", (("pp", 1),))
+    with open_bench(DialectCase("torch", device="cpu")) as bench:
+        launch._Results().launch(bench, [part])
+    monkeypatch.setitem(
+        launch._DO, part.name, lambda bench, _, batches, *__: look("dialect", bench.model(), batches[0])
+    )
+    launch.run_parts(sent(packed[0]), [(part, "", "")])
+    assert seen == {"primitive": {"meta"}, "dialect": {"meta"}}
 
 
 @pytest.mark.ranks

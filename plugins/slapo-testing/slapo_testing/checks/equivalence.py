@@ -151,7 +151,7 @@ def _verify_on_rank(pickled: Pickled) -> None:
     bench: Bench = prepare(case, mesh_size=2)
     bench.apply()
     bench.apply_after()
-    verify(bench.schedule, batch)
+    verify(bench.schedule, build_inputs(case))
 
 
 def _pack(case: Case) -> Pickled:

@@ -104,6 +104,7 @@ def run_parts(pickled: Pickled, tasks: Sequence[tuple[Part, str, str]]) -> list[
     model, batches = contents.pop("model"), contents.pop("batches")
     case = DialectCase(model=lambda: copy.deepcopy(model), batch=lambda: copy.deepcopy(batches[0]), **contents)
     with open_bench(case) as bench:
+        batches = move(batches, bench.device)
         return [_DO[part.name](bench, part.mesh, batches, own, others) for part, others, own in tasks]
 
 
