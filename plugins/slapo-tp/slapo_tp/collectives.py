@@ -34,7 +34,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from slapo_core import Mesh, MeshError
 from slapo_core.observers import Origin, run_from
-from slapo_tp.private import FUNCTIONAL, detect_fake_mode
+from slapo_tp.private import FUNCTIONAL, detect_fake_mode, is_gloo
 
 _ops = FUNCTIONAL  # each by its overload: resolving one costs microseconds a call
 
@@ -285,6 +285,8 @@ def _sum(tensor: Tensor, name: str) -> Tensor:
 
 
 def _concatenate(tensor: Tensor, axis: int, name: str, size: int, length: int | None = None) -> Tensor:
+    if tensor.is_cuda and is_gloo(name):  # ranks that share a GPU; gloo would take its addresses for the host's
+        return _concatenate(tensor.cpu(), axis, name, size, length).to(tensor.device)
     shards = _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
     if axis % tensor.dim() == 0 and length is None:
         return shards

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_tp import private
+from slapo_tp import collectives, private
 from tests.support.private_names import private_names
 
 
@@ -26,8 +31,6 @@ def test_hooks_of_every_module_are_seen() -> None:
 
 
 def test_tensors_without_memory_are_detected() -> None:
-    from torch._subclasses import FakeTensorMode
-
     with FakeTensorMode():
         fake = nn.Linear(2, 2).weight
     assert private.detect_fake_mode(fake) is not None
@@ -74,3 +77,28 @@ def test_convolutions_run_without_their_bias() -> None:
     layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
     x = torch.randn(1, 2, 4, 4)
     assert torch.allclose(private.convolution(layer, x) + layer.bias[:, None, None], layer(x), atol=1e-6)
+
+
+def test_gathered_tensors_of_a_gpu_go_through_the_host_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+            if "all_gather_into_tensor" in str(function):
+                sent.append(arguments[0].device.type)
+            return function(*arguments, **(keywords or {}))
+
+    def gathered() -> torch.Tensor:
+        group = collectives.RankGroup(dist.group.WORLD.group_name, 1, 0, "")
+        with FakeTensorMode(), Calls():
+            return collectives.all_gather(torch.empty(2, 3, device="cuda"), 1, group)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert private.is_gloo(dist.group.WORLD.group_name)
+        assert gathered().device.type == "cuda"
+        monkeypatch.setattr(collectives, "is_gloo", lambda name: False)  # NCCL
+        assert gathered().shape == (2, 3)
+    finally:
+        dist.destroy_process_group()
+    assert sent == ["cpu", "cuda"]
