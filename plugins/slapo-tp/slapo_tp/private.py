@@ -7,11 +7,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses import FakeTensor as FakeTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.modules import module as _module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils._pytree import (
@@ -24,10 +22,14 @@ FUNCTIONAL = torch.ops._c10d_functional
 """The functional collectives as operators."""
 
 
-@torch.compiler.assume_constant_result
 def is_gloo(name: str) -> bool:
     """Return whether the process group of a name has gloo as its backend."""
-    return bool(dist.get_backend(_resolve_process_group(name)) == "gloo")
+    from torch.distributed.distributed_c10d import _resolve_process_group, get_backend
+
+    return bool(get_backend(_resolve_process_group(name)) == "gloo")  # type: ignore[arg-type]
+
+
+is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compiler's decorator imports dynamo
 
 
 def has_global_forward_hooks() -> bool:

@@ -95,7 +95,9 @@ def test_gathered_tensors_of_a_gpu_go_through_the_host_over_gloo(monkeypatch: py
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert private.is_gloo(dist.group.WORLD.group_name)
+        name = dist.group.WORLD.group_name
+        asked = torch.compile(lambda x: x + private.is_gloo(name), fullgraph=True, backend="eager")
+        assert asked(torch.zeros(1)) == private.is_gloo(name) == 1
         assert gathered().device.type == "cuda"
         monkeypatch.setattr(collectives, "is_gloo", lambda name: False)  # NCCL
         assert gathered().shape == (2, 3)
