@@ -1,0 +1,126 @@
+"""Kernels that are launched on addresses meet no tensor without memory: on a GPU that ends the process's context.
+
+Each in a process of its own, so that the others go on if it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slapo_core as slapo
+from tests.gpu.raw_kernels import Launching, Operating, Residual, add
+from tests.gpu.subjects import on_ranks
+
+
+def model(last: nn.Module, device: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), last).to(device), torch.randn(4, 8, device=device)
+
+
+def is_alive(device: str) -> bool:
+    """Whether the device still computes; an illegal access shows at the latest here."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return float(torch.ones(3, device=device).sum()) == 3.0
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def refused(device: str) -> dict[str, Any]:
+    """Record a forward that launches a kernel by itself, by each tracer's way into it, and estimate it."""
+    found: dict[str, Any] = {}
+    for name, options in {"trace": {}, "flatten": {"flatten": True}}.items():
+        network, x = model(Launching(), device)
+        expected = network(x)
+        sch = slapo.create_schedule(network, example_inputs=x)
+        try:
+            (sch["1"] if name == "trace" else sch.root).trace(**options)
+        except slapo.TraceError as error:
+            found[name] = str(error)
+        found[f"{name}: as before"] = torch.equal(network(x), expected) and not sch.records
+    try:
+        slapo.estimate(slapo.create_schedule(network), x, optimizer=sgd, loss=summed)
+    except slapo.SlapoError as error:
+        found["estimate"] = str(error)
+    found["alive"] = is_alive(device)
+    return found
+
+
+def summed(output: Tensor, batch: Any) -> Tensor:
+    return output.sum()
+
+
+@pytest.mark.gpu(1)
+def test_a_launch_in_a_recorded_forward_is_an_error_and_the_device_goes_on(device: torch.device) -> None:
+    found = on_ranks(refused, device=device, backend="")[0]
+    for name in ("trace", "flatten", "estimate"):
+        assert "data pointer" in found[name], found
+        assert "custom operator" in found[name] or "leaves" in found[name], found
+    assert found["trace: as before"]
+    assert found["flatten: as before"]
+    assert found["alive"]
+
+
+def allowed(device: str) -> dict[str, Any]:
+    """Operators with a shape function are recorded, wherever they are called; also kernels in leaves and in hooks."""
+    network, x = model(Operating(), device)
+    expected = network(x)
+    sch = slapo.create_schedule(network, example_inputs=x)
+    sch.root.trace(flatten=True)
+    found = {"in the graph": "add" in str(sch.root.graph), "same": torch.equal(network(x), expected)}
+    found["verified"] = slapo.verify(sch).steps_verified
+    return found | {"alive": is_alive(device)}
+
+
+@pytest.mark.gpu(1)
+def test_an_operator_with_a_shape_function_is_recorded_and_runs(device: torch.device) -> None:
+    assert on_ranks(allowed, device=device, backend="")[0] == {
+        "in the graph": True,
+        "same": True,
+        "verified": 1,
+        "alive": True,
+    }
+
+
+def replaced(device: str) -> dict[str, Any]:
+    """A kernel of one's own in the place of a match, and in that of a forward."""
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    x = torch.randn(4, 8, device=device)
+    for name in ("replace", "bind", "bind a match"):
+        network = nn.Sequential(Residual()).to(device)
+        expected = network(x)
+        expected.square().sum().backward()
+        wanted = network[0].linear.weight.grad.clone()
+        network.zero_grad()
+        sch = slapo.create_schedule(network, example_inputs=x)
+        if name != "bind":
+            sch["0"].trace()
+        if name == "replace":
+            sch["0"].replace(add, match=lambda x, y: x + y)
+        elif name == "bind":
+            sch["0"].bind(residual)
+        else:
+            sch["0"].bind(add, match=lambda x, y: x + y)
+        output = network(x)
+        output.square().sum().backward()
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(network[0].linear.weight.grad, wanted)
+        found[name] = slapo.verify(sch).steps_verified >= 1
+    return found | {"alive": is_alive(device)}
+
+
+def residual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return add(nn.functional.linear(x, weight, bias), x)
+
+
+@pytest.mark.gpu(1.1)
+def test_a_kernel_of_ones_own_takes_the_place_of_a_match(device: torch.device) -> None:
+    found = on_ranks(replaced, device=device, backend="")[0]
+    assert found == {"replace": True, "bind": True, "bind a match": True, "alive": True}
