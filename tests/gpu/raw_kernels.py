@@ -17,7 +17,7 @@ try:
 except ImportError:  # as on machines without a GPU
     triton = None
 
-__all__ = ["Launching", "Operating", "Residual", "add", "launched", "operator"]
+__all__ = ["Launching", "Operating", "Residual", "Shifted", "add", "launched", "operator"]
 
 if triton is not None:
 
@@ -66,6 +66,17 @@ class Launching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return launched(x, x)
+
+
+class Shifted(nn.Module):
+    """A sum with a parameter of the shape of what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
 
 
 class Residual(nn.Module):

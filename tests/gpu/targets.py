@@ -154,7 +154,7 @@ def synchronizations(device: str) -> Iterator[list[traceback.StackSummary]]:
         return
 
     def shown(message: Any, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message):
+        if "called a synchronizing" in str(message):  # not: the mode is a prototype
             found.append(traceback.extract_stack()[:-1])  # type: ignore[arg-type]
 
     with warnings.catch_warnings():

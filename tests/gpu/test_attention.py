@@ -101,9 +101,9 @@ def test_without_a_mask_or_with_a_causal_one_flash_attention_can_be_chosen(devic
 
 
 def kernels_of(function: Callable[[], Any], device: torch.device) -> list[str]:
-    """Names of the kernels that ran; on the CPU of the operators."""
+    """Names of the operators and of the kernels that ran."""
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
         function()
         if on_gpu:
             torch.cuda.synchronize()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from tests.gpu.raw_kernels import Launching, Operating, Residual, add
+from tests.gpu.raw_kernels import Launching, Operating, Residual, Shifted, add
 from tests.gpu.subjects import on_ranks
 
 
@@ -94,30 +94,24 @@ def replaced(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     x = torch.randn(4, 8, device=device)
     for name in ("replace", "bind", "bind a match"):
-        network = nn.Sequential(Residual()).to(device)
+        network = nn.Sequential(Shifted() if name == "bind" else Residual()).to(device)
         expected = network(x)
         expected.square().sum().backward()
-        wanted = network[0].linear.weight.grad.clone()
+        wanted = [parameter.grad.clone() for parameter in network.parameters()]
         network.zero_grad()
-        sch = slapo.create_schedule(network, example_inputs=x)
-        if name != "bind":
-            sch["0"].trace()
-        if name == "replace":
-            sch["0"].replace(add, match=lambda x, y: x + y)
-        elif name == "bind":
-            sch["0"].bind(residual)
+        sch: Any = slapo.create_schedule(network, example_inputs=x)
+        if name == "bind":
+            sch["0"].bind(add)
         else:
-            sch["0"].bind(add, match=lambda x, y: x + y)
+            sch["0"].trace()
+            step = sch["0"].replace if name == "replace" else sch["0"].bind
+            step(add, match=lambda x, y: x + y)
         output = network(x)
         output.square().sum().backward()
         torch.testing.assert_close(output, expected)
-        torch.testing.assert_close(network[0].linear.weight.grad, wanted)
+        torch.testing.assert_close([parameter.grad for parameter in network.parameters()], wanted)
         found[name] = slapo.verify(sch).steps_verified >= 1
     return found | {"alive": is_alive(device)}
-
-
-def residual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return add(nn.functional.linear(x, weight, bias), x)
 
 
 @pytest.mark.gpu(1.1)

