@@ -173,14 +173,11 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.fixture
-def device(run: Run) -> Iterator[Any]:
-    """The device to test on; settings of its precision are taken back."""
+def device(run: Run) -> Any:
+    """The device to test on."""
     import torch
 
-    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield torch.device("cpu") if run.rehearses else torch.device("cuda", 0)
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = convolutions
+    return torch.device("cpu") if run.rehearses else torch.device("cuda", 0)
 
 
 @pytest.fixture

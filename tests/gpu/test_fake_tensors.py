@@ -5,6 +5,7 @@ Each in a process of its own, so that the others go on if it does.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -68,24 +69,27 @@ def test_a_launch_in_a_recorded_forward_is_an_error_and_the_device_goes_on(devic
 
 
 def allowed(device: str) -> dict[str, Any]:
-    """Operators with a shape function are recorded, wherever they are called; also kernels in leaves and in hooks."""
+    """An operator with a shape function is recorded; a module with a launch stays a call, if ``leaves`` names it."""
     network, x = model(Operating(), device)
     expected = network(x)
     sch = slapo.create_schedule(network, example_inputs=x)
     sch.root.trace(flatten=True)
-    found = {"in the graph": "add" in str(sch.root.graph), "same": torch.equal(network(x), expected)}
-    found["verified"] = slapo.verify(sch).steps_verified
+    found = {"operator": "add" in str(sch.root.graph), "operator, same": torch.equal(network(x), expected)}
+    found["verified"] = slapo.verify(sch).steps_verified == 1
+    network = nn.Sequential(*model(Launching(), device)[0], nn.Linear(8, 8).to(device))
+    with torch.no_grad():
+        expected = network(x)
+        sch = slapo.create_schedule(network, example_inputs=x)
+        sch.root.trace(flatten=True, leaves="Launching")
+        found["leaf, same"] = torch.equal(network(x), expected)
     return found | {"alive": is_alive(device)}
 
 
 @pytest.mark.gpu(1)
-def test_an_operator_with_a_shape_function_is_recorded_and_runs(device: torch.device) -> None:
-    assert on_ranks(allowed, device=device, backend="")[0] == {
-        "in the graph": True,
-        "same": True,
-        "verified": 1,
-        "alive": True,
-    }
+def test_operators_with_a_shape_function_and_leaves_are_recorded_and_run(device: torch.device) -> None:
+    (found,) = on_ranks(allowed, device=device, backend="")
+    names = ("operator", "operator, same", "verified", "leaf, same", "alive")
+    assert found == dict.fromkeys(names, True)
 
 
 def replaced(device: str) -> dict[str, Any]:
@@ -118,3 +122,31 @@ def replaced(device: str) -> dict[str, Any]:
 def test_a_kernel_of_ones_own_takes_the_place_of_a_match(device: torch.device) -> None:
     found = on_ranks(replaced, device=device, backend="")[0]
     assert found == {"replace": True, "bind": True, "bind a match": True, "alive": True}
+
+
+def of_others(device: str) -> dict[str, Any]:
+    """A library of kernels: its norm in the place of torch's, verified; and what a recording says of it."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 64, device=device)
+    sch: Any = slapo.create_schedule(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64, eps=1e-6)).to(device))
+    sch["1"].replace(LigerRMSNorm(64, eps=1e-6).to(device), rtol=1e-3)
+    report = slapo.verify(sch, x)
+    try:
+        network = nn.Sequential(nn.Linear(64, 64), LigerRMSNorm(64, eps=1e-6)).to(device)
+        slapo.create_schedule(network, example_inputs=x).root.trace(flatten=True)
+        said = "recorded"
+    except slapo.TraceError as error:
+        said = str(error)
+    return {"verified": report.steps_verified, "said": said, "alive": is_alive(device)}
+
+
+@pytest.mark.gpu(1.2, needs="Triton")
+def test_kernels_of_a_library_run_and_are_not_launched_without_memory(device: torch.device) -> None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        pytest.skip("liger-kernel is not installed")
+    (found,) = on_ranks(of_others, device=device, backend="")
+    assert found["verified"] == 1
+    assert found["said"] == "recorded" or "data pointer" in found["said"]
+    assert found["alive"]

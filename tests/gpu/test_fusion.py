@@ -60,7 +60,7 @@ def run(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
     return gradients(model)
 
 
-@pytest.mark.gpu(40)
+@pytest.mark.gpu(16)
 @pytest.mark.filterwarnings("ignore:fuse.compiler='torchscript'")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -80,7 +80,7 @@ def test_regions_of_each_compiler(device: torch.device, measured: Any, compiler:
     torch.testing.assert_close(fused(longer), model(longer), rtol=2e-2, atol=2e-2 if x.dtype != torch.float32 else 1e-5)
 
 
-@pytest.mark.gpu(40, needs="Triton")
+@pytest.mark.gpu(16, needs="Triton")
 def test_fused_kernels_of_a_full_schedule_by_inductor(device: torch.device, measured: Any) -> None:
     compiled = scheduled("llama", device, torch.bfloat16, compiler="inductor")
     grouped = scheduled("llama", device, torch.bfloat16)
@@ -93,7 +93,7 @@ def test_fused_kernels_of_a_full_schedule_by_inductor(device: torch.device, meas
     close(*found, rtol=0.1)  # type: ignore[misc]
 
 
-@pytest.mark.gpu(16)
+@pytest.mark.gpu(8)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_compiled_cuda_graphs_and_accumulated_gradients(device: torch.device, accumulate: int) -> None:
     """``compile(mode="reduce-overhead")``, whose graphs write outputs and gradients to the same memory each time."""
@@ -111,7 +111,7 @@ def test_compiled_cuda_graphs_and_accumulated_gradients(device: torch.device, ac
     close(gradients(compiled), gradients(plain))
 
 
-@pytest.mark.gpu(16)
+@pytest.mark.gpu(8)
 def test_an_engine_with_compiled_cuda_graphs(device: torch.device) -> None:
     options: Any = {"mode": "reduce-overhead"} if device.type == "cuda" else {"backend": "aot_eager"}
     model, trained = stack(device, layers=2), []
@@ -130,7 +130,7 @@ def test_an_engine_with_compiled_cuda_graphs(device: torch.device) -> None:
     close(trained[1], trained[0])
 
 
-@pytest.mark.gpu(41)
+@pytest.mark.gpu(16)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_compiled_layers(device: torch.device, mode: str) -> None:
     if device.type == "cpu" and mode != "default":
@@ -157,7 +157,7 @@ class Pieces(nn.Module):
         return self.norm(self.rows(self.up(x)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.gpu(41)
+@pytest.mark.gpu(16)
 def test_decomposed_modules(device: torch.device) -> None:
     torch.manual_seed(0)
     sch: Any = slapo.create_schedule(nn.Sequential(Pieces()).to(device))
@@ -166,7 +166,7 @@ def test_decomposed_modules(device: torch.device) -> None:
     assert slapo.verify(sch, torch.randn(4, 3, 8, 8, device=device)).steps_verified == 4
 
 
-@pytest.mark.gpu(42)
+@pytest.mark.gpu(16)
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_layers(device: torch.device) -> None:
     if importlib.util.find_spec("torchao") is None:
@@ -177,7 +177,7 @@ def test_quantized_layers(device: torch.device) -> None:
     assert slapo.verify(sch, torch.randn(4, 32, device=device)).steps_verified == 2
 
 
-@pytest.mark.gpu(41)
+@pytest.mark.gpu(16)
 def test_bound_operators_of_torch_and_a_fallback(device: torch.device) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 8, device=device)
@@ -223,7 +223,7 @@ class Below(nn.Module):
         return self.op(first + self.shift, *others)
 
 
-@pytest.mark.gpu(43)
+@pytest.mark.gpu(15)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_forms_of_a_pattern(device: torch.device, pattern: str) -> None:
     """Each form is found, and replaced or fused computes the same."""
@@ -242,7 +242,7 @@ def test_forms_of_a_pattern(device: torch.device, pattern: str) -> None:
         assert slapo.verify(sch, inputs).steps_verified == 2, form
 
 
-@pytest.mark.gpu(44)
+@pytest.mark.gpu(15)
 def test_merged_projections(device: torch.device) -> None:
     ids = torch.arange(64, device=device).reshape(2, 32)
     batch = {"input_ids": ids, "labels": ids}
@@ -267,7 +267,7 @@ class Greedy(nn.Module):
         return ((x * self.weight).unsqueeze(0).expand(x.shape[0] * x.shape[0], *x.shape) + 1.0).sum()
 
 
-@pytest.mark.gpu(17)
+@pytest.mark.gpu(14)
 @pytest.mark.parametrize("how", ["aot_eager", "inductor", "compile"])
 def test_out_of_memory_goes_through_as_it_is(device: torch.device, how: str) -> None:
     """A region is neither run again nor called a fault of its compiler; and a small batch works afterwards."""

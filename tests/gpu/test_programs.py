@@ -74,13 +74,13 @@ def started(tmp_path: Path, device: torch.device, preloaded: str) -> subprocess.
     return program(str(tmp_path / "script.py"), device=device, path=tmp_path)
 
 
-@pytest.mark.gpu(8)
+@pytest.mark.gpu(17)
 def test_a_preloaded_module_may_ask_for_gpus(device: torch.device, tmp_path: Path) -> None:
     ended = started(tmp_path, device, PRELOADED["asks whether there is a GPU"])
     assert ended.stdout.strip() == "[2.0]", ended.stderr
 
 
-@pytest.mark.gpu(8, needs="a GPU that a module can use at its import")
+@pytest.mark.gpu(17, needs="a GPU that a module can use at its import")
 def test_a_preloaded_module_that_uses_a_gpu_is_named(device: torch.device, tmp_path: Path) -> None:
     ended = started(tmp_path, device, PRELOADED["uses a GPU"])
     assert ended.returncode != 0
@@ -97,7 +97,7 @@ def without_gpu(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-@pytest.mark.gpu(9)
+@pytest.mark.gpu(18)
 @pytest.mark.parametrize("target", ["torch", "deepspeed", "megatron"])
 def test_an_estimate_uses_no_gpu(device: torch.device, measured: Any, target: str) -> None:
     if importlib.util.find_spec(target) is None:
@@ -161,7 +161,7 @@ def nothing(sch: Any, p: Any) -> None:
     """Apply no step: the points differ by what the model takes."""
 
 
-@pytest.mark.gpu(18)
+@pytest.mark.gpu(13)
 def test_a_point_that_does_not_fit_is_out_of_memory_and_the_next_one_runs(
     device: torch.device, measured: Any, tmp_path: Path
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_point_that_does_not_fit_is_out_of_memory_and_the_next_one_runs(
     assert "memory" in trials[1 << 40].reason
 
 
-@pytest.mark.gpu(18, needs="a GPU, on which a limit of the address space ends every trial")
+@pytest.mark.gpu(13, needs="a GPU, on which a limit of the address space ends every trial")
 def test_a_limit_of_the_address_space_is_refused_on_gpus(device: torch.device, tmp_path: Path) -> None:
     with pytest.raises(StudyError) as refused:
         study(tmp_path / "run.jsonl", device, process_memory="4GiB")
@@ -183,7 +183,7 @@ def test_a_limit_of_the_address_space_is_refused_on_gpus(device: torch.device, t
 # -- the kit and the examples -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu(50)
+@pytest.mark.gpu(40)
 def test_the_dialect_of_megatron_passes_the_kit(device: torch.device, measured: Any) -> None:
     command = "from slapo_core.cli.main import main; main()"
     ended = program("-c", command, "plugins", "check", "slapo-megatron", device=device)
@@ -193,7 +193,7 @@ def test_the_dialect_of_megatron_passes_the_kit(device: torch.device, measured: 
     assert len(summary) == 1
 
 
-@pytest.mark.gpu(51)
+@pytest.mark.gpu(41)
 def test_an_example_trains_on_the_device(device: torch.device, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "examples" / "common.py").read_text() * 2)

@@ -97,7 +97,7 @@ class Normed(nn.Module):
         return x + self.down(torch.relu(self.up(x * scale)))
 
 
-@pytest.mark.gpu(6)
+@pytest.mark.gpu(15)
 def test_recorded_layers_cast_their_weights_under_autocast_once_a_step(device: torch.device, measured: Any) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Normed(), Normed()).to(device)
@@ -121,7 +121,7 @@ def test_recorded_layers_cast_their_weights_under_autocast_once_a_step(device: t
     assert counts[1] <= counts[0]
 
 
-@pytest.mark.gpu(15)
+@pytest.mark.gpu(16)
 def test_copies_of_a_step(device: torch.device, measured: Any) -> None:
     """Kinds and numbers of copies between host and device in one step: none, where the batch is on the device."""
     model = stack(device)

@@ -35,7 +35,7 @@ def found(target: str, device: torch.device) -> dict[str, Any]:
     return _FOUND[target]  # type: ignore[no-any-return]
 
 
-@pytest.mark.gpu(30)
+@pytest.mark.gpu(12)
 @pytest.mark.parametrize(("target", "name"), [(target, name) for target, cases in CASES.items() for name in cases])
 def test_a_target_trains_as_pytorch_alone(device: torch.device, target: str, name: str) -> None:
     if device.type == "cpu" and target == "deepspeed" and "bfloat16" in name and (reason := lacks("bf16")):

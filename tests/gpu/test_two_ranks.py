@@ -24,7 +24,7 @@ def verified(name: str, mesh: dict[str, int], dtype: str, device: str) -> dict[s
     return {"steps": report.steps_verified, "ranks": report.world_size}
 
 
-@pytest.mark.gpu(20)
+@pytest.mark.gpu(11)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensor_parallel_llama_is_right(device: torch.device, dtype: str) -> None:
     for found in on_ranks(verified, "llama", {"tp": 2}, dtype, device=device, ranks=2):
@@ -32,7 +32,7 @@ def test_tensor_parallel_llama_is_right(device: torch.device, dtype: str) -> Non
         assert found["steps"] > 0
 
 
-@pytest.mark.gpu(21)
+@pytest.mark.gpu(20)
 def test_stages_with_dropout_are_right(device: torch.device) -> None:
     """Each rank runs its stage with the random numbers of the whole model."""
     for found in on_ranks(verified, "bert", {"pp": 2, "tp": 1}, "float32", device=device, ranks=2):
@@ -52,7 +52,7 @@ def wrong(device: str) -> str:
     return ""
 
 
-@pytest.mark.gpu(22)
+@pytest.mark.gpu(20)
 def test_a_missing_synchronization_is_found(device: torch.device) -> None:
     assert set(on_ranks(wrong, device=device, ranks=2)) <= {"VerifyError", "TraceError"}
 
@@ -86,7 +86,7 @@ def averaged(device: str) -> dict[str, Any]:
     return {"means": means, "own": [one for one in waits if one.startswith("replica_gradients.py")]}
 
 
-@pytest.mark.gpu(14)
+@pytest.mark.gpu(7)
 def test_the_mean_of_large_gradients_does_not_overflow(device: torch.device) -> None:
     for found in on_ranks(averaged, device=device, ranks=2):
         for name, (everywhere, elsewhere) in found["means"].items():
@@ -142,7 +142,7 @@ def replicated(device: str) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in state.items() if "running" not in name and "tracked" not in name}
 
 
-@pytest.mark.gpu(31)
+@pytest.mark.gpu(19)
 def test_replicas_stay_together(device: torch.device) -> None:
     first, second = on_ranks(replicated, device=device, ranks=2)
     for name, tensor in first.items():
@@ -180,7 +180,7 @@ def sent(device: str) -> dict[str, int]:
     }
 
 
-@pytest.mark.gpu(32)
+@pytest.mark.gpu(19)
 def test_collectives_of_a_step_of_two_replicas(device: torch.device, measured: Any) -> None:
     found, _ = on_ranks(sent, device=device, ranks=2)
     measured(collectives=found)
@@ -200,7 +200,7 @@ def killed(device: str) -> None:
         engine.train_step((x,))
 
 
-@pytest.mark.gpu(33)
+@pytest.mark.gpu(19)
 def test_a_killed_rank_is_named_and_the_device_is_free_afterwards(device: torch.device, measured: Any) -> None:
     start = time.monotonic()
     with pytest.raises(slapo.RankFailedError) as failed:
