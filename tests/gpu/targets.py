@@ -77,7 +77,7 @@ def batch_of(device: str, step: int = 0) -> dict[str, torch.Tensor]:
 
 def engine_of(device: str, dtype: str, options: dict[str, Any], **more: Any) -> Any:
     """A LLaMA with kernels and a checkpoint, which recording, patterns and the engine have to agree on."""
-    in_target = dtype == "bfloat16" and options["target"] == "torch"  # others cast by themselves, and keep masters
+    in_target = dtype == "bfloat16" and options["target"] == "torch"  # others cast by themselves, and keep main weights
     sch = engine_schedule(device, torch.bfloat16 if in_target else torch.float32)
     clip = {} if "optimizer_config" in options else {"max_grad_norm": CLIP}
     return slapo.build(sch, **{**options, **clip, **more})
@@ -94,21 +94,21 @@ def engine_schedule(device: str, dtype: torch.dtype) -> slapo.Schedule:
 
 
 def by_hand(device: str, dtype: str) -> list[float]:
-    """Losses of the unscheduled model in PyTorch alone; with masters in float32 where it computes in bfloat16."""
+    """Losses of the unscheduled model in PyTorch alone; with main weights in float32 where it computes in bfloat16."""
     model = small_llama(device).to(getattr(torch, dtype))
-    masters = [nn.Parameter(one.detach().float()) for one in model.parameters()]
-    optimizer, losses = adamw(masters), []
+    main = [nn.Parameter(one.detach().float()) for one in model.parameters()]
+    optimizer, losses = adamw(main), []
     for step in range(STEPS):
         model.zero_grad(set_to_none=True)
         loss = model(**batch_of(device, step)).loss
         loss.backward()
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.float()
-        nn.utils.clip_grad_norm_(masters, CLIP)
+        for weight, parameter in zip(main, model.parameters(), strict=True):
+            weight.grad = parameter.grad.float()
+        nn.utils.clip_grad_norm_(main, CLIP)
         optimizer.step()
         with torch.no_grad():
-            for master, parameter in zip(masters, model.parameters(), strict=True):
-                parameter.copy_(master)
+            for weight, parameter in zip(main, model.parameters(), strict=True):
+                parameter.copy_(weight)
         losses.append(float(loss.detach()))
     return losses
 

@@ -47,12 +47,12 @@ def program(
 
 SCRIPT = """
 from slapo_testing import preload_modules, run_ranks
-from tests.gpu.test_programs import summed_up
+from tests.gpu.test_programs import all_reduced
 
 preload_modules("preloaded")
 
 if __name__ == "__main__":
-    print(run_ranks(summed_up, {device!r}, world_size=1, backend={backend!r}))
+    print(run_ranks(all_reduced, {device!r}, world_size=1, backend={backend!r}))
 """
 PRELOADED = {
     "asks whether there is a GPU": "import torch\n\ntorch.cuda.is_available()\n",
@@ -60,7 +60,7 @@ PRELOADED = {
 }
 
 
-def summed_up(device: str) -> float:
+def all_reduced(device: str) -> float:
     total = torch.ones(2, device=device)
     dist.all_reduce(total)
     return float(total.sum())

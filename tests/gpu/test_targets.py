@@ -43,7 +43,7 @@ def test_a_target_trains_as_pytorch_alone(device: torch.device, target: str, nam
     everything = found(target, device)
     case, dtype = everything[name], CASES[target][name][0]
     assert not isinstance(case, str), case
-    # Target torch keeps no masters: its weights are rounded in every step.
+    # Target torch keeps no main weights: those that it trains are rounded in every step.
     count = 2 if target == "torch" and dtype == "bfloat16" else len(case["losses"])
     by_hand = everything[f"by hand, {dtype}"]
     assert case["losses"][:count] == pytest.approx(by_hand[:count], rel=RTOL[dtype])

@@ -150,7 +150,7 @@ class HalfOnly(nn.Module):
 
 
 @pytest.mark.gpu(16)
-def test_what_is_computed_again_drops_the_same_elements(device: torch.device) -> None:
+def test_recomputed_layers_drop_the_same_elements(device: torch.device) -> None:
     model = stack(device, layers=3, dropout=0.3)
     sch: Any = slapo.create_schedule(model, example_inputs=torch.randn(4, 32, device=device))
     sch["[01]"].checkpoint()
