@@ -1,17 +1,26 @@
 """What the other first-party distributions use of slapo-core besides its public names; not a public interface."""
 
 from slapo_core.plugins import current_registry
-from slapo_core.private import buffers_of, children_of, hooks_of, parameters_of
+from slapo_core.private import (
+    SafeFakeTensorMode,
+    buffers_of,
+    children_of,
+    hooks_of,
+    is_data_pointer_error,
+    parameters_of,
+)
 from slapo_core.tree import forward as forwards, index as module_index, journal
 from slapo_core.tree.render import describe
 
 __all__ = [
+    "SafeFakeTensorMode",
     "buffers_of",
     "children_of",
     "current_registry",
     "describe",
     "forwards",
     "hooks_of",
+    "is_data_pointer_error",
     "journal",
     "module_index",
     "parameters_of",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 
 def active_function_modes() -> list[Any]:
@@ -70,3 +71,22 @@ def full_backward_flag(module: nn.Module) -> bool | None:
 def set_full_backward_flag(module: nn.Module, flag: bool | None) -> None:
     """Set the kind of a module's backward hooks."""
     module._is_full_backward_hook = flag
+
+
+class SafeFakeTensorMode(FakeTensorMode):
+    """Compute shapes and dtypes only; reading the data pointer of a fake tensor raises.
+
+    By default torch gives the address 0, on which a raw CUDA kernel would be launched: that ends the process's context.
+
+    Args:
+        allow_non_fake_inputs: whether real tensors among the arguments of an operator are taken as if they were fake.
+    """
+
+    def __init__(self, *, allow_non_fake_inputs: bool = True) -> None:
+        super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
+        self._allow_unsafe_data_ptr_access = False
+
+
+def is_data_pointer_error(error: BaseException) -> bool:
+    """Return whether an error comes from reading the data pointer of a fake tensor."""
+    return isinstance(error, RuntimeError) and "Cannot access data pointer" in str(error)

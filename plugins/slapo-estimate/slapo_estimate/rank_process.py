@@ -21,7 +21,7 @@ from torch import nn
 
 from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
-from slapo_core.internals import buffers_of
+from slapo_core.internals import SafeFakeTensorMode, buffers_of, is_data_pointer_error
 from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.private import (
     FakeStore,
@@ -130,6 +130,14 @@ def explained(error: Exception, *, doing: str, model: nn.Module | None) -> Slapo
             hint="integers are known where they follow from a batch with values, or from a buffer of a model with "
             "values: pass a batch that is not on the meta device; floats are not known: leave out logging, or "
             f"make the module independent of values, sch['{module or 'path'}'].replace(...)",
+            location=location,
+        )
+    if is_data_pointer_error(error):
+        return EstimateError(
+            f"the model uses the data pointer of a tensor{where}, which only a real run has",
+            path=module,
+            hint="make the kernel a custom operator with a fake implementation: torch.library.custom_op and "
+            "register_fake",
             location=location,
         )
     if isinstance(error, UnsupportedOperatorException):
@@ -308,7 +316,8 @@ def simulate(request: Request) -> RankResult | SlapoError:
             assumptions.replicas()
         if request.device is not None:
             assumptions.seconds(request.device)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # DeepSpeed and Megatron compare data pointers of parameters and buckets, here on the CPU: there is no kernel.
+        mode = SafeFakeTensorMode() if is_torch else FakeTensorMode(allow_non_fake_inputs=True)
         values = Values(mode)
         without_memory(schedule, mode, values)
         fakes = [fake_batch(batch, mode, values, assumptions) for batch in batches]

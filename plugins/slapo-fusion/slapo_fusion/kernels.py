@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import ApplyError, ArgumentError
+from slapo_core.internals import SafeFakeTensorMode
 from slapo_fusion.function_modes import is_fake
 from slapo_fusion.private import (
     OPDEFS,
-    FakeTensorMode,
     OpOverload,
     OpOverloadPacket,
     has_kernel_for,
@@ -35,7 +35,7 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None:
     """Return shapes and dtypes of a function's output on fake tensors; None if it fails there."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with SafeFakeTensorMode(), torch.no_grad():
             args, kwargs = tree_map_only(Tensor, _like, (args, dict(kwargs)))
             return of_output(function(*args, **kwargs))
     except (RuntimeError, NotImplementedError):

@@ -22,10 +22,11 @@ from slapo_graph.protocol import Location, Tracer, Untraceable
 
 # Where in the model's source a recorded call was written.
 
-_OWN = [find_spec(f"slapo_{name}") for name in ("core", "estimate", "graph", "runtime", "verify")]
+_PACKAGES = ("slapo_core", "slapo_estimate", "slapo_graph", "slapo_runtime", "slapo_verify", "triton")
+_SPECS = map(find_spec, _PACKAGES)
 _NOT_THE_MODEL = (
     str(Path(torch.__file__).parent),
-    *(str(Path(spec.origin).parent) + os.sep for spec in _OWN if spec is not None and spec.origin),
+    *(str(Path(spec.origin).parent) + os.sep for spec in _SPECS if spec is not None and spec.origin),
     "<",
 )
 
@@ -111,12 +112,12 @@ def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
         f"{where} cannot be traced: run by tracer '{tracer.name}', on tensors without values, it raises "
         f"{type(error).__name__}: {error}",
         path=path,
-        location=_raised_at(error),
+        location=raised_at(error),
         hint=_HINT,
     )
 
 
-def _raised_at(error: Exception) -> Location | None:
+def raised_at(error: Exception) -> Location | None:
     """Return the innermost line of the model in the traceback."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return next(((file, line) for file, line in reversed(frames) if is_of_the_model(file)), None)

@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from slapo_core.internals import SafeFakeTensorMode
 from slapo_graph.leaves import is_changed
-from slapo_graph.private import Dropout, FakeTensorMode, OpOverload, TorchDispatchMode, schema_of, storage_id
+from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_of, storage_id
 from slapo_graph.protocol import check
 from slapo_graph.regions import set_state
 
@@ -220,7 +221,7 @@ class Effects:
     def _tried(self, node: fx.Node) -> Seen | None:
         """Return the side effects of a rewrite's function, observed on fake tensors like its arguments."""
         observer, target = Observer(), cast("Callable[..., Any]", node.target)
-        with FakeTensorMode():
+        with SafeFakeTensorMode(allow_non_fake_inputs=False):
             try:
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._example)
                 with observer:
@@ -232,10 +233,12 @@ class Effects:
     def _example(self, node: fx.Node) -> torch.Tensor:
         if node.op != "get_attr":
             shape, dtype = node.meta["example"]
-            return torch.empty(shape, dtype=dtype)
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            return torch.empty(shape, dtype=dtype, device=device)
         path, _, name = str(node.target).rpartition(".")
         held = getattr(self.module.get_submodule(path), name)
-        return torch.empty(held.shape, dtype=held.dtype)
+        return torch.empty(held.shape, dtype=held.dtype, device=held.device)
 
     def _find_roots(self, node: fx.Node) -> frozenset[Any]:
         if node.op == "placeholder":

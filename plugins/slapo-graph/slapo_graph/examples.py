@@ -14,7 +14,7 @@ from slapo_core.internals import forwards, module_index
 from slapo_core.layout import fork_rng
 from slapo_graph.fake import FakeMode, with_tensors
 from slapo_graph.leaves import inlined_modules
-from slapo_graph.private import TABLES, FakeTensor
+from slapo_graph.private import TABLES, FakeTensor, SafeMetaTensors
 from slapo_graph.session import caches_kept, drawn_back
 from slapo_graph.traced import TracedForward
 
@@ -125,7 +125,7 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
         made = tensor.detach().to("meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
-    with torch.no_grad():
+    with torch.no_grad(), SafeMetaTensors():
         return _run(copied_model(model, memo), args, kwargs, None, own=lambda tensor: tensor.to("meta"))
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from slapo_graph.private import GROUPED_MM, FakeTensor, FakeTensorMode, disable_current_modes, tree_leaves
+from slapo_core.internals import SafeFakeTensorMode
+from slapo_graph.private import GROUPED_MM, FakeTensor, disable_current_modes, tree_leaves
 from slapo_graph.structure import children, is_plain, rebuild
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(SafeFakeTensorMode):
     """Computes shapes and types only; real tensors that it meets (parameters) are taken as if they were fake.
 
     Grouped matrix products are computed in every type here: torch's shape function refuses all but bfloat16, where its
@@ -31,7 +32,7 @@ class FakeMode(FakeTensorMode):
     """
 
     def __init__(self, home: torch.device | None = None) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self._home = home
         self._at_home: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
         self._was_disabled: list[bool] = []

@@ -16,7 +16,7 @@ from torch._C import (
 )
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.overrides import (
@@ -36,7 +36,6 @@ __all__ = [
     "Dropout",
     "DynamicOutputShapeException",
     "FakeTensor",
-    "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
     "TensorBase",
@@ -114,6 +113,21 @@ def compiled_calls_of(module: nn.Module) -> list[Any]:
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module as without ``module.compile()``."""
     return module._call_impl(*args, **kwargs)
+
+
+class SafeMetaTensors(TorchDispatchMode):
+    """Let reads of the data pointers of new meta tensors raise, as of fake ones; torch gives the address 0."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        schema = getattr(func, "_schema", None)
+        if schema is None or not any(each.alias_info for each in schema.returns):  # not of a tensor from outside
+            for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+                if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                    torch._C._set_throw_on_mutable_data_ptr(leaf)
+        return out
 
 
 def write_count(tensor: torch.Tensor) -> int:

@@ -15,7 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from slapo_core.internals import is_data_pointer_error
 from slapo_core.observers import Origin
+from slapo_graph.diagnostics import model_location, raised_at
 from slapo_graph.effects import Observer
 from slapo_graph.leaves import LeafRule, is_predefined
 from slapo_graph.private import (
@@ -27,7 +29,7 @@ from slapo_graph.private import (
     set_grad_enabled,
     write_count,
 )
-from slapo_graph.protocol import Untraceable
+from slapo_graph.protocol import Location, Untraceable
 from slapo_graph.recording import Recording, left
 from slapo_graph.regions import Regions
 from slapo_graph.session import drawn_back
@@ -219,6 +221,11 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return type(tensor) is not FakeTensor or tensor.constant is not None
 
 
+_CUSTOM_OPERATOR = (
+    "make the kernel a custom operator with a fake implementation (torch.library.custom_op, register_fake)"
+)
+
+
 class NeedsValues(Untraceable):
     """A forward does what a run on tensors without values cannot follow; one on real tensors may."""
 
@@ -253,6 +260,8 @@ class Recorder(TorchFunctionMode):
             if func in _READS and self.recording.notes is not None and _has_values(args[0]):
                 self.recording.notes.value_reads += 1
             return func(*args, **kwargs)
+        if func is torch.Tensor.data_ptr:
+            raise self._refused_pointer(model_location())
         query = query_of(func)
         if query is not None:
             with self.paused():
@@ -268,7 +277,8 @@ class Recorder(TorchFunctionMode):
             func = from_hook(Origin(self._path, hook))
         with self.paused():
             guard_elements(self.recording, func, args, kwargs)
-        out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs))
+        caller = getattr(func, "__name__", "")
+        out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs), caller=caller)
         if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
             return self.recording.know(args[0], self.recording.node(out))
         return out
@@ -284,6 +294,7 @@ class Recorder(TorchFunctionMode):
             args,
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),
+            caller=f"module '{path}'",
             may_vary=True,
             is_observed=is_observed,
         )
@@ -295,6 +306,7 @@ class Recorder(TorchFunctionMode):
         kwargs: Any,
         write: Callable[[], Any],
         *,
+        caller: str,
         may_vary: bool = False,
         is_observed: bool = True,
     ) -> Any:
@@ -311,6 +323,14 @@ class Recorder(TorchFunctionMode):
                 raise self._needs_values(f"branches on the values of a tensor ({error.func})") from error
             except DynamicOutputShapeException as error:
                 raise self._needs_values(f"makes a tensor whose shape depends on values ({error.func})") from error
+            except RuntimeError as error:
+                if not is_data_pointer_error(error):
+                    raise
+                raise NeedsValues(
+                    f"calls {caller}, which uses the data pointer of a tensor",
+                    raised_at(error) or model_location(),
+                    f"give example inputs with values, and a model with values; or {_CUSTOM_OPERATOR}",
+                ) from error
             node = write()
             if is_observed:
                 node.meta["seen"] = observer.seen(args, kwargs, out)
@@ -328,12 +348,27 @@ class Recorder(TorchFunctionMode):
             refusal.problem, refusal.location, "give example inputs with values, and a model with values"
         )
 
+    def _refused_pointer(self, location: Location | None) -> Untraceable:
+        where = f" in module '{self._path}'" if self._path else ""
+        keep = (
+            f"keep that module a call, leaves='{self._path}'" if self._path else "move it to a module that stays a call"
+        )
+        return Untraceable(f"uses the data pointer of a tensor{where}", location, f"{keep}; or {_CUSTOM_OPERATOR}")
+
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """While this lasts, the code of the module at ``path`` runs, and that of its hooks."""
+        """While this lasts, the code of the module at ``path`` runs, and that of its hooks.
+
+        Raises:
+            Untraceable: it launched a kernel that no graph has, on the memory of a tensor.
+        """
         before, self._path = self._path, path
         try:
             yield
+        except RuntimeError as error:
+            if not is_data_pointer_error(error):
+                raise
+            raise self._refused_pointer(raised_at(error)) from error
         finally:
             self._path = before
 

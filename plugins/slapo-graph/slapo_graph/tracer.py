@@ -173,7 +173,8 @@ def record(
             if fake and notes is not None:
                 recorder.alike = RepeatedCalls(reads, notes, is_unchanged)
             try:
-                out = forward(module, *args, **kwargs)
+                with recorder.inside(""):
+                    out = forward(module, *args, **kwargs)
             except Exception as error:
                 error.slapo_read = reads.read  # type: ignore[attr-defined] # decides whether alike modules fail too
                 raise

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from slapo_core.internals import SafeFakeTensorMode, is_data_pointer_error
 from slapo_graph import regions
 from slapo_graph.match import Match
-from slapo_graph.private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from slapo_graph.private import DataDependentOutputException, DynamicOutputShapeException
 from slapo_graph.protocol import Recorded
 from slapo_graph.rewriting.rewrite import only_given_out
 from slapo_graph.session import buffers_kept
@@ -108,7 +109,7 @@ def _compare(
     device: str,
 ) -> str | None:
     held = new if isinstance(new, nn.Module) else nn.Module()
-    with buffers_kept(held), FakeTensorMode(allow_non_fake_inputs=True), _in_state(state), torch.no_grad():
+    with buffers_kept(held), SafeFakeTensorMode(), _in_state(state), torch.no_grad():
         try:
             with torch.random.fork_rng(devices=[]):
                 given = [_fake(value, device) for value in args]
@@ -116,6 +117,8 @@ def _compare(
         except (NotImplementedError, DataDependentOutputException, DynamicOutputShapeException):
             return None  # its values decide: it cannot be known without them
         except Exception as error:  # noqa: BLE001 - told to whoever wrote it
+            if is_data_pointer_error(error):
+                return None  # a kernel that needs memory
             if isinstance(error, RuntimeError) and "device" in str(error):
                 return None  # a model over several devices: which value is where is not known here
             shown = ", ".join([*map(_shown, args), *(f"{name}={_shown(value)}" for name, value in kwargs.items())])
