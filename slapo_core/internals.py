@@ -7,6 +7,7 @@ from slapo_core.private import (
     children_of,
     hooks_of,
     is_data_pointer_error,
+    module_calls_through,
     parameters_of,
 )
 from slapo_core.tree import forward as forwards, index as module_index, journal
@@ -22,6 +23,7 @@ __all__ = [
     "hooks_of",
     "is_data_pointer_error",
     "journal",
+    "module_calls_through",
     "module_index",
     "parameters_of",
 ]

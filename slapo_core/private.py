@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -71,6 +73,26 @@ def full_backward_flag(module: nn.Module) -> bool | None:
 def set_full_backward_flag(module: nn.Module, flag: bool | None) -> None:
     """Set the kind of a module's backward hooks."""
     module._is_full_backward_hook = flag
+
+
+@contextmanager
+def module_calls_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``call(run, module, *args, **kwargs)`` make this thread's calls of modules while the block runs.
+
+    The method is replaced for the whole process: hold ``observers.PATCHING``.
+    """
+    run, thread = nn.Module.__call__, threading.get_ident()
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(module, *args, **kwargs)
+        return call(run, module, *args, **kwargs)
+
+    nn.Module.__call__ = called  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = run  # type: ignore[method-assign]
 
 
 class SafeFakeTensorMode(FakeTensorMode):

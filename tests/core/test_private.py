@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from slapo_core import private
@@ -68,3 +72,40 @@ def test_tensors_keep_their_hooks_in_these_tables() -> None:
         weight = nn.Parameter(torch.ones(2))
         getattr(weight, register)(len)
         assert [*getattr(weight, table).values()] == [len]
+
+
+def test_calls_of_modules_go_through_a_function_in_this_thread_only() -> None:
+    module, seen = nn.Identity(), []
+
+    def call(run: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(threading.get_ident())
+        return run(module, *args, **kwargs)
+
+    x = torch.ones(1)
+    with private.module_calls_through(call):
+        assert module(x) is x
+        other = threading.Thread(target=module, args=(x,))
+        other.start()
+        other.join()
+    assert module(x) is x
+    assert seen == [threading.get_ident()]
+
+
+def test_fake_tensors_refuse_their_data_pointers_however_they_are_made() -> None:
+    with private.SafeFakeTensorMode() as mode:
+        x = torch.ones(2, 3, requires_grad=True)
+        (x * 2).sum().backward()
+        made = [x, x[1:], x.detach(), x.grad, x + torch.ones(3), torch.tensor(3.0), nn.Parameter(x)]
+    made.append(mode.from_tensor(torch.ones(2)))
+    for tensor in made:
+        for read in (tensor.data_ptr, tensor.untyped_storage().data_ptr):
+            with pytest.raises(RuntimeError) as caught:
+                read()
+            assert private.is_data_pointer_error(caught.value)
+    assert not private.is_data_pointer_error(RuntimeError("another"))
+
+
+def test_fake_modes_of_torch_give_address_zero() -> None:
+    """What the class is for; once torch refuses by itself, it can go."""
+    with FakeTensorMode(), warnings.catch_warnings(action="ignore"):
+        assert torch.ones(2).data_ptr() == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch._compile import _disable_dynamo as disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.overrides import (
     _get_current_function_mode_stack as function_modes,
@@ -158,3 +162,84 @@ def operator_name(packet: OpOverloadPacket) -> str:
 def is_erased(node: fx.Node) -> bool:
     """Return whether a node was erased from its graph."""
     return node._erased
+
+
+# Replaced for the whole process while a forward is recorded, or a pattern's function is read: under
+# ``slapo_core.observers.PATCHING``, and without effect for other threads where the functions given say so.
+
+
+@contextmanager
+def custom_functions_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``call(function, run, args, kwargs)`` make the calls of custom autograd functions while the block runs.
+
+    ``function.apply`` looks this method up in its base class, also where it was stored: ``f = Function.apply``.
+    """
+    base: Any = SingleLevelFunction
+    before = vars(base).get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        run = super(base, cls).apply if before is None else before.__get__(None, cls)
+        return call(cls, run, args, kwargs)
+
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
+
+
+@contextmanager
+def before_saved_tensors_hooks(announce: Callable[[], None]) -> Iterator[None]:
+    """Call ``announce()`` before each ``saved_tensors_hooks`` that is entered while the block runs."""
+    enter = saved_tensors_hooks.__enter__
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        announce()
+        enter(hooks)
+
+    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def dropout_default(p: float) -> Iterator[None]:
+    """Let functions of dropout pass the object ``p``, equal to their own default, where it is left out."""
+    functions: tuple[Any, ...] = (
+        functional.dropout,
+        functional.dropout1d,
+        functional.dropout2d,
+        functional.dropout3d,
+    )
+    before = [function.__defaults__ for function in functions]
+    try:
+        for function in functions:
+            function.__defaults__ = (p, *function.__defaults__[1:])
+        yield
+    finally:
+        for function, own in zip(functions, before, strict=True):
+            function.__defaults__ = own
+
+
+def methods_put_on(cls: type, methods: Mapping[str, Callable[..., Any]]) -> Callable[[], None] | None:
+    """Replace methods of a class; return the function that restores its own, or None for a class written in C."""
+    own = {name: vars(cls)[name] for name in methods if name in vars(cls)}
+    try:
+        for name, method in methods.items():
+            setattr(cls, name, method)
+    except TypeError:
+        return None
+
+    def restore() -> None:
+        for name in methods:
+            if name in own:
+                setattr(cls, name, own[name])
+            else:
+                delattr(cls, name)
+
+    return restore

@@ -9,6 +9,7 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from threading import get_ident
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from slapo_core.internals import module_index
 from slapo_graph.diagnostics import is_of_the_model
 from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_graph.leaves import LeafRule, inlined_modules
-from slapo_graph.private import TABLES, FakeTensor
+from slapo_graph.private import TABLES, FakeTensor, methods_put_on
 from slapo_graph.protocol import Flag, Location, Untraceable
 from slapo_graph.session import attributes_kept, put_back
 from slapo_graph.sizes import is_symbolic
@@ -33,7 +34,6 @@ _NO_HOLDERS = (
 )  # fmt: skip
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), *dir(nn.Module)})
 _OWN_OF_EVERY_MODULE = frozenset(name for name in _OF_EVERY_MODULE if not name.startswith("__"))
-_SPIES = ("__getattribute__", "__setattr__")
 
 
 class AttributeReads:
@@ -59,7 +59,9 @@ class AttributeReads:
         self._written: set[tuple[Place | None, str]] = set()  # what is read after that comes from the forward itself
         self._places: dict[int, Place] = {}
         self._watched: list[Any] = []  # an id stands for one object only as long as that lives
-        self._spied: dict[type, dict[str, Any]] = {}
+        self._spied: dict[type, Callable[[], None]] = {}
+        self._thread = get_ident()  # of the recording: what others read and set meanwhile is not the forward's
+        self._of_others: list[tuple[Any, str]] = []
         self._recorded: set[Place] = set()
         self._is_known = True
         self._logs: list[dict[tuple[Place, str], None]] = []
@@ -98,18 +100,17 @@ class AttributeReads:
         """
         inlined = inlined_modules(root, leaves)
         self._recorded = set(map(_place, inlined))
-        with attributes_kept(root, inlined.values(), lambda problem: Untraceable(problem, self._line)) as is_unchanged:
+        kept = attributes_kept(
+            root, inlined.values(), lambda problem: Untraceable(problem, self._line), self._of_others
+        )
+        with kept as is_unchanged:
             try:
                 for path, module in module_index.walk(root):  # a module that is there twice is known by its first path
                     self._watch(module, _place(path))
                 yield is_unchanged
             finally:
-                for cls, own in self._spied.items():
-                    for name in _SPIES:
-                        if name in own:
-                            setattr(cls, name, own[name])
-                        else:
-                            delattr(cls, name)
+                for restore in self._spied.values():
+                    restore()
 
     def _watch(self, value: Any, path: Place) -> None:
         if id(value) not in self._places and self._spy(type(value)):
@@ -120,14 +121,14 @@ class AttributeReads:
         """Put methods on a class that note reads and refuse writes; whether it takes them."""
         if cls in self._spied:
             return True
-        watch, own = self, {name: vars(cls)[name] for name in _SPIES if name in vars(cls)}
+        watch = self
         original = getattr(cls.__getattribute__, "slapo_original", cls.__getattribute__)
         original_set = getattr(cls.__setattr__, "slapo_original", cls.__setattr__)
 
         ignored = _OWN_OF_EVERY_MODULE if issubclass(cls, nn.Module) else ()
 
         def read(this: Any, name: str) -> Any:
-            if name in ignored:
+            if name in ignored or get_ident() != watch._thread:
                 return original(this, name)
             if name.startswith("__"):
                 is_watched = name == "__dict__" and id(this) in watch._places
@@ -143,6 +144,10 @@ class AttributeReads:
             return found
 
         def write(this: Any, name: str, new: Any) -> None:
+            if get_ident() != watch._thread:
+                watch._of_others.append((this, name))
+                original_set(this, name, new)
+                return
             path = watch._places.get(id(this))
             # `self.count += 1` on a tensor sets what is there already
             if path in watch._recorded and (old := getattr(this, name, watch)) is not new:
@@ -154,12 +159,10 @@ class AttributeReads:
             original_set(this, name, new)
 
         read.slapo_original, write.slapo_original = original, original_set  # type: ignore[attr-defined]
-        try:
-            cls.__getattribute__, cls.__setattr__ = read, write
-        except TypeError:  # written in C
-            return False
-        self._spied[cls] = own
-        return True
+        restore = methods_put_on(cls, {"__getattribute__": read, "__setattr__": write})
+        if restore is not None:
+            self._spied[cls] = restore
+        return restore is not None
 
     def _read(self, this: Any, name: str, found: Any) -> None:
         path = self._places.get(id(this))

@@ -7,15 +7,15 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from slapo_core.internals import is_data_pointer_error
+from slapo_core.internals import is_data_pointer_error, module_calls_through
 from slapo_core.observers import Origin
 from slapo_graph.diagnostics import model_location, raised_at
 from slapo_graph.effects import Observer
@@ -24,7 +24,9 @@ from slapo_graph.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    before_saved_tensors_hooks,
     call_uncompiled,
+    custom_functions_through,
     is_compiled,
     set_grad_enabled,
     write_count,
@@ -116,68 +118,48 @@ class ApplyFunction:
         return hash(self.function)
 
 
-@contextlib.contextmanager
-def autograd_functions(recorder: Recorder) -> Iterator[None]:
+def autograd_functions(recorder: Recorder) -> AbstractContextManager[None]:
     """While this lasts, a call of a custom ``torch.autograd.Function`` is one call in the graph.
 
     What its forward computes would be seen, but without its backward.
     """
-    original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        call = original.__get__(None, cls)
+    def call(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if recorder.is_paused:
-            return call(*args, **kwargs)
+            return run(*args, **kwargs)
         if cls is CheckpointFunction:  # use_reentrant=True
             raise recorder.recording.refusal(*_CHECKPOINTING)
-        return recorder.record_call(call, ApplyFunction(cls), args, kwargs)
+        return recorder.record_call(run, ApplyFunction(cls), args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment, unused-ignore]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+    return custom_functions_through(call)
 
 
-@contextlib.contextmanager
-def checkpointing_refused(recorder: Recorder) -> Iterator[None]:
+def checkpointing_refused(recorder: Recorder) -> AbstractContextManager[None]:
     """While this lasts, recorded code that checkpoints activations is refused: the graph would keep them.
 
     Raises:
         Untraceable: it entered ``saved_tensors_hooks``, as ``torch.utils.checkpoint`` and ``save_on_cpu`` do.
     """
-    enter = saved_tensors_hooks.__enter__
 
-    def entered(hooks: saved_tensors_hooks) -> None:
+    def refuse() -> None:
         if not recorder.is_paused and torch.is_grad_enabled():
             raise recorder.recording.refusal(*_CHECKPOINTING)
-        enter(hooks)
 
-    saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    return before_saved_tensors_hooks(refuse)
 
 
 # Calls of modules below the recorded one: one call in the graph, or looked into.
 
 
-@contextlib.contextmanager
-def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
+def module_calls(recorder: Recorder, leaves: LeafRule) -> AbstractContextManager[None]:
     """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
-    called, thread = nn.Module.__call__, threading.get_ident()
     recording = recorder.recording
 
-    def original(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call it; one under ``module.compile()`` as it would be without: compilers want tensors with values."""
-        if is_compiled(module) and threading.get_ident() == thread:
-            return call_uncompiled(module, *args, **kwargs)
-        return called(module, *args, **kwargs)
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_compiled(module):  # as without module.compile(): compilers want tensors with values
+            run = call_uncompiled
         if recorder.is_paused:
-            return original(module, *args, **kwargs)
+            return run(module, *args, **kwargs)
         path = recording.modules.get(id(module))
         if path == "":
             raise recording.refusal("calls itself")
@@ -187,20 +169,16 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> Iterator[None]:
                 "trace the module that holds both",
             )
         if path is None:
-            return original(module, *args, **kwargs)
+            return run(module, *args, **kwargs)
         if not leaves(module, path):
             with recorder.inside(path):
-                out = original(module, *args, **kwargs)
+                out = run(module, *args, **kwargs)
             if recording.notes is not None:
                 recording.compute(left, (path,))
             return out
-        return recorder.record_module(path, original, module, args, kwargs)
+        return recorder.record_module(path, run, module, args, kwargs)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = called  # type: ignore[method-assign]
+    return module_calls_through(call)
 
 
 _SWITCHES = (set_grad_enabled,)

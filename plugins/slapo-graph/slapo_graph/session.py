@@ -163,7 +163,10 @@ def put_back(container: Any, before: Any) -> bool:
 
 @contextlib.contextmanager
 def attributes_kept(
-    root: nn.Module, recorded: Collection[nn.Module], refuse: Callable[[str], Exception]
+    root: nn.Module,
+    recorded: Collection[nn.Module],
+    refuse: Callable[[str], Exception],
+    of_others: Collection[tuple[Any, str]] = (),
 ) -> Iterator[Callable[[], bool]]:
     """Restore attributes, and containers and objects in them.
 
@@ -173,6 +176,7 @@ def attributes_kept(
         root: with all its submodules.
         recorded: modules whose own code becomes the graph.
         refuse: makes the error for a change in one of those.
+        of_others: filled meanwhile: objects and names of attributes that other threads set, which stay.
     """
     own = {id(module) for module in recorded}
     held: dict[int, _Held] = {}
@@ -180,10 +184,10 @@ def attributes_kept(
         _hold(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, held)
     completed = False
     try:
-        yield lambda: next(_changed(held), None) is None
+        yield lambda: next(_changed(held, of_others), None) is None
         completed = True
     finally:
-        changed = list(_changed(held))
+        changed = list(_changed(held, of_others))
         for value, before, _, _ in changed:
             put_back(value, before)
     first = next((keys for _, _, keys, is_own in changed if is_own), None)
@@ -210,7 +214,15 @@ def _hold(value: Any, keys: tuple[Any, ...], is_own: bool, held: dict[int, _Held
             _hold(part.__dict__, (*keys, key), is_own, held)
 
 
-def _changed(held: dict[int, _Held]) -> Iterator[_Held]:
+def _changed(held: dict[int, _Held], of_others: Collection[tuple[Any, str]]) -> Iterator[_Held]:
+    for this, name in of_others:
+        own = getattr(this, "__dict__", {})
+        for table in (own, *(own.get(each, {}) for each in private.TABLES)):
+            before = held[id(table)][1] if id(table) in held else {}
+            if name in table:
+                before[name] = table[name]
+            else:
+                before.pop(name, None)
     for each in held.values():
         value, before, _, _ = each
         if (value or before) and not is_unchanged(value, before):  # most are tables of hooks, and empty

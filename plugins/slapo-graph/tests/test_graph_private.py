@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-import slapo_core
+from slapo_core.internals import SafeFakeTensorMode
 from slapo_graph import private
 from tests.support.private_names import private_names
 
@@ -22,13 +25,10 @@ class Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("place", ["graph", "tracing.py"])
-def test_no_other_module_uses_a_private_name_of_torch_or_those_of_the_core(place: str) -> None:
-    path = Path(slapo_core.__file__).parent / place
+def test_no_other_module_uses_a_private_name_of_torch_or_those_of_the_core() -> None:
+    path = Path(private.__file__).parent
     assert private_names(path) == []
-    assert not [
-        file for file in [path, *path.rglob("*.py")] if file.is_file() and "slapo_core.private" in file.read_text()
-    ]
+    assert not [file for file in path.rglob("*.py") if "slapo_core.private" in file.read_text()]
 
 
 def test_the_scan_can_fail(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_operators_and_their_homes() -> None:
 
 
 def test_fake_tensors_stand_for_real_ones() -> None:
-    with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with SafeFakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2, 3))
         assert type(fake) is private.FakeTensor
         assert (fake.fake_mode, fake.fake_device) == (mode, torch.device("cpu"))
@@ -161,3 +161,83 @@ def test_erased_nodes_are_known() -> None:
     assert not private.is_erased(node)
     graph.erase_node(node)
     assert private.is_erased(node)
+
+
+def test_data_pointers_of_new_meta_tensors_are_refused() -> None:
+    outside = torch.ones(2, 2, device="meta")
+    with private.SafeMetaTensors():
+        for tensor in (outside * 2, torch.empty(3, device="meta"), *(outside + 1).unbind(), (outside * 2)[1:]):
+            with pytest.raises(RuntimeError, match="data pointer"):
+                tensor.data_ptr()
+        outside[1:].relu_()
+    assert outside.data_ptr() == 0
+    assert torch.ones(1).data_ptr() != 0
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return factor * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return 7 * gradient, None
+
+
+def test_custom_functions_are_called_through_a_function_also_where_apply_was_stored() -> None:
+    doubled, seen = Doubled.apply, []
+
+    def call(level: int, function: Any, run: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((level, function, args))
+        return run(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with private.custom_functions_through(partial(call, 1)), private.custom_functions_through(partial(call, 2)):
+        doubled(x, 2.0).sum().backward()
+    assert seen == [(2, Doubled, (x, 2.0)), (1, Doubled, (x, 2.0))]
+    assert Doubled.apply(x, 2.0).tolist() == [2, 2]
+    assert len(seen) == 2
+    assert x.grad is not None
+    assert x.grad.tolist() == [7, 7]
+
+
+def test_blocks_of_saved_tensors_hooks_are_announced() -> None:
+    seen: list[str] = []
+    with private.before_saved_tensors_hooks(lambda: seen.append("entered")), torch.autograd.graph.save_on_cpu():
+        pass
+    with torch.autograd.graph.save_on_cpu():
+        pass
+    assert seen == ["entered"]
+
+
+def test_dropout_passes_its_default_on() -> None:
+    mark, given = float("0.5"), []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            given.append((kwargs or {}).get("p"))
+            return args[0]
+
+    x = torch.ones(2, 2, 2)
+    functions = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+    with private.dropout_default(mark), Seeing():
+        for function in functions:
+            function(x)
+            function(x, 0.5)
+    assert [p is mark for p in given] == [True, False] * 4
+    assert [function.__defaults__[0] for function in functions] == [0.5] * 4
+    assert not any(function.__defaults__[0] is mark for function in functions)
+
+
+def test_methods_are_put_on_a_class_and_taken_off_again() -> None:
+    class Own:
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    before = dict(vars(Own))
+    restore = private.methods_put_on(Own, {"__setattr__": object.__setattr__, "read": len})
+    assert restore is not None
+    Own().x = 3
+    restore()
+    assert dict(vars(Own)) == before
+    assert private.methods_put_on(list, {"read": len}) is None

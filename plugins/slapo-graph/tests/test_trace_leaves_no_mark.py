@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import random
+import threading
 import types
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -275,3 +276,52 @@ def test_what_a_graph_would_not_do_again_is_refused(read: Any, problem: str) -> 
         sch["below"].trace()
     assert random.getstate() == state
     assert not list(below.buffers())
+
+
+# -- other threads -----------------------------------------------------------------------------------------------
+
+REACHED, DONE = threading.Event(), threading.Event()
+
+
+class Waits(nn.Module):
+    """Runs only once another thread has worked on it."""
+
+    step, scale = 0, 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        REACHED.set()
+        assert DONE.wait(timeout=60)
+        return x
+
+
+def test_another_thread_sets_attributes_while_a_variant_is_recorded_in_a_step() -> None:
+    DONE.set()
+    _, model = pair(Waits())
+    below = model.below
+    assert isinstance(below, Waits)
+    REACHED.clear(), DONE.clear()
+    table, raised = torch.ones(2), []
+
+    def work() -> None:
+        try:
+            assert REACHED.wait(timeout=60)
+            below.step = below.step + 1
+            below.name = "later"  # type: ignore[assignment]
+            below.table = table
+        except Exception as error:  # noqa: BLE001 - of the thread, told to the test
+            raised.append(error)
+        finally:
+            DONE.set()
+
+    other = threading.Thread(target=work)
+    other.start()
+    with torch.no_grad():
+        model(X)  # without gradients it is another variant
+    other.join()
+    assert raised == []
+    assert (below.step, below.name, below.table is table) == (1, "later", True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx.graph import inplace_methods, reflectable_magic_methods
 from torch.overrides import TorchFunctionMode
 
 from slapo_core.errors import ArgumentError
+from slapo_core.internals import module_calls_through
 from slapo_core.observers import PATCHING
 from slapo_graph.diagnostics import Location, model_location
 from slapo_graph.patterns.data import Call, Items, Slice, Target, Wildcard
@@ -29,6 +29,7 @@ from slapo_graph.patterns.operations import (
     module_call,
     plain,
 )
+from slapo_graph.private import dropout_default
 from slapo_graph.recorder import autograd_functions
 from slapo_graph.structure import PLAIN
 from slapo_graph.targets import target_of
@@ -277,8 +278,7 @@ def _unpacked_into(frame: Any) -> int | None:
 SETTING = "_setting "
 """Begins the name of a constant that is captured although the pattern leaves it out."""
 
-_DROPOUTS: tuple[Any, ...] = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
-_LEFT_OUT = float("0.5")  # the default p of these, as an object of its own
+_LEFT_OUT = float("0.5")  # the default p of dropouts, as an object of its own
 _ACTIVE: ContextVar[Tracer | None] = ContextVar("the tracer of the pattern that is being made", default=None)
 
 
@@ -482,29 +482,24 @@ class Tracer:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """While this lasts, torch calls and calls of torch.nn modules are written down."""
-        tracer = self
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if active_tracer() is not tracer:  # another thread's
-                return original(module, *args, **kwargs)
+        def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_plain_module(module):
-                return tracer.module(module, args, kwargs)
-            tracer.know(module)
-            return original(module, *args, **kwargs)
+                return self.module(module, args, kwargs)
+            self.know(module)
+            return run(module, *args, **kwargs)
 
-        with PATCHING:
-            token, original = _ACTIVE.set(self), nn.Module.__call__
-            defaults = [function.__defaults__ for function in _DROPOUTS]
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+        with (
+            PATCHING,
+            module_calls_through(call),
+            dropout_default(_LEFT_OUT),
+            autograd_functions(cast(Any, self)),
+            _Mode(self),
+        ):
+            token = _ACTIVE.set(self)
             try:
-                for function in _DROPOUTS:  # they pass their defaults on as if these were given
-                    function.__defaults__ = (_LEFT_OUT, *function.__defaults__[1:])
-                with autograd_functions(cast(Any, self)), _Mode(self):
-                    yield
+                yield
             finally:
-                for function, own in zip(_DROPOUTS, defaults, strict=True):
-                    function.__defaults__ = own
-                nn.Module.__call__ = original  # type: ignore[method-assign]
                 _ACTIVE.reset(token)
 
     def refusal(self, problem: str, hint: str | None = None, location: Location | None = None) -> ArgumentError:
