@@ -52,13 +52,18 @@ class Regions:
 def set_state(grad: bool, autocast: tuple[tuple[bool, torch.dtype], ...], cache: bool) -> None:
     """Switch to a state of :func:`state`.
 
-    Where autocast ends, what it keeps ends with it, as it does at the end of torch's own regions: its copies of weights
-    are those of before the optimizer's step, and made under ``no_grad`` they take no gradient.
+    Autocast's copies of weights end with the outermost region, as torch's own do: later they would be those of before
+    the optimizer's step, and made under ``no_grad`` they may take no gradient. Inside of a region of the caller they
+    stay; its end drops them.
     """
+    is_graded_again = grad and not torch.is_grad_enabled()
     set_grad_enabled(grad)
     for kind, (enabled, dtype) in zip(DEVICES, autocast, strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(cache)
-    if not torch.compiler.is_compiling() and not any(enabled for enabled, _ in autocast):
+    if torch.compiler.is_compiling() or (any(enabled for enabled, _ in autocast) and not is_graded_again):
+        return
+    torch.autocast_increment_nesting()
+    if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
