@@ -14,6 +14,7 @@ from torch import nn
 from slapo_core import BuildError, Plan, StepResult
 from slapo_deepspeed.config import AUTO, MUON
 from slapo_deepspeed.marks import keep_norm, mark, mark_tensors, marks_taken_back, norm_of_last_step
+from slapo_deepspeed.private import linear_restored
 from slapo_deepspeed.runtime import MeshUnit, start
 from slapo_deepspeed.state import (
     DeepSpeedOptimizer,
@@ -28,7 +29,7 @@ from slapo_deepspeed.state import (
     used_extra_state,
     write_extra_state,
 )
-from slapo_deepspeed.zero3 import Partitioning, gather_whole, linear_restored, partitioned_linear, with_shapes
+from slapo_deepspeed.zero3 import Partitioning, gather_whole, partitioned_linear, with_shapes
 from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.engine import StatefulEngine, StepInvariants, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers

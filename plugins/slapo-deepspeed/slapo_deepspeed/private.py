@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.torch_version import TorchVersion
 from torch.utils._device import DeviceContext
 
 
@@ -68,3 +71,40 @@ def partition_rank(wrapper: Any, parameter: Any) -> int:
 def functions_are_watched() -> bool:
     """Whether calls of torch's functions are recorded or replaced now; a default device is not that."""
     return any(not isinstance(mode, DeviceContext) for mode in function_modes())
+
+
+_IS_COMPILED_RIGHT = TorchVersion(torch.__version__) >= "2.13"
+"""Older dynamo (2.11 at least) loses the weights' gradients in DeepSpeed's function; torch's own keeps them there, and
+the gathered weights from forward to backward."""
+
+
+@contextlib.contextmanager
+def linear_restored() -> Iterator[None]:
+    """Restore ``torch.nn.functional.linear`` after the block, which may set another one."""
+    before = functional.linear
+    try:
+        yield
+    finally:
+        functional.linear = before
+
+
+@contextlib.contextmanager
+def linear_through(function: Callable[..., torch.Tensor], *, where: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Let ``function`` compute linear layers whose weight is marked, in all threads: backward passes have their own.
+
+    Args:
+        function: takes input, weight and bias.
+        where: whether a weight is marked.
+    """
+    before = functional.linear
+
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        is_compiling = torch.compiler.is_compiling()
+        is_own = _IS_COMPILED_RIGHT if is_compiling else not functions_are_watched()  # a recording sees torch's own
+        if where(weight) and is_own:
+            return function(input, weight, bias)
+        return before(input, weight, bias)
+
+    with linear_restored():
+        functional.linear = linear
+        yield

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.torch_version import TorchVersion
 
-from slapo_deepspeed.private import forward_hooks_of, functions_are_watched
+from slapo_deepspeed.private import forward_hooks_of, linear_through
 
 if TYPE_CHECKING:
     from slapo_core.tree.node import Node
@@ -153,21 +151,6 @@ def _outermost(node: Node) -> Iterator[Node]:
         yield from _outermost(child)
 
 
-_IS_COMPILED_RIGHT = TorchVersion(torch.__version__) >= "2.13"
-"""Older dynamo (2.11 at least) loses the weights' gradients in DeepSpeed's function; torch's own keeps them there, and
-the gathered weights from forward to backward."""
-
-
-@contextlib.contextmanager
-def linear_restored() -> Iterator[None]:
-    """Restore ``torch.nn.functional.linear`` after the block, which may set another one."""
-    before = functional.linear
-    try:
-        yield
-    finally:
-        functional.linear = before
-
-
 @contextlib.contextmanager
 def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
     """Use DeepSpeed's linear function for partitioned weights only, in forward and backward.
@@ -175,21 +158,10 @@ def partitioned_linear(config: Mapping[str, Any]) -> Iterator[None]:
     Args:
         config: DeepSpeed's, filled in; nothing is done without ZeRO-3, or with ``memory_efficient_linear`` false.
     """
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage") != 3 or not zero.get("memory_efficient_linear", True):
+    if not is_partitioned(config) or not config["zero_optimization"].get("memory_efficient_linear", True):
         yield
         return
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    before = functional.linear
-
-    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        is_compiling = torch.compiler.is_compiling()
-        is_own = _IS_COMPILED_RIGHT if is_compiling else not functions_are_watched()  # a recording sees torch's own
-        if hasattr(weight, "ds_id") and is_own:
-            return zero3_linear_wrap(input, weight, bias)  # type: ignore[no-any-return]
-        return before(input, weight, bias)
-
-    with linear_restored():
-        functional.linear = linear
+    with linear_through(zero3_linear_wrap, where=lambda weight: hasattr(weight, "ds_id")):
         yield

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from slapo_deepspeed import private
 from tests.support.private_names import private_names
@@ -34,3 +37,27 @@ def test_zero_wrappers_have_these_methods() -> None:
     for wrapper in (BF16_Optimizer, DeepSpeedZeroOptimizer):
         assert callable(wrapper._lazy_init_hp_params_optimizer_state)
     assert callable(DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank)
+
+
+def test_a_function_computes_the_layers_of_marked_weights_in_every_thread() -> None:
+    before, layer, marked, x, found = F.linear, nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(1, 2), []
+
+    def compute(*_: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, 2)
+
+    with private.linear_through(compute, where=lambda weight: weight is marked.weight):
+        assert torch.equal(layer(x), before(x, layer.weight, layer.bias))
+        other = threading.Thread(target=lambda: found.append(marked(x)))
+        other.start()
+        other.join()
+        found.append(marked(x))
+    assert [out.any().item() for out in found] == [False, False]
+    assert F.linear is before
+    assert marked(x).any()
+
+
+def test_linear_is_what_it_was_although_the_block_set_another() -> None:
+    before = F.linear
+    with private.linear_restored():
+        F.linear = torch.add  # type: ignore[assignment]
+    assert F.linear is before

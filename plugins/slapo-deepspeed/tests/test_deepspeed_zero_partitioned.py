@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode
 
 import slapo_core as slapo
-from slapo_deepspeed.zero3 import Partitioning, linear_restored, partitioned_linear
+from slapo_deepspeed.private import linear_restored
+from slapo_deepspeed.zero3 import Partitioning, partitioned_linear
 from slapo_testing import preload_modules, run_ranks
 
 from . import small

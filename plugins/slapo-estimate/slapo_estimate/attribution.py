@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.internals import forwards, hooks_of, journal, parameters_of
+from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording
 from slapo_estimate.private import current_autograd_node, next_sequence_number, sequence_number
 
@@ -81,18 +81,12 @@ class Place:
     def watching(self) -> Iterator[None]:
         """Notice calls of modules; not by hooks, which may change what wrappers do."""
 
-        def noticed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def noticed(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             at = self._modules.get(id(module))
-            return call(module, *args, **kwargs) if at is None else self.run(at, call, module, *args, **kwargs)
+            return run(module, *args, **kwargs) if at is None else self.run(at, run, module, *args, **kwargs)
 
-        with PATCHING:
-            call = nn.Module.__call__
-            nn.Module.__call__ = noticed  # type: ignore[method-assign]
-            try:
-                with attributed(self._run_from):
-                    yield
-            finally:
-                nn.Module.__call__ = call  # type: ignore[method-assign]
+        with PATCHING, module_calls_through(noticed), attributed(self._run_from):
+            yield
 
     def run(self, at: At, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)``, which is code of ``at``."""

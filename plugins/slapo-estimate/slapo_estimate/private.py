@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,6 +105,30 @@ def runtimes_without_memory() -> Iterator[None]:
             yield
         finally:
             nn.Module._apply, dist.all_gather_object = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def resizes_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``call(run, storage, size)`` make calls of ``storage.resize_``, which is not an operation."""
+    with PATCHING:
+        run = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = lambda storage, size: call(run, storage, size)  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = run  # type: ignore[method-assign]
+
+
+@contextmanager
+def backwards_through(call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``call(run, *args, **kwargs)`` make calls of ``torch.autograd.backward``, with those of tensors."""
+    with PATCHING:
+        run = torch.autograd.backward
+        torch.autograd.backward = partial(call, run)
+        try:
+            yield
+        finally:
+            torch.autograd.backward = run
 
 
 def current_autograd_node() -> Any:

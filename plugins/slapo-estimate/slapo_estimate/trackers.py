@@ -6,14 +6,13 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from slapo_core.errors import EstimateError
-from slapo_core.observers import PATCHING
 from slapo_estimate.private import (
     ADDED_PRODUCT,
     ATTENTION,
@@ -24,6 +23,7 @@ from slapo_estimate.private import (
     flop_formulas,
     is_traceable_wrapper_subclass,
     ranks_of_group,
+    resizes_through,
     schema_of,
     storage_id,
     tree_leaves,
@@ -405,25 +405,18 @@ class MemoryTracker:
                         self._change(held, storage.nbytes())
         self._look()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Notice storages that are resized by their own method, which is not an operation."""
 
-        def noticed(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
+        def noticed(run: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
+            result = run(storage, size)
             held = self._storages.get(storage_id(storage))
             if held is not None:
                 self._change(held, storage.nbytes())
                 self._look()
             return result
 
-        with PATCHING:
-            resize = torch.UntypedStorage.resize_
-            torch.UntypedStorage.resize_ = noticed  # type: ignore[method-assign,assignment]
-            try:
-                yield
-            finally:
-                torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return resizes_through(noticed)
 
     def _look(self) -> None:
         if self._total > self._most:

@@ -12,8 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
-from slapo_core.observers import PATCHING
-from slapo_estimate.private import FakeTensorMode, bucket_assignment, runtimes_without_memory, tree_leaves
+from slapo_estimate.private import (
+    FakeTensorMode,
+    backwards_through,
+    bucket_assignment,
+    runtimes_without_memory,
+    tree_leaves,
+)
 from slapo_estimate.trackers import Watch
 from slapo_estimate.values import Values, seen_as_plain
 from slapo_runtime.batches import bound_batch, micro_batches
@@ -238,7 +243,7 @@ def train_by_target(
 def _phases(place: Place, model: nn.Module) -> Iterator[None]:
     """Tell the phases of an engine's step: forward from the model's call on, backward, and then the optimizer's."""
 
-    def backward(*args: Any, **kwargs: Any) -> None:
+    def backward(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         place.begin("backward")
         try:
             run(*args, **kwargs)
@@ -246,14 +251,11 @@ def _phases(place: Place, model: nn.Module) -> Iterator[None]:
             place.begin("optimizer")
 
     handle = model.register_forward_pre_hook(lambda *_: place.begin("forward"))
-    with PATCHING:
-        run = torch.autograd.backward
-        torch.autograd.backward = backward
-        try:
+    try:
+        with backwards_through(backward):
             yield
-        finally:
-            torch.autograd.backward = run
-            handle.remove()
+    finally:
+        handle.remove()
 
 
 def hold_tensors(model: torch.nn.Module, batches: list[Any], memory: MemoryTracker) -> None:

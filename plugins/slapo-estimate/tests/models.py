@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import partial
 from typing import Any
@@ -55,6 +56,8 @@ class Decider(nn.Module):
         y = self.fc(x)
         if self.read == "item" and y.sum() > 0:
             return y
+        if self.read == "pointer":
+            ctypes.memset(y.data_ptr(), 0, 0)
         if self.read == "index":
             return y[y > 0]
         if self.read == "shape":

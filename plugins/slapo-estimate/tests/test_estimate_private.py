@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,3 +156,28 @@ def test_trees_are_flattened_and_mapped() -> None:
     assert leaves == private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
     assert private.tree_unflatten([3, 4], spec) == {"a": [3, (4,)]}
     assert private.tree_map_only(int, lambda value: -value, ["x", 1]) == ["x", -1]
+
+
+def test_resized_storages_and_backward_passes_go_through_a_function() -> None:
+    seen: list[Any] = []
+
+    def resized(run: Any, storage: torch.UntypedStorage, size: int) -> Any:
+        seen.append((storage.nbytes(), size))
+        return run(storage, size)
+
+    def backward(run: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append("before")
+        run(*args, **kwargs)
+        seen.append("after")
+
+    x = torch.ones(2, requires_grad=True)
+    with private.resizes_through(resized), private.backwards_through(backward):
+        x.sum().backward()
+        storage = torch.ones(4).untyped_storage()
+        storage.resize_(0)
+    storage.resize_(8)
+    x.sum().backward()
+    assert seen == ["before", "after", (16, 0)]
+    assert storage.nbytes() == 8
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2]

@@ -135,7 +135,11 @@ def raised(call: Callable[[], Any]) -> str:
 @pytest.mark.ranks
 def test_models_that_decide_by_what_they_compute_are_named(message: Messages) -> None:
     x = torch.ones(2, 8)
-    for read, line in (("item", 'if self.read == "item" and y.sum() > 0:'), ("index", "return y[y > 0]")):
+    for read, line in (
+        ("item", 'if self.read == "item" and y.sum() > 0:'),
+        ("index", "return y[y > 0]"),
+        ("pointer", "ctypes.memset(y.data_ptr(), 0, 0)"),
+    ):
         text = raised(lambda read=read: slapo.create_schedule(DecidesBy(read)).estimate(x, optimizer=adam))
         message(text, "EstimateError: ", "'inner.0'", f"(`{line}`)")
         assert re.search(r"\n  at .*models\.py:\d+\n  hint: ", text)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import slapo_core as slapo
 from slapo_fusion import Bind, build_kernels
 from slapo_fusion.bind import is_bound
+from slapo_fusion.kernels import without_values
 from tests.messages import Messages
 
 from .small import gradients, layers, traced
@@ -226,3 +227,15 @@ def test_a_kernel_that_would_not_be_given_what_a_match_captured(message: Message
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["0"].bind(gelu_kernel, dropped)
     message(refused, "captured 'p'")
+
+
+def test_shapes_of_a_kernel_launched_on_addresses_are_not_known() -> None:
+    launched = []
+
+    def launches(x: Tensor) -> Tensor:
+        launched.append(x.data_ptr())
+        return torch.empty_like(x)
+
+    assert without_values(torch.relu, (X,), {}) == [((3, 4), torch.float32)]
+    assert without_values(launches, (X,), {}) is None
+    assert launched == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
@@ -57,3 +59,41 @@ def start_of(optimizer: Any, parameter: Tensor) -> int:
 def write_count(tensor: Tensor) -> int:
     """Return a number that changes with every in-place write to a tensor or its views."""
     return tensor._version
+
+
+def tensors_of_megatron_are_on_gpu() -> None:
+    """Let ``tensor.cuda()`` and ``tensor.type()`` answer modules of Megatron as on a GPU, for good.
+
+    For a process that only simulates a rank; torch's own methods for all other callers.
+    """
+    if "type" in vars(Tensor):
+        return
+    moved, kind = Tensor.cuda, Tensor.type
+
+    def cuda(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self if _is_called_by_megatron() else moved(self, *args, **kwargs)
+
+    def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kind(self, *args, **kwargs)
+        if not args and not kwargs and _is_called_by_megatron():
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+    Tensor.cuda, Tensor.type = _Method("cuda", cuda), _Method("type", type_)  # type: ignore[method-assign, assignment]
+
+
+class _Method:
+    """A method of tensors. Unlike a function's, its signature is not read by traces and patterns, as of torch's own."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.__name__, self._function = name, function
+
+    def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
+        return self if tensor is None else functools.partial(self._function, tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _is_called_by_megatron() -> bool:
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron")

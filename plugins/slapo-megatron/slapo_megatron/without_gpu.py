@@ -7,7 +7,6 @@ proxy; torch itself stays as it is, but for two methods of tensors, which look a
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import pkgutil
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_megatron.private import tree_map
+from slapo_megatron.private import tensors_of_megatron_are_on_gpu, tree_map
 
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 _LIKE = ("empty_like", "ones_like", "zeros_like")
@@ -40,8 +39,7 @@ def run_without_gpu() -> None:
     """Let the modules of Megatron in this process, and those it forks, take the CPU for its GPU."""
     import megatron.core
 
-    if "type" not in vars(torch.Tensor):
-        _patch_methods()
+    tensors_of_megatron_are_on_gpu()
     if isinstance(megatron.core.parallel_state.torch, _Module):
         return
     for package in (*_PACKAGES, "tensor_parallel"):
@@ -86,35 +84,3 @@ def _on_cpu(factory: Any) -> Any:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _patch_methods() -> None:
-    moved, kind = torch.Tensor.cuda, torch.Tensor.type
-
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self if _is_called_by_megatron() else moved(self, *args, **kwargs)
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = kind(self, *args, **kwargs)
-        if not args and not kwargs and _is_called_by_megatron():
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
-
-    torch.Tensor.cuda, torch.Tensor.type = _Method("cuda", cuda), _Method("type", type_)  # type: ignore[method-assign, assignment]
-
-
-class _Method:
-    """A method of tensors. Unlike a function's, its signature is not read by traces and patterns, as of torch's own."""
-
-    def __init__(self, name: str, function: Any) -> None:
-        self.__name__, self._function = name, function
-
-    def __get__(self, tensor: torch.Tensor | None, owner: Any = None) -> Any:
-        return self if tensor is None else functools.partial(self._function, tensor)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-
-def _is_called_by_megatron() -> bool:
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from slapo_megatron import private
+from slapo_runtime.launcher import run_process
 from tests.support.private_names import private_names
 
 
@@ -45,3 +48,17 @@ def test_names_of_megatron() -> None:
         assert name in source
     for name in ("self.bucket_groups", "self.expert_parallel_bucket_groups"):
         assert name in inspect.getsource(DistributedDataParallel)
+
+
+@pytest.mark.ranks
+def test_only_megatron_takes_tensors_for_those_of_a_gpu() -> None:
+    assert run_process(_kinds, timeout=60.0) == ["torch.FloatTensor", "torch.cuda.FloatTensor", True, "type", "float16"]
+
+
+def _kinds() -> list[Any]:
+    private.tensors_of_megatron_are_on_gpu()
+    private.tensors_of_megatron_are_on_gpu()  # a second time changes nothing
+    x = torch.ones(2)
+    of_megatron: dict[str, Any] = {"__name__": "megatron.core.optimizer", "x": x}
+    kind, moved = eval("x.type()", of_megatron), eval("x.cuda()", of_megatron)
+    return [x.type(), kind, moved is x, torch.Tensor.type.__name__, str(x.type(torch.float16).dtype).split(".")[1]]

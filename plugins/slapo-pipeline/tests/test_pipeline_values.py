@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core import GuardError
+from slapo_core import GuardError, TraceError
 
 from .staging import compare, cut
 
@@ -147,3 +147,46 @@ def test_one_tensor_as_two_arguments_is_two_arguments() -> None:
     x, y = torch.rand(2, 3, 4, dtype=torch.float64)
     made = cut(model, ["a"], x, x)
     torch.testing.assert_close(made.run({"x": x, "y": y}), model(x, y))
+
+
+ADDRESSES: list[int] = []
+
+
+class Launched(torch.autograd.Function):
+    """A kernel that is launched on addresses, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        ADDRESSES.append(out.data_ptr())
+        return out.copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 3 * gradient
+
+
+class Kernel(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return Launched.apply(x)
+
+
+class Kernels(Base):
+    """Calls a kernel in a module, and one between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = Kernel()
+
+    def forward(self, x: Any) -> Any:
+        return self.c(Launched.apply(self.b(self.kernel(self.a(x)))))
+
+
+def test_kernels_are_launched_on_memory_only_and_refused_without() -> None:
+    ADDRESSES.clear()
+    compare(Kernels(), ["a", "b"], torch.rand(3, 4), loss=torch.sum)
+    with pytest.raises(TraceError, match="data pointer") as caught:
+        cut(Kernels().to("meta"), ["a", "b"], torch.rand(3, 4, device="meta"))
+    assert "register_fake" in str(caught.value)
+    assert ADDRESSES
+    assert 0 not in ADDRESSES

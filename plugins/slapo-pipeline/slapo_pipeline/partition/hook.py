@@ -70,6 +70,8 @@ def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
     hint = f"what lies above a cut is spread over stages ({above}): cut elsewhere, so that what does this stays whole"
     if " sets self." in error.message:
         hint = f"if it does so at its first call only, call the model once before; else: {hint}"
+    elif ", which uses the data pointer" in error.message and error.hint is not None:  # a module that stays whole
+        hint = error.hint
     return TraceError(f"cannot cut the model ({first}{more}): {error.message}", location=error.location, hint=hint)
 
 
