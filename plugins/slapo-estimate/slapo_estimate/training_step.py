@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -233,6 +234,7 @@ def train_by_target(
             memory.settle()
             hold_all(model, [batch], trackers)
             for _ in range(2):
+                gc.collect()  # what only cycles of the runtime's objects hold is not its state
                 memory.settle()
                 trackers.begin_step()
                 place.forget()
