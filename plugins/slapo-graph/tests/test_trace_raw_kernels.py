@@ -16,7 +16,7 @@ from slapo_graph.effects import Effects
 from slapo_graph.examples import example_calls
 from tests.messages import Messages
 
-from .raw_kernels import ADDRESSES, Block, Copied, by_extension, by_python
+from .raw_kernels import ADDRESSES, Block, Copied, by_extension, by_operator, by_python
 
 X = torch.randn(2, 3, 4)
 LAUNCHERS = pytest.mark.parametrize("kernel", [by_python, by_extension])
@@ -101,6 +101,17 @@ def test_without_values_the_module_that_launches_one_is_named(kernel: Callable[.
     with pytest.raises(slapo.TraceError, match="'kernel', which uses the data pointer") as caught:
         sch["0"].trace(flatten=True, leaves="kernel", example_inputs=X.to("meta"))
     message(caught.value, "register_fake")
+
+
+def test_without_values_an_operator_with_a_fake_implementation_is_recorded() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Block(by_operator))
+    sch = slapo.create_schedule(model)
+    sch["0"].trace(flatten=True, example_inputs=X.to("meta"))
+    reference = nn.Sequential(Block(by_extension))
+    model.to_empty(device="cpu").load_state_dict(reference.state_dict())
+    x = torch.randn(5, 3, 4)
+    assert torch.equal(model(x), reference(x))
 
 
 @LAUNCHERS
