@@ -2,21 +2,153 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
+import operator
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.layout import fork_rng
 from slapo_core.observers import Forward
-from slapo_fusion.function_modes import is_fake, is_watched
-from slapo_fusion.private import has_backward_hooks, tree_leaves
+from slapo_fusion.function_modes import is_watched
+from slapo_fusion.private import (
+    clone_all,
+    has_backward_hooks,
+    has_tensor_hooks,
+    number_of_dispatch_modes,
+    tables_of,
+    top_saved_tensors_hooks,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 
-# `Captured`: the forward of a module as CUDA graphs, one for each combination of shapes.
+# The form of a call: its arguments without the values of their tensors, as a dictionary's key.
+
+_TENSOR = "tensor"
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+class _NotCapturable(Exception):  # noqa: N818 - caught where the path is known
+    """Signal a value that a graph cannot hold.
+
+    Args:
+        value: the value.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(type(value).__name__)
+
+
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """Return a hashable form of a value, and append its tensors to a list."""
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        tensors.append(value)
+        return _TENSOR
+    if kind is tuple or kind is list:
+        return (kind, *[_form(each, tensors) for each in value])
+    if kind is dict:
+        return (kind, *[(name, _form(each, tensors)) for name, each in value.items()])
+    if kind in _CONSTANTS:
+        return (kind, value)
+    raise _NotCapturable(value)
+
+
+def _value(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the value of a form, with these tensors in it."""
+    if form is _TENSOR:
+        return next(tensors)
+    kind, *parts = form
+    if kind is dict:
+        return {name: _value(each, tensors) for name, each in parts}
+    if kind is tuple or kind is list:
+        return kind(_value(each, tensors) for each in parts)
+    return parts[0]
+
+
+# `_State`: what a graph fixes of a module.
+
+
+class _State:
+    """Attributes, children, hooks, tensors and addresses of a module, as they are now.
+
+    Args:
+        module: whose. Its own hooks are left out: they run around its forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = dict(module.named_modules())
+        self._tables = [
+            (path, table, tuple(table), tuple(table.values()))
+            for path, below in named.items()
+            for table in tables_of(below, hooks=below is not module)
+        ]
+        self._all = tuple(table for _, table, _, _ in self._tables)
+        self._sizes = tuple(map(len, self._all))
+        self._filled = tuple((table, values) for _, table, _, values in self._tables if values)
+        self._modules, self._parameters = tuple(named.values()), tuple(module.parameters())
+        self._tensors = (*self._parameters, *module.buffers())
+        self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
+
+    def flags(self) -> Any:
+        """Return what may alternate between calls: modes of the modules, and which parameters are trained."""
+        return tuple(map(_training, self._modules)), tuple(map(_requires_grad, self._parameters))
+
+    def holds(self) -> bool:
+        """Return whether nothing changed since."""
+        if tuple(map(Tensor.data_ptr, self._tensors)) != self._addresses or tuple(map(len, self._all)) != self._sizes:
+            return False
+        for table, values in self._filled:
+            if not all(map(operator.is_, table.values(), values)):
+                return False
+        return True
+
+    def change(self, *, modes: bool = True) -> str | None:
+        """Return what changed since, in words; None if nothing did.
+
+        Args:
+            modes: whether training and evaluation modes count.
+        """
+        for path, table, names, values in self._tables:
+            was = dict(zip(names, values, strict=True))
+            for name in [*table, *was]:
+                if table.get(name) is not was.get(name) and (modes or name != "training"):
+                    return f"'{name}' of '{path}'" if path else f"'{name}'"
+        if tuple(map(Tensor.data_ptr, self._tensors)) != self._addresses:
+            return "the address of a parameter or buffer"
+        return None
+
+
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers' values, at their addresses."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
+# `Captured`: the forward of a module as CUDA graphs, one for each form of call.
+
+_FEW_CALLS, _MOST_WASTED = 10, 2
+"""A graph that is dropped after fewer calls is wasted; so many in a row are captured anew."""
+
+_CAPTURING: ContextVar[bool] = ContextVar("a module is captured, with all captured modules below it", default=False)
 
 
 class Captured:
@@ -30,51 +162,116 @@ class Captured:
     """
 
     slapo_goes_around = True
+    device_type: ClassVar[str] = "cuda"
 
     def __init__(self, forward: Forward, *, path: str, warmup: int, most_shapes: int) -> None:
         functools.update_wrapper(self, forward)
         self.forward, self.path, self.warmup, self.most_shapes = forward, path, warmup, most_shapes
         self.graphs: dict[Any, _Graph] = {}
+        self._state: _State | None = None
+        self._wasted = 0
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched() or is_fake() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _CAPTURING.get():
             return self.forward(module, *args, **kwargs)
-        values = self._positional(module, args, kwargs)
-        if not any(value.is_cuda for value in values):
+        if number_of_dispatch_modes() or is_watched():
             return self.forward(module, *args, **kwargs)
-        key = (module.training, tuple((value.shape, value.dtype, value.requires_grad) for value in values))
-        graph = self.graphs.get(key)
+        tensors: list[Tensor] = []
+        try:
+            form = _form((args, kwargs), tensors)
+        except _NotCapturable as error:
+            raise self._refusal(
+                f"the module is called with a {error}, which a graph cannot hold",
+                "call it with tensors, numbers, strings, None, and tuples, lists and dicts of these, or capture a "
+                "module inside of it",
+            ) from None
+        on_device = [tensor.device.type == self.device_type for tensor in tensors]
+        if not any(on_device):
+            return self.forward(module, *args, **kwargs)
+        if not all(on_device):
+            other = tensors[on_device.index(False)].device
+            raise self._refusal(
+                f"the module is called with a tensor on {other} beside those on {self.device_type}",
+                "move all tensors to one device: a graph keeps what it read of another one at its capture",
+            )
+        if top_saved_tensors_hooks(False) is not None:
+            raise self._refusal(
+                "the module runs under activation checkpointing or another saved_tensors_hooks, and a graph keeps its "
+                "activations in memory of its own",
+                "checkpoint modules outside of the captured one only",
+            )
+        if self._state is None:
+            self._state = _State(module)
+        graph = self.graphs.get(key := self._key(form, tensors, self._state))
+        if graph is not None and not graph.state.holds():
+            self._count_dropped(graph)
+            graph = None
         if graph is None:
-            graph = self.graphs[key] = self._capture(module, values)
-        return graph(values)
+            self.graphs = {key: kept for key, kept in self.graphs.items() if kept.state.change(modes=False) is None}
+            self._state = _State(module)
+            key = self._key(form, tensors, self._state)
+            graph = self.graphs[key] = self._capture(module, form, tensors)
+        return graph(tensors)
 
-    def _positional(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the arguments as positional tensors, for the capture."""
-        call = inspect.signature(self.forward).bind(module, *args, **kwargs)
-        values = tuple(value for value in (*call.args[1:], *call.kwargs.values()) if value is not None)
-        others = [type(value).__name__ for value in values if not isinstance(value, Tensor)]
-        if others or call.kwargs or len(values) != len(call.args) - 1:
-            what = f"a {others[0]}" if others else "None or keyword-only arguments"
-            raise ApplyError(
-                f"cudagraphify at '{self.path}': the module is called with {what}, and only tensors can be captured",
-                path=self.path,
-                hint="capture a module inside of it that takes tensors only",
+    def _key(self, form: Any, tensors: list[Tensor], state: _State) -> Any:
+        about = tuple([(each.shape, each.dtype, each.requires_grad, each.device) for each in tensors])
+        casts = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
+        return form, about, casts, state.flags()
+
+    def _count_dropped(self, graph: _Graph) -> None:
+        """Refuse to go on where captures are dropped as soon as they are made."""
+        self._wasted = self._wasted + 1 if graph.calls < _FEW_CALLS else 0
+        if self._wasted > _MOST_WASTED:
+            raise self._refusal(
+                f"{graph.state.change()} was replaced soon after each of the last captures, and a graph reads the old "
+                "one",
+                "leave this module out where a runtime moves or replaces its parameters at every step, or its "
+                "attributes are set at every step",
             )
-        return values
 
-    def _capture(self, module: nn.Module, values: tuple[Tensor, ...]) -> _Graph:
+    def _capture(self, module: nn.Module, form: Any, tensors: list[Tensor]) -> _Graph:
         if len(self.graphs) >= self.most_shapes:
-            raise ApplyError(
-                f"cudagraphify at '{self.path}': the module was called with more than {self.most_shapes} different "
-                "shapes, each of which takes memory of its own",
-                path=self.path,
-                hint=f"pad the batches, or write cudagraphify(most_shapes={2 * self.most_shapes})",
+            raise self._refusal(
+                f"the module was called in more than {self.most_shapes} different combinations of shapes, types and "
+                "constants, each of which takes memory of its own",
+                f"pad the batches, or write cudagraphify(most_shapes={2 * self.most_shapes})",
             )
-        sample = tuple(value.detach().clone().requires_grad_(value.requires_grad) for value in values)
-        graphed = torch.cuda.make_graphed_callables(
-            _Held(module, self.forward), sample, num_warmup_iters=self.warmup, allow_unused_input=True
-        )
-        return _Graph(graphed, self.path)
+        hooked = [name for name, parameter in module.named_parameters() if has_tensor_hooks(parameter)]
+        if hooked:
+            raise self._refusal(
+                f"parameter '{hooked[0]}' has a hook, which would run in the graph and behind it",
+                "register it after the first training step, or register_post_accumulate_grad_hook instead",
+            )
+        samples = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in tensors)
+        versions = list(map(version_of, samples))
+        held, kind = _Held(module, self.forward, form), self.device_type
+        casts = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+        capturing = _CAPTURING.set(True)
+        try:
+            with fork_rng(), _buffers_kept(module), torch.autocast(kind, **casts, cache_enabled=False):
+                graphed = torch.cuda.make_graphed_callables(
+                    held, samples, num_warmup_iters=self.warmup, allow_unused_input=True
+                )
+        except _NotCapturable as error:
+            raise self._refusal(
+                f"the module returns a {error}, which a graph cannot hold",
+                "return tensors, None, and containers of these, or capture a module inside of it",
+            ) from None
+        finally:
+            _CAPTURING.reset(capturing)
+        if held.change is not None:
+            raise self._refusal(
+                f"its forward sets {held.change}, which a replay does not", "leave this module out, or capture modules inside"
+            )
+        if versions != list(map(version_of, samples)):
+            raise self._refusal(
+                "its forward writes to one of its arguments, which a replay does not",
+                "capture a larger module, in which that argument is made",
+            )
+        return _Graph(graphed, held, self._refusal)
+
+    def _refusal(self, problem: str, hint: str) -> ApplyError:
+        return ApplyError(f"cudagraphify at '{self.path}': {problem}", path=self.path, hint=hint)
 
     def __reduce__(self) -> Any:
         options: dict[str, Any] = {"path": self.path, "warmup": self.warmup, "most_shapes": self.most_shapes}
@@ -82,68 +279,108 @@ class Captured:
 
 
 class _Held(nn.Module):
-    """What torch captures: it writes its own forward into what it is given, and finds the parameters in it."""
+    """What torch captures: it writes its own forward into what it is given, and finds the parameters in it.
 
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
+    Args:
+        module: whose forward.
+        forward: takes the module first.
+        form: of the call, whose tensors the captured forward takes.
+    """
+
+    def __init__(self, module: nn.Module, forward: Forward, form: Any) -> None:
         super().__init__()
-        self.module, self._run = module, forward
+        self.module, self._run, self._form = module, forward, form
         self.training = module.training
+        self.state = _State(module)
+        self.change: str | None = None
 
-    def forward(self, *args: Tensor) -> Any:
-        return self._run(self.module, *args)
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = _value(self._form, iter(tensors))
+        before = _State(self.module)
+        output = self._run(self.module, *args, **kwargs)
+        self.change = before.change()  # of the last run, which is the captured one
+        leaves, self.spec = tree_flatten(output)
+        self.leaves = [_form(leaf, []) for leaf in leaves]
+        found = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self.differentiable = [leaf.requires_grad for leaf in found]
+        return found
 
 
 class _Graph:
-    """One captured graph; its memory is in use from a call until the backward of that call."""
+    """One captured graph, whose results and gradients are copied out of its memory.
 
-    def __init__(self, graphed: Callable[..., Any], path: str) -> None:
-        self._graphed, self._path = graphed, path
-        self._in_use = False
+    What a replay writes, the next one overwrites. So results are cloned, and so are the gradients, all of them by one
+    kernel: ``AccumulateGrad`` keeps the first gradient of a parameter as its ``grad``, without a copy. An activation
+    that is overwritten before its backward is an error of that backward.
+    """
 
-    def __call__(self, values: tuple[Tensor, ...]) -> Any:
-        if self._in_use:
-            raise ApplyError(
-                f"cudagraphify at '{self._path}': the module is called again before the backward of the last call, "
-                "whose activations a second one would overwrite",
-                path=self._path,
-                hint="call backward after each forward, or leave this module out",
+    def __init__(self, graphed: Callable[..., Any], held: _Held, refusal: Callable[[str, str], ApplyError]) -> None:
+        self._graphed, self._held, self._refusal = graphed, held, refusal
+        self.state = _State(held.module)
+        self.calls = self._live = 0  # the number of calls, and of the call whose activations are in memory
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        self.calls += 1
+        found = self._graphed(*tensors)
+        node = next((each.grad_fn for each in found if each.grad_fn is not None), None)
+        if node is not None:
+            self._live = self.calls
+            node.register_prehook(functools.partial(self._begin, self.calls))
+            node.register_hook(own_gradients)
+        held = self._held
+        own = iter([(each if kept else each.detach()).clone() for each, kept in zip(found, held.differentiable, strict=True)])
+        return tree_unflatten([_value(leaf, own) for leaf in held.leaves], held.spec)
+
+    def _begin(self, call: int, _: Any) -> None:
+        if self._live != call:
+            raise self._refusal(
+                "a backward runs whose activations were overwritten: the module was called again, or this backward ran "
+                "already",
+                "call backward once after each forward, or leave this module out",
             )
-        output = self._graphed(*values)
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        for leaf in leaves:
-            if leaf.requires_grad and leaf.grad_fn is not None:
-                self._in_use = True
-                leaf.grad_fn.register_hook(self._ended)
-        return output
+        self._live = 0
 
-    def _ended(self, *_: Any) -> None:
-        self._in_use = False
+
+def own_gradients(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+    """Copy the gradients that an autograd node gives out of the memory of a CUDA graph."""
+    given = [each for each in gradients if each is not None]
+    copies = iter(clone_all(given))
+    return tuple(None if each is None else next(copies) for each in gradients)
 
 
 @dataclass(frozen=True)
 class Cudagraphify(Primitive):
     """Capture the module's forward and backward into CUDA graphs: for modules whose kernels are shorter than a launch.
 
-    Captured by ``torch.cuda.make_graphed_callables`` at the first training call with each combination of shapes and
-    types; the arguments must be tensors. Without gradients, on a CPU tensor, and while ``verify`` watches dropout, the
-    forward runs as it is. Where there is no CUDA device when the step is applied, it does nothing, and says so.
+    Captured by ``torch.cuda.make_graphed_callables`` at the first training call with each combination of shapes, types,
+    constants, autocast, modes and trained parameters. Arguments are tensors, numbers, strings, None, and tuples, lists
+    and dicts of these. Without gradients, on a CPU tensor, and while ``verify`` watches dropout, the forward runs as it
+    is. Where there is no CUDA device when the step is applied, it does nothing, and says so.
 
-    Captured memory is used again at each call: the output of a call holds until the next one, so that a module which is
-    called several times before its backward (shared weights, pipeline micro-batches, gradient accumulation over one
-    backward) must not be captured. That cannot be seen beforehand, and is refused at the call.
+    Warm-up and capture leave buffers and RNG states as they were. Where parameters, buffers, attributes, children or
+    hooks of the module were replaced or moved since, its graphs are dropped, and captured anew. A replay runs no Python
+    of the forward: what it reads besides its arguments and the module stays as it was at the capture.
+
+    Results and gradients are copied out of the graph's memory (one kernel for each result, one for all gradients), so
+    that gradients may be accumulated and results kept. Activations are not: a module that is called several times
+    before its backward (shared weights, pipeline micro-batches, checkpointing around it) must not be captured. That
+    cannot be seen beforehand, and is refused at the backward whose activations are lost.
 
     Of what is written here, only what runs without a GPU is tested: the CUDA path has not been run by the authors.
 
     Args:
         warmup: runs before the capture, in which libraries choose their kernels; 11 under DistributedDataParallel.
-        most_shapes: after that many combinations of shapes, another one is refused.
+        most_shapes: after that many combinations of shapes, types and constants, another one is refused.
 
     Raises:
-        PreconditionError: the module is captured already, is hooked below, or has no forward of its own.
-        ApplyError: at a call: arguments that are no tensors, too many shapes, a second call before the backward.
+        PreconditionError: the module, or one in or around it, is captured already, is hooked below, or has no forward
+            of its own.
+        ApplyError: at a call: arguments or results that a graph cannot hold, too many combinations, a forward that
+            writes to its arguments or sets attributes, parameters that move at every step, activation checkpointing
+            around it; at a backward: lost activations.
 
     rewrite:
-        ``y = forward(module, x)`` -> ``y = graph.replay()`` with ``x`` copied into the graph's input
+        ``y = forward(module, x)`` -> ``y = graph.replay().clone()`` with ``x`` copied into the graph's input
 
     Source: ``torch/cuda/graphs.py``.
     """

@@ -24,7 +24,7 @@ from torch.overrides import (
 )
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 __all__ = [
@@ -42,13 +42,29 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "top_saved_tensors_hooks",
+    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+def tables_of(module: nn.Module, *, hooks: bool) -> list[dict[Any, Any]]:
+    """Return the dicts of a module's attributes, tensors and children, and of its forward hooks."""
+    tables: list[dict[Any, Any]] = [vars(module), module._parameters, module._buffers, module._modules]
+    return [*tables, module._forward_hooks, module._forward_pre_hooks] if hooks else tables
+
+
+def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors; on an accelerator those of one dtype by one kernel."""
+    return torch._foreach_mul(tensors, 1) if tensors else []  # type: ignore[return-value]
+
 
 # The compiler is imported when something is compiled: it takes seconds.
 
@@ -102,6 +118,11 @@ def has_registered_backward(operator: torch.library.CustomOpDef) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether a module has backward or backward-pre hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether ``register_hook`` was called for a tensor."""
+    return bool(tensor._backward_hooks)
 
 
 def check_input_axes(module: Any, input: torch.Tensor) -> None:
