@@ -14,12 +14,12 @@ from slapo_core.observers import goes_around
 from slapo_fusion.kernels import (
     Bound,
     Kernel,
+    NamedInputs,
     Unavailable,
     differs,
     found,
     has_backward,
     is_operator,
-    named_inputs,
     without_values,
 )
 from slapo_graph.example_calls import example_call
@@ -189,7 +189,7 @@ class Bind(Primitive):
         except (ArgumentError, TraceError):
             return
         forward = type(node.module).forward
-        inputs = named_inputs(forward, arguments, node.module, args, kwargs)
+        inputs = NamedInputs(forward, arguments)(node.module, args, kwargs)
         problem = differs(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
         if problem is not None:
             raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="fix the kernel")

@@ -9,7 +9,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
@@ -18,7 +20,19 @@ from torch import Tensor, fx
 from slapo_core import ApplyError, ArgumentError
 from slapo_core.layout import fork_rng
 from slapo_core.observers import dropout_is_off
-from slapo_fusion.function_modes import Watchable, aside, draws, drops, is_fake, is_watched, put_back_on_error, shown
+from slapo_fusion.cudagraphify import own_gradients
+from slapo_fusion.function_modes import (
+    Watchable,
+    aside,
+    device_error,
+    draws,
+    drops,
+    innermost,
+    is_fake,
+    is_watched,
+    put_back_on_error,
+    shown,
+)
 from slapo_fusion.private import (
     backend_names,
     compile_errors,
@@ -91,7 +105,8 @@ class Backend:
         if self.backend == "inductor":
             of_mode = inductor_modes(self.mode) if self.mode is not None else {}
             settings = {"fallback_random": True, **of_mode, **dict(self.options)}
-            return compile_with_inductor(graph, inputs, settings)  # type: ignore[no-any-return]
+            compiled = compile_with_inductor(graph, inputs, settings)
+            return _owning(compiled) if settings.get("triton.cudagraphs") else compiled  # type: ignore[no-any-return]
         if callable(self.backend):
             return self.backend(graph, inputs, **({"options": dict(self.options)} if self.options else {}))
         if self.backend == "eager":
@@ -104,7 +119,29 @@ class Backend:
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
 
 
-_WITH_BREAKS: set[Any] = set()
+def _owning(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy gradients and losses out of the memory of CUDA graphs, which a later replay overwrites.
+
+    ``AccumulateGrad`` keeps a parameter's first gradient as its ``grad``, without a copy.
+    """
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        nodes = [each.grad_fn for each in results if isinstance(each, Tensor) and each.grad_fn is not None]
+        for node in {_behind_views(node): None for node in nodes}:
+            node.register_hook(own_gradients)
+        return type(results)(each.clone() if isinstance(each, Tensor) and not each.dim() else each for each in results)
+
+    return run
+
+
+def _behind_views(node: Any) -> Any:
+    while node.name() != "CompiledFunctionBackward" and len(node.next_functions) == 1 and node.next_functions[0][0]:
+        node = node.next_functions[0][0]
+    return node
+
+
+_WITH_BREAKS: WeakSet[CodeType] = WeakSet()
 """Code in which the compiler leaves something to Python: found out once, and not for each of many equal layers."""
 
 
@@ -141,6 +178,8 @@ class Compiled:
         try:
             return self._watched(args, kwargs) if is_watched() else self._run(self.fullgraph, args, kwargs)
         except compile_errors() as error:
+            if (failed := device_error(error)) is not None:
+                raise failed from None
             raise ApplyError(
                 f"{self.where} failed: {reason(error)}",
                 hint="undo that step, choose another backend, or take a smaller part of the model; the model itself "
@@ -161,10 +200,11 @@ class Compiled:
             try:
                 with aside(), put_back_on_error(args):
                     return self._run(True, args, kwargs)
-            except RuntimeError:  # a graph break; or nothing was compiled, and it ran as it is
-                if self.fullgraph:
+            except RuntimeError as error:  # a graph break; or nothing was compiled, and it ran as it is
+                if self.fullgraph or device_error(error) is not None:
                     raise
-                _WITH_BREAKS.add(code)
+                if code is not None:
+                    _WITH_BREAKS.add(code)
         if drops(self.function, args, kwargs):
             if dropout_is_off():
                 return self.function(*args, **kwargs)
@@ -227,12 +267,7 @@ def _checkpointed(region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def reason(error: BaseException) -> str:
     """Return the innermost error in one line."""
-    cause = error
-    while isinstance(cause, (ApplyError, compile_errors())):
-        inner = cause.__cause__ or getattr(cause, "inner_exception", None)
-        if inner is None:
-            break
-        cause = inner
+    cause = innermost(error)
     text = str(cause).strip()
     return f"{type(cause).__name__}: {text.splitlines()[0] if text else 'no message'}"
 

@@ -105,10 +105,7 @@ class _State:
         """Return whether nothing changed since."""
         if tuple(map(Tensor.data_ptr, self._tensors)) != self._addresses or tuple(map(len, self._all)) != self._sizes:
             return False
-        for table, values in self._filled:
-            if not all(map(operator.is_, table.values(), values)):
-                return False
-        return True
+        return all(all(map(operator.is_, table.values(), values)) for table, values in self._filled)
 
     def change(self, *, modes: bool = True) -> str | None:
         """Return what changed since, in words; None if nothing did.
@@ -245,10 +242,12 @@ class Captured:
         samples = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in tensors)
         versions = list(map(version_of, samples))
         held, kind = _Held(module, self.forward, form), self.device_type
-        casts = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
+        casts = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+        )
         capturing = _CAPTURING.set(True)
         try:
-            with fork_rng(), _buffers_kept(module), torch.autocast(kind, **casts, cache_enabled=False):
+            with fork_rng(), _buffers_kept(module), casts:
                 graphed = torch.cuda.make_graphed_callables(
                     held, samples, num_warmup_iters=self.warmup, allow_unused_input=True
                 )
@@ -261,7 +260,8 @@ class Captured:
             _CAPTURING.reset(capturing)
         if held.change is not None:
             raise self._refusal(
-                f"its forward sets {held.change}, which a replay does not", "leave this module out, or capture modules inside"
+                f"its forward sets {held.change}, which a replay does not",
+                "leave this module out, or capture modules inside",
             )
         if versions != list(map(version_of, samples)):
             raise self._refusal(
@@ -328,7 +328,9 @@ class _Graph:
             node.register_prehook(functools.partial(self._begin, self.calls))
             node.register_hook(own_gradients)
         held = self._held
-        own = iter([(each if kept else each.detach()).clone() for each, kept in zip(found, held.differentiable, strict=True)])
+        own = iter(
+            [(each if kept else each.detach()).clone() for each, kept in zip(found, held.differentiable, strict=True)]
+        )
         return tree_unflatten([_value(leaf, own) for leaf in held.leaves], held.spec)
 
     def _begin(self, call: int, _: Any) -> None:
@@ -342,9 +344,8 @@ class _Graph:
 
 
 def own_gradients(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-    """Copy the gradients that an autograd node gives out of the memory of a CUDA graph."""
-    given = [each for each in gradients if each is not None]
-    copies = iter(clone_all(given))
+    """Copy the gradients of an autograd node, as its hook, out of the memory of a CUDA graph."""
+    copies = iter(clone_all([each for each in gradients if each is not None]))
     return tuple(None if each is None else next(copies) for each in gradients)
 
 

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_core import ApplyError
 from slapo_core.layout import accelerator, fork_rng
 from slapo_core.observers import dropout_is_off
 from slapo_fusion.private import (
     DeviceContext,
     FakeTensorMode,
     buffers_of,
+    compile_errors,
     dispatch_modes,
     function_modes,
     number_of_dispatch_modes,
@@ -100,20 +102,48 @@ def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def put_back_on_error(args: Any) -> Iterator[None]:
-    """Restore buffers and RNG states after a ``RuntimeError``."""
+    """Restore buffers and RNG states after a ``RuntimeError``, unless the device or a peer failed."""
     buffers = [(each, each.clone()) for module in args if isinstance(module, nn.Module) for each in module.buffers()]
     device = accelerator()
     generators: list[Any] = [torch] if device is None else [torch, torch.get_device_module(device)]
     states = [each.get_rng_state() for each in generators]
     try:
         yield
-    except RuntimeError:
+    except RuntimeError as error:
+        if device_error(error) is not None:
+            raise
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         for each, state in zip(generators, states, strict=True):
             each.set_rng_state(state)
         raise
+
+
+_OF_DEVICES = tuple(
+    getattr(module, name)
+    for module, name in ((torch, "OutOfMemoryError"), (torch, "AcceleratorError"), (torch.distributed, "DistError"))
+    if hasattr(module, name)
+)
+
+
+def device_error(error: BaseException) -> BaseException | None:
+    """Return the out-of-memory, accelerator or communication error behind an error; None if it is another.
+
+    Nothing may run again after it: there is no memory, the context is lost, or other ranks wait elsewhere.
+    """
+    cause = innermost(error)
+    return cause if isinstance(cause, _OF_DEVICES) else None
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Return the error that a compiler's error or an ``ApplyError`` wraps."""
+    while isinstance(error, (ApplyError, compile_errors())):
+        inner = error.__cause__ or getattr(error, "inner_exception", None)
+        if inner is None:
+            break
+        error = inner
+    return error
 
 
 def drops(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -11,13 +12,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
-from slapo_core.layout import fork_rng
 from slapo_fusion.compilers import Compiled, Compiler, reason
-from slapo_fusion.function_modes import aside, drops, is_fake, is_watched
-from slapo_fusion.private import StopRecomputation, tree_map_only
+from slapo_fusion.function_modes import aside, device_error, drops, innermost, is_fake, is_watched
+from slapo_fusion.kernels import run_without_values
+from slapo_fusion.private import StopRecomputation, compile_errors
 from slapo_graph.match import Region, by_place
 from slapo_graph.traced import graph_of
 
@@ -47,19 +47,21 @@ class Fused:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_fake():
             return self.region(*args)
-        if self._compiled is self.region:
+        is_unseen = is_watched() and not isinstance(self._compiled, Compiled)  # by the modes that watch
+        if self._compiled is self.region or (is_unseen and drops(self.region, args, {})):
             return self.region(*args)
         try:
-            if isinstance(self._compiled, Compiled) or not is_watched():
-                return self._compiled(*args)
-            if drops(self.region, args, {}):
-                return self.region(*args)
-            with aside(shown=False):
+            with aside(shown=False) if is_unseen else contextlib.nullcontext():
                 return self._compiled(*args)
         except StopRecomputation:  # by which a checkpoint around ends its second run: no error
             raise
         except Exception as error:
-            self._raise_own(args)
+            failed = device_error(error)
+            if failed is error:
+                raise
+            if failed is not None:
+                raise failed from None
+            self._raise_own(args, error)
             raise self._failure(error) from error
 
     def _shared(self) -> Region:
@@ -73,6 +75,8 @@ class Fused:
         try:
             compiled = self.compiler().compile(self.region, options=options)
         except Exception as error:
+            if device_error(error) is not None:
+                raise
             raise self._failure(error) from error
         if not callable(compiled):
             raise ApplyError(
@@ -80,10 +84,15 @@ class Fused:
             )
         return compiled
 
-    def _raise_own(self, args: tuple[Any, ...]) -> None:
-        """Raise the region's own error for these arguments, if any."""
-        with fork_rng(), torch.no_grad():
-            self.region(*tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args))
+    def _raise_own(self, args: tuple[Any, ...], error: Exception) -> None:
+        """Raise the region's own error for these arguments, if it has one on tensors without values."""
+        cause = innermost(error)
+        try:
+            run_without_values(self.region, args, {})
+        except Exception as own:
+            is_hidden = isinstance(cause, compile_errors()) and type(own).__module__ == "builtins"
+            if is_hidden or type(own) is type(cause):  # another class: of tensors without values
+                raise
 
     def _failure(self, error: BaseException) -> ApplyError:
         return ApplyError(

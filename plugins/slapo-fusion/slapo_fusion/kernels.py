@@ -6,7 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,16 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None:
     """Return shapes and dtypes of a function's output on fake tensors; None if it fails there."""
     try:
-        with SafeFakeTensorMode(), torch.no_grad():
-            args, kwargs = tree_map_only(Tensor, _like, (args, dict(kwargs)))
-            return of_output(function(*args, **kwargs))
+        return of_output(run_without_values(function, args, kwargs))
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def run_without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a function's output on fake tensors."""
+    with SafeFakeTensorMode(), torch.no_grad():
+        args, kwargs = tree_map_only(Tensor, _like, (args, dict(kwargs)))
+        return function(*args, **kwargs)
 
 
 def of_output(output: Any) -> Shapes:
@@ -129,9 +134,12 @@ def missing_gradient(inputs: Any, output: Any) -> bool:
     """Return whether an output lost the gradient of its inputs."""
     if not torch.is_grad_enabled():
         return False
-    wanted = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
+    if isinstance(output, Tensor) and output.requires_grad:
+        return False
     got = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return wanted and bool(got) and not any(leaf.requires_grad for leaf in got)
+    if not got or any(leaf.requires_grad for leaf in got):
+        return False
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(inputs))
 
 
 class WithBackward:
@@ -259,6 +267,7 @@ class Bound:
         functools.update_wrapper(self, function)
         self.function, self.kernel, self.arguments = function, kernel, arguments
         self._call = kernel.load()
+        self._named = None if arguments is None else NamedInputs(function, arguments)
         self._is_checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -281,9 +290,9 @@ class Bound:
 
     def inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return the arguments of the kernel."""
-        if self.arguments is None:
+        if self._named is None:
             return (*args, *kwargs.values())
-        return named_inputs(self.function, self.arguments, args[0], args[1:], kwargs)
+        return self._named(args[0], args[1:], kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         problem = differs(without_values(self.function, args, kwargs), of_output(output))
@@ -297,14 +306,52 @@ class Bound:
         return Bound, (self.function, self.kernel, self.arguments)
 
 
-def named_inputs(
-    forward: Callable[..., Any],
-    names: tuple[str, ...],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, ...]:
-    """Return values of forward parameters or module attributes, by name."""
-    call = inspect.signature(forward).bind(module, *args, **kwargs)
-    call.apply_defaults()
-    return tuple(call.arguments[name] if name in call.arguments else getattr(module, name) for name in names)
+class NamedInputs:
+    """Returns values of forward parameters or module attributes, by name.
+
+    Args:
+        forward: takes the module first; its signature is bound once for each number of arguments and set of keywords.
+        names: of its parameters, or of the module's attributes.
+    """
+
+    def __init__(self, forward: Callable[..., Any], names: tuple[str, ...]) -> None:
+        self._forward, self._names = forward, names
+        self._sources: dict[Any, list[_Source]] = {}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        form = (len(args), *kwargs)
+        if form not in self._sources:
+            self._sources[form] = self._bind(len(args), kwargs)
+        return tuple([source(module, args, kwargs) for source in self._sources[form]])
+
+    def _bind(self, count: int, keywords: Iterable[str]) -> list[_Source]:
+        places = [_Place(lambda module, args, kwargs, at=at: args[at]) for at in range(count)]
+        named = {name: _Place(lambda module, args, kwargs, name=name: kwargs[name]) for name in keywords}
+        call = inspect.signature(self._forward).bind(_Place(lambda module, args, kwargs: module), *places, **named)
+        call.apply_defaults()
+        return [
+            _source(call.arguments[name])
+            if name in call.arguments
+            else lambda module, args, kwargs, name=name: getattr(module, name)
+            for name in self._names
+        ]
+
+
+_Source = Callable[..., Any]
+"""Called with the module, the arguments and the keyword arguments; returns the value of one name."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    source: _Source
+
+
+def _source(value: Any) -> _Source:
+    """Return the source of a bound value: a place, the rest of the arguments, or a default."""
+    if isinstance(value, _Place):
+        return value.source
+    if isinstance(value, tuple) and any(isinstance(each, _Place) for each in value):
+        return lambda *call: tuple(each.source(*call) for each in value)
+    if isinstance(value, dict) and any(isinstance(each, _Place) for each in value.values()):
+        return lambda *call: {name: each.source(*call) for name, each in value.items()}
+    return lambda *call: value

@@ -61,9 +61,9 @@ def tables_of(module: nn.Module, *, hooks: bool) -> list[dict[Any, Any]]:
     return [*tables, module._forward_hooks, module._forward_pre_hooks] if hooks else tables
 
 
-def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def clone_all(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copy tensors; on an accelerator those of one dtype by one kernel."""
-    return torch._foreach_mul(tensors, 1) if tensors else []  # type: ignore[return-value]
+    return torch._foreach_mul(tensors, 1) if tensors else ()
 
 
 # The compiler is imported when something is compiled: it takes seconds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import slapo_core as slapo
 from slapo_fusion import Bind, build_kernels
 from slapo_fusion.bind import is_bound
-from slapo_fusion.kernels import without_values
+from slapo_fusion.kernels import NamedInputs, without_values
 from tests.messages import Messages
 
 from .small import gradients, layers, traced
@@ -239,3 +240,17 @@ def test_shapes_of_a_kernel_launched_on_addresses_are_not_known() -> None:
     assert without_values(torch.relu, (X,), {}) == [((3, 4), torch.float32)]
     assert without_values(launches, (X,), {}) is None
     assert launched == []
+
+
+def test_the_signature_is_bound_once_for_each_form_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(module: nn.Module, x: int, *rest: int, gain: int = 2, **others: int) -> None: ...
+
+    asked: list[Any] = []
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda function: asked.append(function) or signature(function))
+    named, module = NamedInputs(forward, ("x", "gain", "training", "rest", "others", "module")), nn.Identity()
+    for one, two in ((1, 2), (3, 4)):
+        assert named(module, (one,), {}) == (one, 2, True, (), {}, module)
+        assert named(module, (), {"x": one, "gain": two}) == (one, two, True, (), {}, module)
+        assert named(module, (one, two, 5), {"shift": two}) == (one, 2, True, (two, 5), {"shift": two}, module)
+    assert len(asked) == 3

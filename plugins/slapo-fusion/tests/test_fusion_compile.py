@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import slapo_core as slapo
-from slapo_fusion import Compile
+from slapo_fusion import Compile, compilers
 from slapo_fusion.cases import Feed
 from tests.messages import Messages
+
+from .inductor import compile_in_static_memory
 
 
 def layers(count: int = 3) -> nn.Sequential:
@@ -269,3 +271,31 @@ def test_the_fake_run_of_the_whole_model_passes_through_what_is_compiled() -> No
     sch["0"].apply(Compile(backend=failing))
     sch["1"].trace()
     assert sch["1"].graph is not None
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.shift = layers(2), nn.Parameter(torch.zeros(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + self.shift).square().mean()
+
+
+@pytest.mark.parametrize("path", ["", "body.0"])
+def test_with_cuda_graphs_gradients_of_micro_batches_add_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "compile_with_inductor", compile_in_static_memory)
+    model, reference = WithLoss(), WithLoss()
+    slapo.create_schedule(model)[path].compile(mode="reduce-overhead")
+    for _ in range(2):
+        found: list[Any] = []
+        for each in (model, reference):
+            torch.manual_seed(1)
+            losses = []
+            for _ in range(3):
+                losses.append(each(torch.randn(2, 6)))
+                losses[-1].backward()
+            found.append((torch.stack(losses), [parameter.grad for parameter in each.parameters()]))
+        torch.testing.assert_close(*found)
+        for each in (model, reference):
+            each.zero_grad()

@@ -82,7 +82,35 @@ def test_the_compiler_says_what_it_knows() -> None:
         assert torch._dynamo.config.recompile_limit == 3
 
 
+def test_a_module_s_tables_a_tensor_s_hooks_and_version_and_copies_of_many() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    tables = private.tables_of(module, hooks=True)
+    module.register_buffer("scratch", torch.zeros(1))
+    module.register_forward_hook(len)
+    module.register_forward_pre_hook(len)
+    module.kind = "x"
+    assert [list(table)[-1] for table in tables[:4] if table] == ["kind", "scratch", "0"]
+    assert [len(table) for table in tables[4:]] == [1, 1]
+    assert len(private.tables_of(module, hooks=False)) == 4
+    weight = module[0].weight
+    assert not private.has_tensor_hooks(weight)
+    weight.register_hook(lambda gradient: gradient)
+    assert private.has_tensor_hooks(weight)
+    before = private.version_of(weight)
+    with torch.no_grad():
+        weight.add_(1.0)
+        copies = private.clone_all([weight, weight.bfloat16()])
+    assert private.version_of(weight) == before + 1
+    assert [copy.data_ptr() == weight.data_ptr() for copy in copies] == [False, False]
+    assert torch.equal(copies[0], weight)
+    assert copies[1].dtype == torch.bfloat16
+    assert list(private.clone_all([])) == []
+
+
 def test_trees() -> None:
+    leaves, spec = private.tree_flatten({"a": [1, None]})
+    assert leaves == [1, None]
+    assert private.tree_unflatten([2, 3], spec) == {"a": [2, 3]}
     assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
     assert private.tree_map_only(int, lambda value: value + 1, [1, "x"]) == [2, "x"]
 
