@@ -25,7 +25,8 @@ class Compile(Primitive):
     switches its dropout off. As everywhere with ``torch.compile``, most backends refuse gradients of gradients.
 
     Args:
-        mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
+        mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``. Gradients and
+            losses are copied out of the memory of its CUDA graphs, so that micro-batches may be accumulated.
         fullgraph: whether Python that cannot be compiled is an error; otherwise it runs as Python between compiled
             pieces.
         dynamic: True makes all sizes symbolic at once, False compiles anew for each size; None: those that change.

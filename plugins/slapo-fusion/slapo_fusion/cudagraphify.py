@@ -358,6 +358,9 @@ class Cudagraphify(Primitive):
     and dicts of these. Without gradients, on a CPU tensor, and while ``verify`` watches dropout, the forward runs as it
     is. Where there is no CUDA device when the step is applied, it does nothing, and says so.
 
+    Modules captured inside of it become a part of its graph. Collectives are captured with it where their backend can
+    be (NCCL): every rank must capture at the same call.
+
     Warm-up and capture leave buffers and RNG states as they were. Where parameters, buffers, attributes, children or
     hooks of the module were replaced or moved since, its graphs are dropped, and captured anew. A replay runs no Python
     of the forward: what it reads besides its arguments and the module stays as it was at the capture.
@@ -374,8 +377,7 @@ class Cudagraphify(Primitive):
         most_shapes: after that many combinations of shapes, types and constants, another one is refused.
 
     Raises:
-        PreconditionError: the module, or one in or around it, is captured already, is hooked below, or has no forward
-            of its own.
+        PreconditionError: the module is captured already, is hooked below, or has no forward of its own.
         ApplyError: at a call: arguments or results that a graph cannot hold, too many combinations, a forward that
             writes to its arguments or sets attributes, parameters that move at every step, activation checkpointing
             around it; at a backward: lost activations.

@@ -52,6 +52,7 @@ parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgette
 buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
+assert_on_device: Callable[[torch.Tensor, str], None] = attrgetter("_assert_async")(torch)
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 

@@ -243,7 +243,7 @@ def test_errors_of_memory_device_and_peers_pass_and_nothing_runs_again(
     assert refused.value.__cause__ is error
 
 
-@pytest.mark.parametrize(("when", "kind"), zip(("compiling", "running", "verifying"), DEVICE_ERRORS, strict=True))
+@pytest.mark.parametrize(("when", "kind"), [*zip(("compiling", "running", "verifying"), DEVICE_ERRORS, strict=True)])
 def test_they_pass_through_torch_compile_too(
     when: str, kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:

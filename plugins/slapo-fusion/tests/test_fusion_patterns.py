@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_fusion.patterns import attention, rms_norm
+from slapo_fusion import patterns
+from slapo_fusion.patterns import attention, causal_attention, rms_norm
+from tests.messages import Messages
 
-from .written_out import FOUND, NOT_FOUND, PADDING, K, Q, V, Written
+from .written_out import FOUND, LOW, NOT_FOUND, PADDING, K, Q, V, Written, repeated
 
-REPLACED = ("fusion.sdpa", "fusion.rms_norm", "fusion.gelu", "fusion.gelu_tanh")
+REPLACED = ("fusion.sdpa", "fusion.causal_sdpa", "fusion.rms_norm", "fusion.gelu", "fusion.gelu_tanh")
 
 
 class Model(nn.Module):
@@ -204,6 +206,156 @@ def test_masks_of_another_type_and_learned_ones_get_their_gradient() -> None:
     found = attention(rough[0], rough[1].mT, rough[2], mask=PADDING)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=4e-2, atol=4e-2)
+
+
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What torch's function is called with; a mask of another type than the query's is refused, as on a GPU."""
+    calls, function = [], F.scaled_dot_product_attention
+
+    def called(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        calls.append({"mask": attn_mask, "heads": key.shape[-3], **kwargs})
+        if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+            raise RuntimeError("invalid dtype for bias")
+        return function(query, key, value, attn_mask, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", called)
+    return calls
+
+
+@pytest.mark.usefixtures("kernels_of_a_gpu")
+def test_masks_get_the_query_s_type_and_hide_no_more_than_before() -> None:
+    low = torch.zeros(6, 6).masked_fill(torch.rand(6, 6) < 0.5, torch.finfo(torch.float32).min)
+    low[2] = torch.finfo(torch.float32).min  # everything: all values alike
+    for kind, bound in ((torch.bfloat16, 4e-2), (torch.float16, 4e-3), (torch.float32, 1e-6)):
+        q, k, v = (each.to(kind) for each in (Q, K, V))
+        expected = F.softmax(Q @ K.mT * 0.3 + low, dim=-1) @ V
+        for mask in (low, low.double()):
+            found = attention(q, k.mT, v, mask=mask, scale=0.3)
+            assert found.dtype == kind
+            assert found.isfinite().all()
+            rows = [0, 1, 3, 4, 5] if kind == torch.float16 else [*range(6)]  # whose low numbers are not low enough
+            torch.testing.assert_close(found[..., rows, :].float(), expected[..., rows, :], rtol=bound, atol=bound)
+
+
+def test_a_causal_mask_is_checked_once_and_not_given_on(
+    kernels_of_a_gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[Tensor] = []
+    is_causal = patterns.assert_on_device
+    monkeypatch.setattr(
+        patterns, "assert_on_device", lambda value, text: checks.append(value) or is_causal(value, text)
+    )
+    few = [each[:, :2].double().requires_grad_() for each in (K, V)]
+    q, mask = Q.double().requires_grad_(), LOW.clone()
+    keys, values = (repeated(each, 2) for each in few)
+    expected = F.softmax(q @ keys.mT * 0.3 + mask, dim=-1) @ values
+    wanted = torch.autograd.grad(expected.square().sum(), [q, *few])
+    shared = {"few_keys": few[0], "few_values": few[1], "groups": 2}
+    for given in (shared, {"key": keys.mT, "value": values}):
+        found = causal_attention(q, mask=mask, scale=0.3, **given)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), [q, *few], retain_graph=True), wanted)
+    assert [(call["mask"], call["is_causal"], call["heads"]) for call in kernels_of_a_gpu] == [
+        (None, True, 2),
+        (None, True, 4),
+    ]
+    assert [call["enable_gqa"] for call in kernels_of_a_gpu] == [True, False]
+    wide = {**shared, "few_values": torch.cat((few[1], few[1]), -1)}  # which no fast kernel shares
+    torch.testing.assert_close(causal_attention(q, mask=mask, scale=0.3, **wide)[..., 8:], expected)
+    assert kernels_of_a_gpu[-1]["heads"] == 4
+    assert len(checks) == 1
+    mask[0, 0, 3, 0] = -1e9  # a padded key: seen, although this mask was checked before
+    with pytest.raises(RuntimeError, match="not causal"):
+        causal_attention(q, mask=mask, scale=0.3, **shared)
+
+
+BAD = {
+    "padding": PADDING,
+    "a window": LOW[:1] + torch.full((6, 6), -1e9).tril(-3),
+    "a bias": LOW[:1] + torch.ones(6, 6).tril(-1),
+    "the future": torch.zeros(1, 1, 6, 6),
+    "one that does not hide": torch.full((6, 6), -5.0).triu(1),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_masks_that_are_not_causal_are_refused_by_their_values(name: str) -> None:
+    with pytest.raises(RuntimeError, match="not causal"):
+        causal_attention(Q, K.mT, V, mask=BAD[name])
+    if name != "one that does not hide":
+        hidden = BAD[name] < 0
+        for given in ({"hidden": hidden}, {"visible": ~hidden}):
+            if not torch.equal(hidden, (LOW[:1] < 0).expand_as(hidden)):
+                with pytest.raises(RuntimeError, match="not causal"):
+                    causal_attention(Q, K.mT, V, **given)
+
+
+def test_masks_that_are_not_causal_are_refused_by_their_shapes(message: Messages) -> None:
+    past = torch.cat((torch.zeros(6, 2), LOW[0, 0]), -1)
+    for given in (
+        {"key": torch.cat((K[..., :2, :], K), -2).mT, "value": torch.cat((V[..., :2, :], V), -2), "mask": past},
+        {"key": K.mT, "value": V, "mask": torch.zeros(2, 1, 1, 6)},
+        {"key": K.mT, "value": V, "hidden": LOW < 0, "fill": -5.0},
+        {"key": K.mT, "value": V, "mask": LOW.clone().requires_grad_()},
+    ):
+        with pytest.raises(slapo.ApplyError) as refused:
+            causal_attention(Q, **given)
+        message(refused, "fusion.causal_sdpa", "not causal")
+
+
+def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor], str]:
+    import transformers
+
+    torch.manual_seed(0)
+    ids = torch.randint(3, 32, (2, 6))
+    eager = {"attn_implementation": "eager", "vocab_size": 32}
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 1}
+    padded = {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])} if "padded" in family else {}
+    if family.startswith("bert"):
+        config = transformers.BertConfig(**eager, **sizes)
+        return transformers.BertModel(config, add_pooling_layer=False), {"input_ids": ids, **padded}, "encoder.layer.*"
+    if family.startswith("t5"):
+        config = transformers.T5Config(**eager, d_model=16, d_kv=4, num_heads=4, d_ff=32, num_layers=1)
+        return transformers.T5EncoderModel(config), {"input_ids": ids, **padded}, "encoder.block.*"
+    if family.startswith("gpt2"):
+        config = transformers.GPT2Config(**eager, n_embd=16, n_head=4, n_layer=1, use_cache=False)
+        return transformers.GPT2Model(config), {"input_ids": ids, **padded}, "h.*"
+    config = transformers.LlamaConfig(**eager, **sizes, num_key_value_heads=2, use_cache=False)
+    return transformers.LlamaModel(config), {"input_ids": ids, **padded}, "layers.*"
+
+
+CAUSAL = ("gpt2", "llama")
+
+
+@pytest.mark.parametrize("family", ["bert", "bert padded", "t5 padded", "gpt2", "llama", "llama padded"])
+def test_attention_of_transformers_gives_the_same_numbers_and_gradients(
+    family: str, kernels_of_a_gpu: list[dict[str, Any]]
+) -> None:
+    model, inputs, path = model_of(family)
+    model.double().eval()
+    expected = model(**inputs).last_hidden_state
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    wanted = torch.autograd.grad(expected.square().sum(), parameters, allow_unused=True)
+    bound = 1e-5 if "llama" in family or "t5" in family else 1e-12  # these compute the softmax in float32
+    for pattern in ("fusion.sdpa", "fusion.causal_sdpa") if family.split()[0] in CAUSAL else ("fusion.sdpa",):
+        sch: Any = slapo.create_schedule(copy.deepcopy(model), example_inputs=inputs)
+        sch[path].trace(flatten=True).replace(match=pattern)
+        kernels_of_a_gpu.clear()
+        if "causal" in pattern and "padded" in family:
+            with pytest.raises(RuntimeError, match="not causal"):
+                sch.model(**inputs)
+            continue
+        found = sch.model(**inputs).last_hidden_state
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+        parameters = [parameter for parameter in sch.model.parameters() if parameter.requires_grad]
+        got = torch.autograd.grad(found.square().sum(), parameters, allow_unused=True)
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=bound, atol=10 * bound)
+        (call,) = kernels_of_a_gpu
+        assert (call["mask"] is None) == ("causal" in pattern or family == "bert")
+        assert call.get("is_causal", False) == ("causal" in pattern)
+        assert call.get("enable_gqa", False) == ("causal" in pattern and family == "llama")
 
 
 def test_a_dropped_weight_is_dropped_in_training_only_and_as_often() -> None:

@@ -105,6 +105,9 @@ def test_a_module_s_tables_a_tensor_s_hooks_and_version_and_copies_of_many() -> 
     assert torch.equal(copies[0], weight)
     assert copies[1].dtype == torch.bfloat16
     assert list(private.clone_all([])) == []
+    private.assert_on_device(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="the reason"):
+        private.assert_on_device(torch.tensor(False), "the reason")
 
 
 def test_trees() -> None:

@@ -17,6 +17,7 @@ CAUSAL = torch.ones(6, 6).tril().view(1, 1, 6, 6)
 PADDING = torch.zeros(2, 1, 6, 6).masked_fill(
     torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(4)) < 0.4, -3e38
 )
+LOW = torch.full((6, 6), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 6, 6)
 X, Y = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(5)), torch.randn(2, 6, 8)
 COS, SIN = torch.randn(6, 8), torch.randn(6, 8)
 
@@ -119,6 +120,17 @@ def _qkv(self: Written, x: Tensor) -> Tensor:
     return self.first(x) + self.second(x) * self.third(x)
 
 
+def repeated(x: Tensor, groups: int) -> Tensor:
+    batch, heads, length, size = x.shape
+    wide = x[:, :, None, :, :].expand(batch, heads, groups, length, size)
+    return wide.reshape(batch, heads * groups, length, size)
+
+
+def llama_shared(self: Written, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.where(self.causal > 0, 0.0, torch.finfo(q.dtype).min)
+    return llama(self, q, repeated(k, 2), repeated(v, 2), mask)
+
+
 Case = tuple[str, Callable[..., Any], tuple[Tensor, ...]]
 
 FOUND: dict[str, Case] = {
@@ -150,6 +162,8 @@ FOUND: dict[str, Case] = {
         (Q, K, V),
     ),
     "in batches": ("fusion.sdpa", in_batches, (Q, K, V)),
+    "causal, nanoGPT": ("fusion.causal_sdpa", nano_gpt, (Q, K, V)),
+    "causal, LLaMA with shared heads": ("fusion.causal_sdpa", llama_shared, (Q, K[:, :2], V[:, :2])),
     "RMSNorm of LLaMA": ("fusion.rms_norm", _rms_llama, (X,)),
     "RMSNorm of Gemma": ("fusion.rms_norm", _rms_gemma, (X,)),
     "RMSNorm of T5": ("fusion.rms_norm", _rms_t5, (X,)),
@@ -224,6 +238,8 @@ NOT_FOUND: dict[str, Case] = {
     ),
     "head mask": ("fusion.sdpa", lambda self, q, k, v: (F.softmax(q @ k.mT, dim=-1) * self.bias[0]) @ v, (Q, K, V)),
     "weights on the right": ("fusion.sdpa", lambda self, q, k, v: v.mT @ F.softmax(q @ k.mT, dim=-1), (Q, K, V)),
+    "no mask, so not causal": ("fusion.causal_sdpa", timm, (Q, K, V)),
+    "a bias and a mask": ("fusion.causal_sdpa", t5, (Q, K, V, torch.randn(1, 4, 6, 6), LOW)),
     "RMSNorm over another axis": (
         "fusion.rms_norm",
         lambda self, x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6),
