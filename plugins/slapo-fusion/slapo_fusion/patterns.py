@@ -371,7 +371,7 @@ def attention(
         mask = second_mask if mask is None else mask + second_mask
     if early_mask is not None:
         mask = early_mask * number
-    if mask is not None and mask.dtype not in (query.dtype, torch.bool):  # kernels of a GPU take no other
+    if mask is not None and mask.dtype != query.dtype:  # kernels of a GPU take no other
         mask = mask.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)  # a row of low numbers stays one
     out = F.scaled_dot_product_attention(
         query,
@@ -554,7 +554,7 @@ def causal_attention(
             f"and {lengths[1]} keys, fill {fill}",
             hint='replace(match="fusion.sdpa"), which keeps the mask',
         )
-    _require_causal(given, inverted=given is visible)
+    _require_causal(given, hidden=None if given is mask else given is hidden)
     is_shared = key is None and keys.shape[-1] == values.shape[-1] <= 256  # what torch's fast kernels share
     if key is None and not is_shared:
         keys, values = (each.repeat_interleave(groups, -3) for each in (keys, values))
@@ -570,17 +570,22 @@ def causal_attention(
     return out.to(values.dtype)
 
 
-def _require_causal(mask: Tensor, *, inverted: bool) -> None:
-    """Assert on the mask's device that it hides what is behind the diagonal, and nothing else."""
+def _require_causal(mask: Tensor, *, hidden: bool | None) -> None:
+    """Assert on the mask's device that it hides what is behind the diagonal, and nothing else.
+
+    Args:
+        mask: (..., length, length).
+        hidden: what it says where it is not 0; None: what is added to the scores.
+    """
     is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     is_known = not torch.compiler.is_compiling() and not is_captured
     if is_known and _CHECKED.get(mask) == version_of(mask):
         return
     behind = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    if mask.dtype == torch.bool:
-        is_causal = (mask != behind) if inverted else (mask == behind)
-    else:
+    if hidden is None:
         is_causal = torch.where(behind, mask <= _LOW, mask == 0)
+    else:
+        is_causal = mask == (behind if hidden else ~behind)
     assert_on_device(is_causal.all(), "fusion.causal_sdpa: the mask is not causal (padding, a window, or a bias)")
     if is_known:
         _CHECKED[mask] = version_of(mask)

@@ -201,6 +201,11 @@ def test_masks_of_another_type_and_learned_ones_get_their_gradient() -> None:
     found = attention(Q, K.mT, V, mask=bias, second_mask=PADDING, divisor=2.0)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), bias)[0], wanted)
+    ones = PADDING < 0  # added, so that it is no mask: a number
+    expected = F.softmax(Q @ K.mT + ones, dim=-1) @ V
+    torch.testing.assert_close(attention(Q, K.mT, V, mask=ones), expected)
+    with pytest.raises(RuntimeError, match="not causal"):
+        causal_attention(Q, K.mT, V, mask=LOW < 0)
     rough = [each.bfloat16() for each in (Q, K, V)]
     expected = F.softmax(rough[0] @ rough[1].mT + PADDING, dim=-1).bfloat16() @ rough[2]
     found = attention(rough[0], rough[1].mT, rough[2], mask=PADDING)
