@@ -20,6 +20,7 @@ from slapo_fusion import Cudagraphify
 from slapo_fusion.cases import Feed
 from slapo_fusion.cudagraphify import Captured
 from tests.messages import Messages
+from tests.tiers import sampled
 
 from . import graphed
 
@@ -198,15 +199,14 @@ def test_a_shared_parameter_and_a_frozen_one_get_what_they_get_uncaptured() -> N
     same_step(models, train)
 
 
-@pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.usefixtures("on_cpu")
-def test_autocast_is_captured_for_itself(cache: bool) -> None:
+def test_autocast_is_captured_for_itself() -> None:
     models, x = blocks(), torch.randn(4, 6)
 
     def train(model: nn.Module) -> Any:
         results = []
         for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
-            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=cache):
+            with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
                 result = model(x)
             results.append(result)
             result.float().square().sum().backward()
@@ -269,7 +269,8 @@ def to_float64(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [move_data, replace_parameter, replace_child, replace_buffer, set_attribute, hook, to_float64]
+    "change",
+    sampled([move_data, replace_parameter, replace_child, replace_buffer, set_attribute, hook, to_float64]),
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_what_changed_since_the_capture_is_captured_anew(change: Callable[[Any], None]) -> None:
@@ -341,38 +342,40 @@ def test_calls_that_differ_in_more_than_their_tensors_values_get_graphs_of_their
     message(refused, "at '0'", "more than 4")
 
 
-def layer_calls() -> dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    from transformers.models.bert.modeling_bert import BertConfig, BertLayer
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Config
-    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer
-
+def layer_call(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 32}
     x, angles = torch.randn(2, 5, 16), torch.randn(1, 5, 4)
     causal = torch.full((5, 5), torch.finfo(torch.float32).min).triu(1)[None, None]
+    if name == "bert":
+        from transformers.models.bert.modeling_bert import BertConfig, BertLayer
+
+        return BertLayer(BertConfig(**sizes, attn_implementation="eager")), (x, None), {}
+    if name == "gpt2":
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Config
+
+        gpt2 = GPT2Block(GPT2Config(n_embd=16, n_head=4, n_inner=32, attn_implementation="eager"), 0)
+        return gpt2, (x, None, causal), {"use_cache": False}
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer
+
     llama = LlamaDecoderLayer(LlamaConfig(**sizes, num_key_value_heads=2, attn_implementation="eager"), 0)
-    gpt2 = GPT2Block(GPT2Config(n_embd=16, n_head=4, n_inner=32, attn_implementation="eager"), 0)
-    return {
-        "llama": (
-            llama,
-            (x,),
-            {
-                "attention_mask": causal,
-                "position_ids": torch.arange(5)[None],
-                "past_key_values": None,
-                "use_cache": False,
-                "position_embeddings": (angles.cos(), angles.sin()),
-            },
-        ),
-        "gpt2": (gpt2, (x, None, causal), {"use_cache": False}),
-        "bert": (BertLayer(BertConfig(**sizes, attn_implementation="eager")), (x, None), {}),
-    }
+    return (
+        llama,
+        (x,),
+        {
+            "attention_mask": causal,
+            "position_ids": torch.arange(5)[None],
+            "past_key_values": None,
+            "use_cache": False,
+            "position_embeddings": (angles.cos(), angles.sin()),
+        },
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 @pytest.mark.usefixtures("on_cpu")
 def test_layers_of_transformers_are_captured_as_the_model_calls_them(name: str, message: Messages) -> None:
-    layer, args, kwargs = layer_calls()[name]
+    layer, args, kwargs = layer_call(name)
     models = nn.Sequential(layer), nn.Sequential(copy.deepcopy(layer))
     slapo.create_schedule(models[0])["0"].apply(Cudagraphify())
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_fusion import patterns
-from slapo_fusion.patterns import attention, causal_attention, rms_norm
+from slapo_fusion import causal_attention as causal
+from slapo_fusion.causal_attention import causal_attention
+from slapo_fusion.patterns import attention, rms_norm
 from tests.messages import Messages
 
 from .written_out import FOUND, LOW, NOT_FOUND, PADDING, K, Q, V, Written, repeated
@@ -247,10 +248,8 @@ def test_a_causal_mask_is_checked_once_and_not_given_on(
     kernels_of_a_gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks: list[Tensor] = []
-    is_causal = patterns.assert_on_device
-    monkeypatch.setattr(
-        patterns, "assert_on_device", lambda value, text: checks.append(value) or is_causal(value, text)
-    )
+    is_causal = causal.assert_on_device
+    monkeypatch.setattr(causal, "assert_on_device", lambda value, text: checks.append(value) or is_causal(value, text))
     few = [each[:, :2].double().requires_grad_() for each in (K, V)]
     q, mask = Q.double().requires_grad_(), LOW.clone()
     keys, values = (repeated(each, 2) for each in few)
