@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +15,22 @@ from torch import nn
 from slapo_core.errors import ArgumentError, BuildError
 from slapo_runtime.private import pytree
 
-if TYPE_CHECKING:
-    pass
-
 # From a batch to the arguments of the model's forward, by parameter: what the stages of a pipeline read.
+
+
+_SIGNATURES: weakref.WeakKeyDictionary[Callable[..., Any], dict[bool, inspect.Signature]] = weakref.WeakKeyDictionary()
+"""Function -> its signature, as a method or not: an entry goes with its function."""
+
+
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """Return the signature of a model's forward; it is read once for each function."""
+    forward: Any = model.forward
+    function = getattr(forward, "__func__", forward)
+    known = _SIGNATURES.setdefault(function, {})
+    is_method = function is not forward
+    if is_method not in known:
+        known[is_method] = inspect.signature(forward)
+    return known[is_method]
 
 
 def bound_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +43,7 @@ def bound_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         ArgumentError: the forward does not take them.
     """
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = signature_of(model).bind(*args, **kwargs)
     except TypeError as error:
         raise ArgumentError(
             f"the forward of {type(model).__name__} does not take this batch: {error}",
@@ -49,7 +63,7 @@ def bound_batch(model: nn.Module, batch: Any, *, for_loss: bool = False) -> dict
     Raises:
         ArgumentError: the forward does not take it.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model).parameters.values()
     if isinstance(batch, Mapping):
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         takes_all = not for_loss or any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -63,7 +77,7 @@ def bound_batch(model: nn.Module, batch: Any, *, for_loss: bool = False) -> dict
 
 # `InputSignature`: for which calls stages are the same.
 
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, slice, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class InputSignature:
@@ -91,9 +105,9 @@ class InputSignature:
         return all(map(_is_same, self._leaves, other._leaves))
 
     @property
-    def is_plain(self) -> bool:
-        """Return whether all arguments are tensors and plain values."""
-        return all(type(leaf) in _PLAIN for leaf in self._leaves)
+    def unknown(self) -> str | None:
+        """The type of an argument that is neither a tensor nor a plain value, and may change while it is one object."""
+        return next((type(leaf).__name__ for leaf in self._leaves if not _is_plain(leaf)), None)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -102,10 +116,17 @@ def _tensor(tensor: torch.Tensor, first: Mapping[int, int]) -> tuple[Any, ...]:
     return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, first[id(tensor)])
 
 
+def _is_plain(leaf: Any) -> bool:
+    """Return whether a leaf is immutable, and equal to others of its value: also numpy's scalars, unlike its arrays."""
+    kind = type(leaf)
+    is_number = kind.__module__ == "numpy" and kind.__hash__ is not None
+    return kind in _PLAIN or isinstance(leaf, enum.Enum) or is_number
+
+
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    return type(one) is type(other) and type(one) in _PLAIN and bool(one == other)
+    return type(one) is type(other) and _is_plain(one) and bool(one == other)
 
 
 # The mode in which stages are asked for.

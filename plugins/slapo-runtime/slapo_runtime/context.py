@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,14 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_core.layout import accelerator
-from slapo_runtime.batches import InputSignature, bound_batch, in_mode, labels_left_out, micro_batches
+from slapo_runtime.batches import (
+    InputSignature,
+    bound_batch,
+    in_mode,
+    labels_left_out,
+    micro_batches,
+    signature_of,
+)
 from slapo_runtime.consistency import FirstSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall, LossWeights, require_items_read, times, trained
@@ -76,7 +82,7 @@ class StagedBatch:
     batches: Sequence[Any]
     inputs: Sequence[Mapping[str, Any]]
     loss_call: LossCall
-    scales: Sequence[torch.Tensor] | None = None
+    scales: Sequence[torch.Tensor | float] | None = None
 
     def loss(self, number: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar tensor.
@@ -295,7 +301,7 @@ class BuildContext:
         training: bool,
         axes: Mapping[str, int | None] | None,
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
-        scales: Sequence[torch.Tensor] | None = None,
+        scales: Sequence[torch.Tensor | float] | None = None,
     ) -> StagedBatch:
         """Find the stages of micro-batches."""
         for_loss = self._arguments.loss is not None
@@ -386,7 +392,7 @@ class BuildContext:
     def _cut(self, batch: Any, count: int, option: str, axes: Mapping[str, int | None] | None) -> list[Any]:
         by_place: dict[Any, int | None] = {**(axes or {})}
         if not isinstance(batch, Mapping):
-            names = list(inspect.signature(self.schedule.model.forward).parameters)
+            names = list(signature_of(self.schedule.model).parameters)
             by_place |= {place: by_place[name] for place, name in enumerate(names) if name in by_place}
         return micro_batches(batch, count, option=option, axes=by_place)
 
@@ -522,6 +528,7 @@ class Stages:
         self._modules = list(schedule.model.modules())
         self._parameters = list(schedule.model.parameters())
         self._kept: list[tuple[Any, InputSignature, StagedModel | None]] = []  # those that came last, last
+        self._has_warned = False
 
     def of(
         self,
@@ -553,7 +560,14 @@ class Stages:
         """
         with in_mode(self._modules, training=training):
             form = InputSignature(inputs, [module.training for module in self._modules])
-            if not form.is_plain:
+            if form.unknown is not None:
+                if not self._has_warned:
+                    self._has_warned = True
+                    warnings.warn(
+                        f"an argument of the model is of type {form.unknown}, whose values are not compared: the model "
+                        "is recorded and cut into stages again in every step",
+                        stacklevel=2,
+                    )
                 return ask(self._schedule, inputs, outputs, batch_axes)
             key = (
                 [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters],  # runtimes convert them

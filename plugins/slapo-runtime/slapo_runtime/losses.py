@@ -139,31 +139,33 @@ class LossWeights:
         self._function, self._device = function, device
         self._replicas = mesh.size("dp") if mesh is not None else 1
         self._group = mesh.group("dp") if mesh is not None and self._replicas > 1 else None
-        self._is_compared = self._is_probed = False
-        self._scales: list[tuple[Any, torch.Tensor]] = []
+        self._is_compared = self._is_probed = self._is_checked = False
+        self._scales: list[tuple[Any, torch.Tensor | float]] = []
 
     def applies(self, batch: Any) -> bool:
         """Whether losses of a batch are weighted."""
         return self._function is not None or _items(batch) is not None
 
-    def scales(self, batches: Sequence[Any], *, training: bool) -> list[torch.Tensor] | None:
+    def scales(self, batches: Sequence[Any], *, training: bool) -> list[torch.Tensor | float] | None:
         """Return what the loss of each micro-batch is multiplied by; None where nothing is weighted.
 
-        A collective over the replicas for a training step. In an evaluation the weights are those of one replica.
+        A collective over the replicas for a training step. In an evaluation the weights are those of one replica. Only
+        the first call reads the sum of the weights; where a later one is 0 the losses are NaN, as torch's means over
+        nothing are.
 
         Args:
             batches: the micro-batches of a step, or a batch alone.
             training: whether gradients are averaged over replicas afterwards.
 
         Raises:
-            BuildError: ``loss_weight`` gives no number, or 0 for all of them; or it is given for a batch that has
-                ``num_items_in_batch``.
+            BuildError: ``loss_weight`` gives no number, or in the first call 0 for all of them; or it is given for a
+                batch that has ``num_items_in_batch``.
             RankMismatchError: replicas have another ``num_items_in_batch``.
         """
         items = _items(batches[0])
         if items is not None:
             self._check_items(items)
-            return [torch.tensor(float(len(batches) * self._replicas))] * len(batches)
+            return [float(len(batches) * self._replicas)] * len(batches)
         if self._function is None:
             return None
         weights = torch.stack([self._weight(batch) for batch in batches])
@@ -173,11 +175,12 @@ class LossWeights:
 
             dist.all_reduce(total, group=self._group)
             replicas = self._replicas
-        if total <= 0:  # false where it is not known, without memory
+        if not self._is_checked and total <= 0:  # false where it is not known, without memory
             raise BuildError(
                 f"loss_weight gives {float(total):g} for all micro-batches together",
                 hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
             )
+        self._is_checked = True
         return list((weights * (len(batches) * replicas / total)).unbind())
 
     def prepare(self, batches: Sequence[Any]) -> None:
@@ -236,7 +239,8 @@ class LossWeights:
                 f"loss_weight must return a number, or a tensor of one (got {weight!r})",
                 hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
             )
-        return torch.as_tensor(weight, dtype=torch.float64, device=self._device).detach().reshape(())
+        number = torch.as_tensor(weight, dtype=torch.float64).detach().reshape(())
+        return number.to(self._device, non_blocking=self._device.type != "cpu")
 
     def _check_items(self, items: Any) -> None:
         """Refuse a count of one replica's own items, in the first step."""
@@ -300,11 +304,13 @@ def _depends_on(value: torch.Tensor, leaf: torch.Tensor) -> bool:
     return False
 
 
-def times(loss: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def times(loss: torch.Tensor, scale: torch.Tensor | float | None) -> torch.Tensor:
     """Multiply a loss by a scale, in the loss's dtype; None is 1. A mean over no items is NaN, and counts 0."""
     if scale is None:
         return loss
-    scale = scale.to(loss.device, loss.dtype)
+    if isinstance(scale, float):
+        return loss * scale
+    scale = scale.to(loss.device, loss.dtype, non_blocking=loss.device.type != "cpu")
     return torch.where(scale == 0, torch.zeros_like(loss), loss * scale)
 
 

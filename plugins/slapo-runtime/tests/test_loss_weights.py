@@ -156,6 +156,13 @@ def test_weights_that_are_no_numbers_are_refused(weight: Any, word: str) -> None
     assert all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
 
 
+def test_a_later_step_without_items_has_a_loss_of_nan_as_the_mean_over_nothing() -> None:
+    weights = iter([3, 0])
+    engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=lambda batch: next(weights))
+    assert engine.train_step(whole(0)).loss.isfinite()
+    assert engine.train_step(whole(0)).loss.isnan()
+
+
 def test_both_ways_at_once_are_refused() -> None:
     engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=count)
     with pytest.raises(slapo.BuildError, match="num_items_in_batch"):
