@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.native import pipeline_engine as engine_module, running_stage as stage_module
+from slapo_runtime.native import running_stage as stage_module
+from slapo_runtime.native.replica_gradients import GradientAverage
 from slapo_testing import run_ranks
 from tests.integration.pipelines.against import Case, differences
 from tests.integration.test_pipeline_training import batch_of, cuts
@@ -125,6 +126,30 @@ def dropout() -> list[list[float]]:
     return losses
 
 
+def one_stage_draws() -> bool:
+    """Both ranks advance, one number a step, although the first one's stage uses no random numbers."""
+    net, engine = build(2)
+    net.blocks[4].dropout.p = 0.5
+    torch.manual_seed(7)
+    for _ in range(3):
+        engine.train_step(batch_of(0, 0, samples=4))
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    for _ in range(3):
+        torch.randint(1 << 62, ())
+    return torch.equal(state, torch.get_rng_state())
+
+
+def late_dropout() -> str:
+    net, engine = build(2)
+    engine.train_step(batch_of(0, 0, samples=4))
+    for block in net.blocks:
+        block.dropout.p = 0.5
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step(batch_of(0, 0, samples=4))
+    return str(error.value)
+
+
 def streams() -> list[torch.Tensor]:
     """What the dropouts of one step leave."""
     net, engine = build(2)
@@ -216,7 +241,8 @@ def written() -> None:
 
 def on_two() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {each.__name__: each() for each in (forms, modes, refusals, dropout, streams, sent, gathered, written)}
+    calls = (forms, modes, refusals, dropout, one_stage_draws, late_dropout, streams, sent, gathered, written)
+    return {each.__name__: each() for each in calls}
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +292,15 @@ def test_dropout_is_alike_under_every_schedule_and_another_one_in_each_stage(ran
     assert not torch.equal(first[0], first[1])
 
 
+def test_all_ranks_advance_alike_and_dropout_that_begins_later_is_refused(
+    ranks: list[dict[str, Any]], message: Messages
+) -> None:
+    assert all(found["one_stage_draws"] for found in ranks)
+    first, second = (found["late_dropout"] for found in ranks)
+    assert first == second
+    message(first, "RNG", "first step", "\n  hint: ")
+
+
 def test_bytes_on_the_way_are_those_that_liveness_announced(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         counted, announced = found["sent"]
@@ -283,7 +318,7 @@ def broken(how: str) -> list[str]:
     case = Case(Net, make, cuts(2), mesh, "1f1b", 2, options=WHOLE, training_steps=1)
     with pytest.MonkeyPatch.context() as patch:
         if how == "the mean over replicas":
-            patch.setattr(engine_module, "average_gradients", lambda *args, **kwargs: None)
+            patch.setattr(GradientAverage, "begin", lambda *args: None)
         elif how == "the sum over ties":
             from slapo_runtime.context import BuildContext
 

@@ -147,18 +147,16 @@ class BetweenDeepSpeedSteps(StepInvariants):
     def __init__(self, context: BuildContext, engine: Any, tensors: DeepSpeedTensors) -> None:
         self._engine = engine
         self._count = engine.gradient_accumulation_steps()
-        mesh = context.schedule.mesh
-        groups = [mesh.group("dp")] if mesh is not None and tensors.storage.are_parts else []
-        super().__init__(context, tensors, "DeepSpeed", groups=groups)
+        super().__init__(context, tensors, "DeepSpeed", partitioned=tensors.storage.are_parts)
 
-    def check(self) -> None:
+    def check(self) -> list[LiveTensor]:
         """Before a step.
 
         Raises:
             BuildError: a parameter was frozen, or unfrozen, or written into; or DeepSpeed's accumulation was changed;
                 or a part of a step ran outside of train_step.
         """
-        super().check()
+        written = super().check()
         count = self._engine.gradient_accumulation_steps()
         if count != self._count:
             raise BuildError(
@@ -172,6 +170,7 @@ class BetweenDeepSpeedSteps(StepInvariants):
                 f"{self._count} micro-batches already ran)",
                 hint="run the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
             )
+        return written
 
     def steps_frozen(self, live: LiveTensor) -> bool:
         """Also where ZeRO-3 steps the parts of a parameter that it holds."""

@@ -111,7 +111,8 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
 
     def _numbers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the micro-batch numbers that DeepSpeed takes as data."""
-        return iter([(torch.tensor(number), torch.tensor(number)) for number in range(self._count)])
+        numbers = [torch.tensor(number, device="cpu") for number in range(self._count)]
+        return iter(list(zip(numbers, numbers, strict=True)))
 
     def _tied(self) -> Sequence[tuple[nn.Parameter, Any]]:
         """All passes of a step are over here; DeepSpeed's exchanges follow."""
@@ -124,7 +125,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
     def _loss(self, work: Work) -> torch.Tensor:
         """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
         own = losses_of(self.deepspeed) if work.chunk.is_last else []
-        return self._exchange_loss(own, drew=work.drew, device=self.deepspeed.device, dtype=work.form.loss_dtype)
+        return self._exchange_loss(work.form, own, drew=work.drew, device=self.deepspeed.device)
 
     # -- the end ----------------------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class StagesModule(PipelineModule):
         number = self.__dict__["_count"]  # they come in order on every rank
         self.__dict__["_count"] += 1
         # The number tells DeepSpeed's activation checkpointing which layer to recompute.
-        outputs = super().forward((*received, torch.tensor(number)))
+        outputs = super().forward((*received, torch.tensor(number, device="cpu")))
         return outputs if isinstance(outputs, tuple) else (outputs,)  # which it makes of a tuple of one
 
     def _loss(self, outputs: Any, label: torch.Tensor) -> torch.Tensor:

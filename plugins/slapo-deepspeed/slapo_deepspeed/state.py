@@ -20,6 +20,7 @@ from slapo_runtime.flat_shards import Place
 from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup
 from slapo_runtime.options import Options
 from slapo_runtime.weights import lr_scheduler
+from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -215,10 +216,7 @@ def check_stages(groups: Sequence[Group], mesh: Mesh | None) -> None:
     """
     if mesh is None or mesh.size("pp") == 1:
         return
-    import torch.distributed as dist
-
-    by_rank: list[list[bool]] = [[]] * mesh.size("pp")
-    dist.all_gather_object(by_rank, [group.place is not None for group in groups], group=mesh.group("pp"))
+    by_rank = World(mesh, over="pp").gather_once([group.place is not None for group in groups])
     for number, there in enumerate(zip(*by_rank, strict=True)):
         if any(there) and not all(there):
             lacking = ", ".join(str(rank) for rank, has_some in enumerate(there) if not has_some)

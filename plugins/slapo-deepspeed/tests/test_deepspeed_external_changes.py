@@ -25,6 +25,11 @@ def larger(engine: Any) -> None:
     engine.deepspeed.set_train_batch_size(engine.deepspeed.train_batch_size() * 2)
 
 
+def alone(engine: Any) -> None:
+    if torch.distributed.get_rank() == 0:
+        between_steps.CHANGES["in place"](engine.module)
+
+
 def on_module(name: str) -> Callable[[Any], Any]:
     return lambda engine: between_steps.CHANGES[name](engine.module)
 
@@ -45,6 +50,8 @@ def outcomes() -> dict[tuple[int, str], Any]:
         config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
         for name, change in CHANGES.items():
             found[stage, name] = outcome(change, target="deepspeed", config=config)
+        if stage:
+            found[stage, "alone"] = outcome(alone, target="deepspeed", config=config)
     return found
 
 
@@ -86,3 +93,9 @@ def test_what_deepspeed_would_pass_over_is_refused(stage: int, change: str, mess
     text = found()[stage, change]
     assert isinstance(text, str)
     message(text, *SAYS[change], "\n  hint: ")
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_what_one_rank_alone_wrote_is_told_on_all(stage: int, message: Messages) -> None:
+    """:func:`told` compares the ranks: none waits for another one."""
+    message(found()[stage, "alone"], "'up.weight'", "in place", "\n  hint: ")

@@ -144,14 +144,18 @@ class MegatronEngine(StatefulEngine):
         self._ignore_backward()
         self._between.note()
         if not is_stepped:
-            return torch.tensor(math.inf, device=self._device)
+            return self._scalar(math.inf)
         if self.megatron.scheduler is not None:
             self.megatron.scheduler.step(1)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self._unused.step_is_over()
         self._context.training_is_over()
-        return torch.tensor(norm, device=self._device) if self._clips and norm is not None else None
+        return self._scalar(norm) if self._clips and norm is not None else None
+
+    def _scalar(self, number: Any) -> torch.Tensor:
+        """Make a float32 tensor of a number by a fill, which unlike a copy does not wait for the device."""
+        return torch.full((), number, dtype=torch.float32, device=self._device)
 
     def _ignore_backward(self) -> None:
         for chunk in self.megatron.chunks:

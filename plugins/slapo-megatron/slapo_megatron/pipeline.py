@@ -273,7 +273,6 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
         with self._marks.taken_back_if_it_fails():
             super().__init__(plan, context, assemble(plan, context, chunks, config, sum_ties=ties))
         self._ties = ties_of(context)
-        self._loss_dtype = None if dtype is None else torch.float32
         self._schedule = Schedule(self.megatron)
         self._forms = StageCache(
             context, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype)
@@ -324,7 +323,7 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
     def _loss(self, form: RankStages, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
         drew = any(work.drew for work in works)
-        return self._exchange_loss(losses, drew=drew, device=self._device, dtype=self._loss_dtype or form.loss_dtype)
+        return self._exchange_loss(form, losses, drew=drew, device=self._device)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

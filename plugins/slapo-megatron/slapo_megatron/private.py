@@ -56,11 +56,6 @@ def start_of(optimizer: Any, parameter: Tensor) -> int:
     return int(optimizer._get_model_param_range_map(parameter)["param"].start)
 
 
-def write_count(tensor: Tensor) -> int:
-    """Return a number that changes with every in-place write to a tensor or its views."""
-    return tensor._version
-
-
 def tensors_of_megatron_are_on_gpu() -> None:
     """Let ``tensor.cuda()`` and ``tensor.type()`` answer modules of Megatron as on a GPU, for good.
 

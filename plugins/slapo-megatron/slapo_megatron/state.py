@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from slapo_core import BuildError
-from slapo_megatron.private import start_of, write_count
+from slapo_megatron.private import start_of
 from slapo_runtime.engine import REBUILD, StepInvariants
 from slapo_runtime.flat_shards import Place
 from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup, merge_across_ranks
@@ -128,7 +128,7 @@ def _partitioned(one: DistributedOptimizer, kept: Kept, mesh: Mesh | None) -> No
                 place = Place(part, 0, start_of(one, parameter), part.numel(), tuple(parameter.shape))
                 kept.held[id(parameter)] = Held(place, None, part.dtype, is_part, one.optimizer)
                 group_of[number_of[id(parameter)]] = number
-    group_of = merge_across_ranks(group_of, kept.shared)
+    group_of = merge_across_ranks(group_of, mesh if kept.shared else None)
     for number in range(len(one.optimizer.param_groups)):
         inside = [parameter for at, parameter in enumerate(order) if group_of.get(at) == number]
         kept.groups.append((one.optimizer, number, inside))
@@ -238,23 +238,24 @@ class BetweenMegatronSteps(StepInvariants):
     """
 
     def __init__(self, context: BuildContext, kept: Kept, tensors: FlatTensors) -> None:
-        super().__init__(context, tensors, "Megatron", groups=kept.shared)
+        super().__init__(context, tensors, "Megatron", partitioned=bool(kept.shared))
         in_buffers = {id(parameter) for parameter in kept.order}
-        self._buffered = [(live, live.tensor.data_ptr()) for live in self._parameters if id(live.tensor) in in_buffers]
+        self._addresses = {id(one): one.data_ptr() for one in self._tensors if id(one) in in_buffers}
 
-    def check(self) -> None:
-        super().check()
-        for live, place in self._buffered:
-            if live.tensor.data_ptr() != place:
+    def check(self) -> list[LiveTensor]:
+        written = super().check()
+        for live in written:
+            if live.tensor.data_ptr() != self._addresses.get(id(live.tensor), live.tensor.data_ptr()):
                 raise BuildError(
                     f"'{live.name}' got other memory after the build (parameter.data = ...): the model no longer uses "
                     "Megatron's buffer",
                     hint="write into it: parameter.data.copy_(values); " + REBUILD,
                 )
+        return written
 
-    def stamp(self, live: LiveTensor) -> object:
-        """Also another one where it got other memory."""
-        return write_count(live.tensor), live.tensor.data_ptr()
+    def stamps(self) -> list[Any]:
+        """Also others where parameters got other memory."""
+        return list(zip(super().stamps(), [tensor.data_ptr() for tensor in self._tensors], strict=True))
 
     def steps_frozen(self, live: LiveTensor) -> bool:
         """Always: what Megatron steps by is its own buffer of gradients."""

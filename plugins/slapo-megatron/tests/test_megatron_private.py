@@ -28,13 +28,6 @@ def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
     assert [*private.children_of(module)] == ["0"]
 
 
-def test_tensors_count_their_writes() -> None:
-    x = torch.zeros(2)
-    count = private.write_count(x)
-    x.add_(1)
-    assert private.write_count(x) == count + 1
-
-
 def test_names_of_megatron() -> None:
     import inspect
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError
 from slapo_core.internals import parameters_of
-from slapo_runtime.private import write_count
-from slapo_runtime.stage_runner import advance
+from slapo_runtime.private import write_counts
+from slapo_runtime.stage_runner import Form, advance
 from slapo_runtime.weights.lr_scheduler import NAME, resume, saved
+from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -142,32 +143,46 @@ class PipelineSteps:
         self._at = what
 
     def _exchange_loss(
-        self, own: Sequence[torch.Tensor], *, drew: bool, device: torch.device, dtype: torch.dtype | None = None
+        self, form: Form, own: Sequence[torch.Tensor], *, drew: bool, device: torch.device
     ) -> torch.Tensor:
         """Return the mean loss of the micro-batches on every rank of the replica: a collective over ``pp``.
 
-        All ranks move on in torch's random numbers where a stage drew any.
+        All ranks advance the default generator if the stages use the RNG. That and the loss's dtype are read from the
+        first message of each form; later ones stay on the device, and the host does not wait for them.
 
         Args:
+            form: of the micro-batches.
             own: the losses, on the rank of the last stage; empty on others.
-            drew: whether a stage of this rank used random numbers.
+            drew: whether a stage of this rank used the RNG.
             device: that the group sends from.
-            dtype: of the loss; None: that of the losses, on every rank.
+
+        Raises:
+            BuildError: the RNG was used, and not in the first step of this form.
         """
         import torch
         import torch.distributed as dist
 
         self._stand("exchanging the loss")
+        if drew and form.uses_rng is False:
+            raise BuildError(
+                "a stage used the RNG, and none did in the first step with these inputs and modes: the ranks of the "
+                "pipeline would advance their generators differently",
+                hint="set dropout probabilities before the first step; or engine.save(directory), build a fresh engine "
+                "and engine.load(directory)",
+            )
         message = torch.zeros(3, dtype=torch.float64, device=device)
         message[2] = drew
         if own:
             mean = torch.stack(list(own)).mean()
             message[0], message[1] = mean, _LOSS_TYPES.index(str(mean.dtype))
         dist.all_reduce(message, group=self._mesh.group("pp"))
-        loss, kind, has_drawn = message.unbind()
-        if has_drawn:
+        if form.uses_rng is None or form.loss_dtype is None:
+            _, kind, has_drawn = message.tolist()
+            form.loss_dtype = getattr(torch, _LOSS_TYPES[int(kind)].removeprefix("torch."))
+            form.uses_rng = has_drawn > 0
+        if form.uses_rng:
             advance()
-        return loss.to(dtype or getattr(torch, _LOSS_TYPES[int(kind)].removeprefix("torch.")))
+        return message[0].to(form.loss_dtype)
 
     def _refuse_autocast(self, device: torch.device, target: str, hint: str) -> None:
         """Refuse a step under autocast, where ranks find the other stages on placeholders, which autocast ignores.
@@ -194,22 +209,24 @@ REBUILD = "engine.save(directory); build a fresh engine of the model as it is to
 class StepInvariants:
     """Check that parameters were not replaced, frozen or modified since the last step.
 
-    Every rank checks its own, because all ranks run the same program. Only ranks that hold shards of a parameter
-    communicate: a change may lie in one shard.
+    Every rank checks its own, because all ranks run the same program. Where replicas hold shards of parameters they
+    tell each other what they found, in every step and from host to host: a change may lie in one shard.
 
     Args:
         context: of the build.
         tensors: the storage, which knows whether a parameter matches its main copy.
         runtime: its name, for messages.
-        groups: over which it partitions parameters; the ranks are the product of these.
+        partitioned: whether it partitions parameters over ``dp``.
     """
 
     def __init__(
-        self, context: BuildContext, tensors: TensorStorage, runtime: str, *, groups: Sequence[Any] = ()
+        self, context: BuildContext, tensors: TensorStorage, runtime: str, *, partitioned: bool = False
     ) -> None:
-        self._storage, self._runtime, self._groups = tensors, runtime, groups
+        self._storage, self._runtime = tensors, runtime
+        self._replicas = World(context.schedule.mesh, over="dp") if partitioned else None
         self._parameters = [live for live in context.state.tensors() if live.is_parameter and live.is_local]
-        self._trained = [live.tensor.requires_grad for live in self._parameters]
+        self._tensors = [live.tensor for live in self._parameters]
+        self._trained = [tensor.requires_grad for tensor in self._tensors]
         trained = {id(live.tensor): live for live in self._parameters}
         self._places = [
             (trained[id(parameter)], parameters_of(module), name)
@@ -221,10 +238,13 @@ class StepInvariants:
 
     def note(self) -> None:
         """Record the parameters' versions, after the build and after each step."""
-        self._stamps = [self.stamp(live) for live in self._parameters]
+        self._stamps = self.stamps()
 
-    def check(self) -> None:
+    def check(self) -> list[LiveTensor]:
         """Check the parameters, before a step.
+
+        Returns:
+            those that were written into, and match their main copies.
 
         Raises:
             BuildError: a parameter was replaced, frozen, or unfrozen, or written into.
@@ -235,40 +255,34 @@ class StepInvariants:
                     f"'{live.name}' was replaced after build(): {self._runtime} still optimizes the old parameter",
                     hint=REBUILD,
                 )
-        for live, trained in zip(self._parameters, self._trained, strict=True):
-            if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
-                raise self._other_trained(live, trained)
-        rows = zip(self._parameters, self._stamps, strict=True)
-        written = [live for live, stamp in rows if self.stamp(live) != stamp]
-        if not written:
-            return
-        names = self._of_all([live.name for live in written if not self._storage.is_current(live)])
+        if [tensor.requires_grad for tensor in self._tensors] != self._trained:
+            for live, trained in zip(self._parameters, self._trained, strict=True):
+                if live.tensor.requires_grad is not trained and (not trained or self.steps_frozen(live)):
+                    raise self._other_trained(live, trained)
+        written, stamps = [], self.stamps()
+        if stamps != self._stamps:
+            rows = zip(self._parameters, self._stamps, stamps, strict=True)
+            written = [live for live, before, now in rows if now != before]
+        names = [live.name for live in written if not self._storage.is_current(live)]
+        if self._replicas is not None:
+            names = [name for theirs in self._replicas.gather_once(names) for name in theirs]
         if names:
             raise BuildError(
                 f"'{names[0]}' no longer matches its main copy: it was modified in place since the last step, and the "
                 f"next step of {self._runtime} would overwrite it",
                 hint="state = engine.state_dict(), change it there, and engine.load_state_dict(state)",
             )
+        return written
 
     # -- what differs from runtime to runtime -------------------------------------------------------------------
 
-    def stamp(self, live: LiveTensor) -> object:
-        """Return a value that changes with every in-place write to a parameter."""
-        return write_count(live.tensor)
+    def stamps(self) -> list[Any]:
+        """Return values that change with every in-place write to a parameter, one for each."""
+        return write_counts(self._tensors)
 
     def steps_frozen(self, live: LiveTensor) -> bool:
         """Return whether the runtime still steps a parameter that was frozen, as runtimes with main copies do."""
         return self._storage.working(live) is not None
-
-    def _of_all(self, names: list[str]) -> list[str]:
-        """Gather the names that any rank with a shard found."""
-        for group in self._groups:
-            import torch.distributed as dist
-
-            by_rank: list[list[str]] = [[]] * group.size()
-            dist.all_gather_object(by_rank, names, group=group)
-            names = list(dict.fromkeys(name for theirs in by_rank for name in theirs))
-        return names
 
     def _other_trained(self, live: LiveTensor, trained: bool) -> BuildError:
         if trained:

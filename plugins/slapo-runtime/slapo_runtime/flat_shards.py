@@ -119,9 +119,11 @@ def buckets(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.
         by_kind.setdefault((str(tensor.dtype), tensor.device.type), []).append(tensor)
     for _, own in sorted(by_kind.items()):
         bucket: list[torch.Tensor] = []
+        size = 0
         for tensor in own:
-            if bucket and sum(one.nbytes for one in (*bucket, tensor)) > limit:
+            size += tensor.nbytes
+            if bucket and size > limit:
                 yield bucket
-                bucket = []
+                bucket, size = [], tensor.nbytes
             bucket.append(tensor)
         yield bucket

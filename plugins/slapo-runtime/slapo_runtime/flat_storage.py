@@ -16,6 +16,7 @@ import torch
 from slapo_core.errors import BuildError
 from slapo_runtime.flat_shards import Place, gathered, is_rounding
 from slapo_runtime.storage import TorchOptimizer
+from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -84,6 +85,7 @@ class FlatStorage:
         self._replicas = mesh.size("dp") if mesh is not None else 1
         own = [mesh.group("dp")] if mesh is not None and self._replicas > 1 else []
         self.groups: Sequence[Any] = own if groups is None else groups
+        self.shard_mesh = mesh if self.groups else None
 
     def of(self, parameter: torch.Tensor) -> Held | None:
         """Where a parameter lies; None where the model holds it."""
@@ -258,7 +260,7 @@ class FlatOptimizer:
         """Learn the state of parameters of which other replicas hold everything: a collective over them."""
         order = self._storage.order
         own = {number: found for number, one in enumerate(order) if (found := self._described(one))}
-        for number, found in merge_across_ranks(own, self._storage.groups).items():
+        for number, found in merge_across_ranks(own, self._storage.shard_mesh).items():
             self._elsewhere[id(order[number])] = found
         return self
 
@@ -446,16 +448,10 @@ def _shown(value: Any) -> str:
     return str(value.item() if isinstance(value, torch.Tensor) and not value.dim() else value)
 
 
-def merge_across_ranks(own: dict[int, Any], groups: Sequence[Any]) -> dict[int, Any]:
-    """Merge dictionaries over the ranks of process groups; the first rank with an entry counts: a collective."""
-    found = own
-    for group in groups:
-        import torch.distributed as dist
-
-        by_rank: list[dict[int, Any]] = [{}] * group.size()
-        dist.all_gather_object(by_rank, found, group=group)
-        found = {}
-        for theirs in by_rank:
-            for number, value in theirs.items():
-                found.setdefault(number, value)
+def merge_across_ranks(own: dict[int, Any], mesh: Mesh | None) -> dict[int, Any]:
+    """Merge dictionaries over the replicas of a mesh; the first rank with an entry counts: a collective."""
+    found: dict[int, Any] = {}
+    for theirs in World(mesh, over="dp").gather_once(own):
+        for number, value in theirs.items():
+            found.setdefault(number, value)
     return found

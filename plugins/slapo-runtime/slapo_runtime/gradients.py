@@ -45,6 +45,8 @@ class GradientClipper:
     ) -> None:
         self._mesh: Mesh | None = correspondence.mesh
         self._max_norm, self._norm_type, self._error_if_nonfinite = max_norm, norm_type, error_if_nonfinite
+        here = (live.tensor.device for live in correspondence.live() if live.is_local)
+        self._device = next(here, torch.device("cpu"))
         by_dims: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
         self._again: list[nn.Parameter] = []  # copies that another rank counts
         self._dtypes: set[torch.dtype] | None = set() if correspondence.placement is not None else None
@@ -91,7 +93,11 @@ class GradientClipper:
 
     def _norm_of(self, dims: tuple[str, ...], parameters: list[nn.Parameter]) -> torch.Tensor:
         """The norm of gradients whose parameters are split over the same mesh dimensions, over those."""
-        norm = nn.utils.get_total_norm(_gradients(parameters), self._norm_type)
+        gradients = _gradients(parameters)
+        if gradients:
+            norm = nn.utils.get_total_norm(gradients, self._norm_type)
+        else:
+            norm = torch.zeros((), device=self._device)  # torch's is on the CPU, and would be copied
         if not dims or self._mesh is None:
             return norm
         # In one type on every rank: one that holds none of these gradients does not know theirs, and takes part too.
@@ -135,6 +141,7 @@ class TiedGradients:
     def __init__(self, correspondence: Correspondence) -> None:
         self._mesh: Mesh | None = correspondence.mesh
         self._ties: dict[tuple[int, ...], list[LiveTensor]] = {}
+        self._compared: set[tuple[int, ...]] = set()  # ranks that know of each other which gradients are sparse
         if correspondence.placement is None or self._mesh is None:
             return
         anywhere = False
@@ -156,12 +163,13 @@ class TiedGradients:
         """Sum them in place: a collective among the ranks that hold the same parameter.
 
         A rank without a gradient adds nothing to it, and gets the sum; where no rank has one there is none after it.
+        The host waits for the device in the first step, and where a gradient is missing.
 
         Args:
             attribute: of parameters that has the gradient; missing or None: there is none.
 
         Raises:
-            BuildError: on all of these ranks: a gradient is sparse.
+            BuildError: a gradient is sparse; in the first step on all of these ranks.
         """
         for places in sorted(self._ties):
             ties = [tie for tie in self._ties[places] if tie.tensor.requires_grad]
@@ -182,10 +190,15 @@ class TiedGradients:
     def _sum(self, ties: list[LiveTensor], places: tuple[int, ...], attribute: str) -> None:
         assert self._mesh is not None
         gradients = [getattr(tie.tensor, attribute, None) for tie in ties]
-        own = torch.tensor(
-            [_state(gradient) for gradient in gradients], dtype=torch.uint8, device=exchange_device(self._mesh)
-        )
-        states = torch.stack(collect(own, self._mesh, "pp", places)).amax(0).tolist()
+        states = [_state(gradient) for gradient in gradients]
+        own = torch.full((len(states),), _DENSE, dtype=torch.uint8, device=exchange_device(self._mesh))
+        for number, state in enumerate(states):
+            if state != _DENSE:
+                own[number] = state
+        everywhere = collect(own, self._mesh, "pp", places)
+        if places not in self._compared or set(states) != {_DENSE}:
+            states = torch.stack(everywhere).amax(0).tolist()
+            self._compared.add(places)
         sparse = [tie.name for tie, state in zip(ties, states, strict=True) if state == _SPARSE]
         if sparse:
             raise BuildError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -89,6 +89,11 @@ def active_ddp() -> Any:
 def write_count(tensor: torch.Tensor) -> int:
     """Return a number that changes with every in-place write to a tensor or its views."""
     return tensor._version
+
+
+def write_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return :func:`write_count` of several tensors."""
+    return [tensor._version for tensor in tensors]
 
 
 def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:

@@ -38,7 +38,19 @@ class ModelChunk:
         return self.going is None
 
 
-class RankStages:
+class Form:
+    """What the first step finds out about the stages of one input signature; the same on all ranks along ``pp``.
+
+    Attributes:
+        loss_dtype: of the loss; None before the first step.
+        uses_rng: whether a stage uses the RNG; None before the first step.
+    """
+
+    loss_dtype: torch.dtype | None = None
+    uses_rng: bool | None = None
+
+
+class RankStages(Form):
     """The stages and messages of this rank for one input signature.
 
     Args:
@@ -55,7 +67,6 @@ class RankStages:
         partition: of the model.
         chunks: of this rank, in the order of the stages.
         messages: by the stage before each boundary between ranks; all ranks have the same.
-        loss_dtype: of the loss.
     """
 
     def __init__(
@@ -71,8 +82,6 @@ class RankStages:
         self.staged = staged
         self.partition: Partition = staged.partition
         self.device = device
-        loss = self.partition.values.get(self.partition.output.loss or "")
-        self.loss_dtype = torch.float32 if loss is None else loss.dtype
         sent = {
             index: [self.partition.values[name] for name in staged.liveness.sent(index)]
             for index, other in enumerate(stage_ranks[:-1])
@@ -124,7 +133,7 @@ class Work:
     ) -> None:
         self.form, self.chunk, self._batch, self._at = form, chunk, batch, at
         self.seed: int | None = None
-        self.drew = False
+        self.drew = bool(form.uses_rng)
         self._names: list[str] = []  # values of the output that the last rank has
 
     def forward(self, received: tuple[torch.Tensor, ...], number: int) -> tuple[torch.Tensor, ...]:
@@ -162,9 +171,11 @@ class Work:
         """Run a stage with its own RNG stream, the same when recomputed."""
         own = {name: inputs[name] for name in stage.inputs if name in inputs}
         values = {name: there[name] for name in stage.uses}
-        stream = None if self.seed is None else start_stream(self.seed, stage.index, number, self.form.device)
+        stream = None
+        if self.seed is not None:
+            stream = start_stream(self.seed, stage.index, number, self.form.device, watched=not self.drew)
         made: Mapping[str, torch.Tensor] = stage.module(own, values)
-        if stream is not None and not self.drew:
+        if stream is not None:
             self.drew = was_used(stream, self.form.device)
         return made
 
@@ -257,7 +268,9 @@ def advance() -> None:
     torch.randint(1 << 62, (), device="cpu")
 
 
-def start_stream(seed: int, stage: int, number: int, device: torch.device) -> list[torch.Tensor]:
+def start_stream(
+    seed: int, stage: int, number: int, device: torch.device, *, watched: bool
+) -> list[torch.Tensor] | None:
     """Seed the stream of a stage and a micro-batch, independently of the schedule.
 
     Args:
@@ -265,20 +278,23 @@ def start_stream(seed: int, stage: int, number: int, device: torch.device) -> li
         stage: its index.
         number: of the micro-batch.
         device: of the stage; the CPU's generator is seeded too.
+        watched: whether :func:`was_used` is asked afterwards.
 
     Returns:
-        for :func:`was_used`.
+        its argument; None if not watched.
     """
     own = hash((seed, stage, number)) & ((1 << 63) - 1)
     torch.default_generator.manual_seed(own)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(own)
-    return _states(device)
+        module = torch.get_device_module(device)
+        with module.device(device):  # it seeds the current one
+            module.manual_seed(own)
+    return _states(device) if watched else None
 
 
 def was_used(since: list[torch.Tensor], device: torch.device) -> bool:
     """Return whether the stream was used since it began."""
-    return any(not torch.equal(one, other) for one, other in zip(since, _states(device), strict=True))
+    return not all(map(torch.equal, since, _states(device)))
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:

@@ -236,14 +236,29 @@ class World:
             import torch.distributed as dist
 
             self.rank = dist.get_rank()
-            calls = dict(zip(self.ranks, self._first_gather(_public_call()), strict=True))
-            if len(set(calls.values())) > 1:
-                self._drop()
-                raise RankMismatchError(
-                    "\n".join(["ranks are in different calls:", *(f"  rank {r}: {call}" for r, call in calls.items())]),
-                    hint=_ALL_CALL,
-                )
+            self._compare_calls(self._first_gather(_public_call()))
         return self
+
+    def _compare_calls(self, by_rank: Sequence[str]) -> None:
+        calls = dict(zip(self.ranks, by_rank, strict=True))
+        if len(set(calls.values())) > 1:
+            self._drop()
+            raise RankMismatchError(
+                "\n".join(["ranks are in different calls:", *(f"  rank {r}: {call}" for r, call in calls.items())]),
+                hint=_ALL_CALL,
+            )
+
+    def gather_once(self, value: T) -> list[T]:
+        """Enter, :meth:`gather` and leave, by one exchange."""
+        if self._device_mesh is None:
+            return [value]
+        import torch.distributed as dist
+
+        self.rank = dist.get_rank()
+        found = self._first_gather((_public_call(), value))
+        self._compare_calls([call for call, _ in found])
+        self._group = None
+        return [own for _, own in found]
 
     def _first_gather(self, value: T) -> list[T]:
         """Through the channel that was there, if it is whole on every rank."""

@@ -99,7 +99,7 @@ def test_a_plan_says_what_happens_and_gives_itself_again() -> None:
         "  gradients of weights after those of inputs; not where it checkpoints, hooks tensors or is compiled\n"
         "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
         "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
-        "  the mean of gradients, exchanged after the schedule, over mesh_dim 'dp' (2 ranks)"
+        "  the mean of gradients, exchanged as each stage ends, over mesh_dim 'dp' (2 ranks)"
     )
     assert plan({"dp": 2, "pp": 2, "tp": 2}, **made.config) == made
     assert plan({"pp": 3}).config == {

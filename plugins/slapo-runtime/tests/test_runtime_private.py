@@ -75,6 +75,7 @@ def test_tensors_count_their_writes_and_name_their_storage() -> None:
     count = private.write_count(x)
     x.add_(1)
     assert private.write_count(x) == count + 1
+    assert private.write_counts([x, x[:1]]) == [count + 1] * 2
     assert private.storage_id(x[1:]) == private.storage_id(x.untyped_storage()) != private.storage_id(torch.zeros(4))
     sparse = x.to_sparse()
     assert private.storage_id(sparse) == id(sparse)

@@ -86,7 +86,7 @@ class TorchDialect(Dialect):
             if mesh.size("tp") > 1:
                 steps.append("one random state for the ranks of mesh_dim 'tp': that of the first of them")
             if mesh.size("dp") > 1:
-                how = "the mean of gradients, exchanged after the schedule," if pp > 1 else "DistributedDataParallel"
+                how = "the mean of gradients, exchanged as each stage ends," if pp > 1 else "DistributedDataParallel"
                 steps.append(f"{how} over mesh_dim 'dp' ({mesh.size('dp')} ranks)")
         return Plan("torch", tuple(steps), options)
 
@@ -119,7 +119,7 @@ class TorchDialect(Dialect):
 
     def average_gradients(self, plan: Plan, parameters: Sequence[torch.Tensor], group: Any) -> None:
         """Give replicas the mean of the gradients of a pipeline, after its schedule; a collective."""
-        from slapo_runtime.native.pipeline_engine import average_gradients
+        from slapo_runtime.native.replica_gradients import average_gradients
 
         average_gradients(parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import PipelineSteps, StatefulEngine
-from slapo_runtime.flat_shards import buckets
+from slapo_runtime.native.replica_gradients import GradientAverage
 from slapo_runtime.native.running_stage import Runner
 from slapo_runtime.native.schedules import schedule_of
 from slapo_runtime.stage_runner import StageCache, step_seed
@@ -24,37 +24,6 @@ if TYPE_CHECKING:
     from slapo_runtime.native.running_stage import Work
     from slapo_runtime.partition import Partition
     from slapo_runtime.stages import StagedModel
-
-
-@torch.no_grad()
-def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_bytes: int) -> None:
-    """Give every replica the mean of the gradients: a collective.
-
-    A replica without a gradient of some parameter adds nothing to it; where none has one there is none after it.
-
-    Args:
-        parameters: the same on every replica, in the same order.
-        group: of the replicas.
-        bucket_bytes: that are sent at once; a larger gradient alone.
-
-    Raises:
-        BuildError: a gradient is sparse.
-    """
-    size = group.size()
-    for bucket in buckets(parameters, bucket_bytes):
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
-        there = torch.tensor([one.grad is not None for one in bucket]).to(gradients[0])
-        if any(gradient.layout != torch.strided for gradient in gradients):
-            raise BuildError("sparse gradients are not averaged over replicas", hint="nn.Embedding(..., sparse=False)")
-        flat = torch.cat([*[gradient.reshape(-1) for gradient in gradients], there])
-        dist.all_reduce(flat, group=group)
-        *means, there = flat.split([*[one.numel() for one in bucket], len(bucket)])
-        for number, (parameter, gradient, mean) in enumerate(zip(bucket, gradients, means, strict=True)):
-            if parameter.grad is None:
-                if not there[number]:
-                    continue
-                parameter.grad = gradient
-            gradient.copy_(mean.view(gradient.shape)).div_(size)
 
 
 class PipelineRuntime:
@@ -241,7 +210,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             whole = self._whole(batch, runner.partition) if gather_outputs else runner.partition
             with self._closing(lambda: self._at):
                 work = runner.run(cut.inputs, cut.loss, backward=False, keep_outputs=gather_outputs, at=self._stand)
-                loss, output, problem = self._loss(work), None, ""
+                loss, output, problem = self._loss(runner, work), None, ""
                 if gather_outputs:
                     self._at = "gathering the output"
                     output, problem = gather_output(
@@ -270,17 +239,37 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
                 earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
                 for parameter, _ in earlier:
                     parameter.grad = None  # which is exchanged already
+                begin, finish = self._averaging(runner)
                 with step_seed(self._device) as seed:
-                    work = runner.run(cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand)
-                loss = self._loss(work)
+                    work = runner.run(
+                        cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand, stage_is_over=begin
+                    )
+                loss = self._loss(runner, work)
                 self._at = "summing gradients"
-                replicas = self._mesh.group("dp")
-                if replicas is not None:
-                    average_gradients(self._trained(), replicas, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
+                finish()
                 self._context.sum_tied_gradients()
                 for parameter, gradient in earlier:
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
+
+    def _averaging(self, runner: Runner) -> tuple[Callable[[int], None], Callable[[], None]]:
+        """Return what sends the gradients of a stage, when its last backward pass is over, and what ends it.
+
+        Replicas run the same schedule, and send in the same order. Parameters of several stages of this rank come last;
+        those of none have no gradient, unless the user's loss uses them.
+        """
+        group = self._mesh.group("dp")
+        if group is None:
+            return lambda stage: None, lambda: None
+        average = GradientAverage(group, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
+        trained = self._trained()
+        by_stage, others = runner.divide(trained)
+
+        def finish() -> None:
+            average.begin([one for one, is_used in others if is_used or one.grad is not None])
+            average.finish()
+
+        return lambda stage: average.begin(by_stage[stage]), finish
 
     def _runner(self, staged: StagedModel, training: bool) -> Runner:
         """Make the runner of this rank's stages for one input signature."""
@@ -312,11 +301,11 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def _loss(self, work: Work) -> Tensor:
+    def _loss(self, runner: Runner, work: Work) -> Tensor:
         """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
         is_last = self._ranks[-1] == self._rank
         own = [work.losses[number] for number in range(self._count)] if is_last else []
-        return self._exchange_loss(own, drew=work.drew, device=self._device)
+        return self._exchange_loss(runner, own, drew=work.drew, device=self._device)
 
     # -- the end ----------------------------------------------------------------------------------------------
 

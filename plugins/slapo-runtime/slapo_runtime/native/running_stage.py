@@ -16,7 +16,7 @@ from slapo_runtime.native.split_backward import Watch, backward_of_inputs
 from slapo_runtime.native.torch_pipelining import StageBase, make_schedule, step
 from slapo_runtime.p2p_packing import check_sent
 from slapo_runtime.private import storage_id
-from slapo_runtime.stage_runner import start_stream, was_used
+from slapo_runtime.stage_runner import Form, start_stream, was_used
 
 if TYPE_CHECKING:
     from slapo_runtime.native.schedules import Schedule
@@ -84,6 +84,7 @@ class Work:
         at: is told what runs, for the message of an error.
         seed: of random numbers; None leaves torch's RNG as it is.
         keep_outputs: whether the output values of stages are kept.
+        stage_is_over: is told the index of a stage whose last backward pass is over.
         drew: whether a stage drew random numbers.
         losses: by micro-batch, where the last stage is.
         outputs: by name and micro-batch.
@@ -94,6 +95,7 @@ class Work:
     at: Callable[[str], None]
     seed: int | None = None
     keep_outputs: bool = False
+    stage_is_over: Callable[[int], None] = lambda stage: None
     drew: bool = False
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -155,6 +157,7 @@ class RunningStage(StageBase):
         self._flights: dict[int, _Flight] = {}
         self._back: dict[int, list[torch.Tensor]] = {}  # gradients that go back
         self._later: dict[int, Callable[[], None]] = {}  # second parts of backward passes
+        self._passed = 0  # backward passes of the step that are over, with their second parts
         self._watch = Watch(stage.module, f"stage {index}") if splits else None
         self.sent_bytes = [0, 0]
 
@@ -269,10 +272,12 @@ class RunningStage(StageBase):
         own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
         values = {name: there[name] for name in self._stage.uses}
         seed = self.work.seed
-        stream = None if seed is None else start_stream(seed, self.stage_index, number, self.device)
+        stream = None
+        if seed is not None:
+            stream = start_stream(seed, self.stage_index, number, self.device, watched=not self.work.drew)
         with contextlib.nullcontext() if self._watch is None else self._watch.looking():
             made: Mapping[str, torch.Tensor] = self.submod(own, values)
-        if stream is not None and not self.work.drew:
+        if stream is not None:
             self.work.drew = was_used(stream, self.device)
         return made
 
@@ -299,6 +304,8 @@ class RunningStage(StageBase):
             self._back[bwd_chunk_id] = [
                 flight.received[value.name].give_back() for value in self._coming if value.requires_grad
             ]
+        if full_backward:
+            self._count_passed()
 
     def _roots(self, flight: _Flight) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the roots of the backward pass, and their gradients."""
@@ -319,10 +326,17 @@ class RunningStage(StageBase):
         if later is not None:
             self._at("the backward", bwd_chunk_id)
             later()
+        self._count_passed()
+
+    def _count_passed(self) -> None:
+        self._passed += 1
+        if self._passed == self._count:
+            self.work.stage_is_over(self.stage_index)
 
     def clear_runtime_states(self) -> None:
         for kept in (self._flights, self._back, self._later):
             kept.clear()
+        self._passed = 0
 
 
 def _storages(module: nn.Module) -> frozenset[int]:
@@ -331,7 +345,7 @@ def _storages(module: nn.Module) -> frozenset[int]:
     return frozenset(storage_id(one) for one in tensors if one.numel() and not one.is_meta)
 
 
-class Runner:
+class Runner(Form):
     """Runs a step's forwards and backwards; every rank along ``pp`` has one, with the same arguments but ``rank``.
 
     Args:
@@ -373,6 +387,10 @@ class Runner:
             for index in range(len(partition.stages))
             if ranks[index] == rank
         ]
+        self._holders: dict[int, list[int]] = {}  # by parameter
+        for stage in self.stages:
+            for parameter in stage.submod.parameters():
+                self._holders.setdefault(id(parameter), []).append(stage.stage_index)
         stages: Any = self.stages[0] if schedule.is_single else self.stages
         try:
             self._schedule = make_schedule(schedule.class_name, stages, count, loss_fn=_as_it_is, scale_grads=False)
@@ -381,6 +399,25 @@ class Runner:
                 f"pipeline_schedule='{schedule.name}' does not run these stages: {error}",
                 hint='compile modules in place, module.compile(), or pipeline_schedule="1f1b"',
             ) from error
+
+    def divide(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[dict[int, list[torch.Tensor]], list[tuple[torch.Tensor, bool]]]:
+        """Divide parameters of this rank by the stage that holds them.
+
+        Returns:
+            the parameters of each stage that no other stage of this rank holds, by its index; and all others, with
+            whether a stage of this rank holds them.
+        """
+        by_stage: dict[int, list[torch.Tensor]] = {stage.stage_index: [] for stage in self.stages}
+        others: list[tuple[torch.Tensor, bool]] = []
+        for parameter in parameters:
+            found = self._holders.get(id(parameter), [])
+            if len(found) == 1:
+                by_stage[found[0]].append(parameter)
+            else:
+                others.append((parameter, bool(found)))
+        return by_stage, others
 
     def run(
         self,
@@ -391,6 +428,7 @@ class Runner:
         at: Callable[[str], None] = lambda what: None,
         seed: int | None = None,
         keep_outputs: bool = False,
+        stage_is_over: Callable[[int], None] = lambda stage: None,
     ) -> Work:
         """One step; gradients are added to those of the parameters.
 
@@ -401,8 +439,9 @@ class Runner:
             at: is told what runs.
             seed: of the stages' RNG streams; None leaves torch's RNG as it is.
             keep_outputs: whether the output values of this rank's stages are kept.
+            stage_is_over: is told the index of each stage whose last backward pass is over; its gradients are complete.
         """
-        work = Work(inputs, loss, at, seed, keep_outputs)
+        work = Work(inputs, loss, at, seed, keep_outputs, stage_is_over, drew=bool(self.uses_rng))
         for stage in self.stages:
             stage.work = work
         try:
