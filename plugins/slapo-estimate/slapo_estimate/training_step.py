@@ -466,13 +466,13 @@ def train_stages(
                 place.begin("forward")
                 for parameter in trained:
                     parameter.grad = None
-                work = runner.run(inputs, loss, backward=True, at=at)
+                begin, finish = pipeline.dialect.averaging(pipeline.plan, runner, trained, schedule.mesh.group("dp"))
+                work = runner.run(inputs, loss, backward=True, at=at, stage_is_over=begin)
                 place.begin("backward")
                 message = torch.zeros(3, dtype=torch.float64)  # the loss, for all ranks of the replica
                 group.allreduce([message]).wait()
                 del work
-                if schedule.mesh.size("dp") > 1:
-                    pipeline.dialect.average_gradients(pipeline.plan, trained, schedule.mesh.group("dp"))
+                finish()
                 tied.sum_all()
                 place.begin("optimizer")
                 if optimizer is not None:

@@ -12,7 +12,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_runtime.flat_shards import buckets
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.native.replica_gradients import GradientAverage, average_gradients
+from slapo_runtime.native.replica_gradients import GradientAverage
 from tests.support import staged
 
 ELEMENTS = 5
@@ -25,19 +25,25 @@ def parameter(value: float | None, dtype: torch.dtype = torch.float16) -> nn.Par
     return made
 
 
+def average(parameters: list[nn.Parameter], bucket_bytes: int = 1 << 20) -> None:
+    exchange = GradientAverage(dist.group.WORLD, bucket_bytes=bucket_bytes)
+    exchange.begin(parameters)
+    exchange.finish()
+
+
 def on_two() -> dict[str, Any]:
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank = dist.get_rank()
     large = [parameter(4e4), parameter(2e4 + 2e4 * rank)]
-    average_gradients(large, group, bucket_bytes=1 << 20)
+    average(large)
     some = [parameter(2.0 if rank else None), parameter(None), parameter(4.0, torch.float64)]
     transposed = nn.Parameter(torch.zeros(ELEMENTS, 2).t())
     transposed.grad = torch.arange(2.0 * ELEMENTS).reshape(ELEMENTS, 2).t() + rank
     strides = transposed.grad.stride()
-    average_gradients([*some, transposed], group, bucket_bytes=2 * ELEMENTS * 2)
+    average([*some, transposed], bucket_bytes=2 * ELEMENTS * 2)
     sparse = parameter(1.0)
     sparse.grad = torch.ones(2, ELEMENTS, dtype=torch.float16).to_sparse()
     with pytest.raises(slapo.BuildError, match="sparse"):
-        average_gradients([sparse], group, bucket_bytes=1 << 20)
+        average([sparse])
     means = [None if one.grad is None else one.grad.flatten()[0].item() for one in (*large, *some)]
     return {"means": means, "transposed": transposed.grad, "strides": transposed.grad.stride() == strides}
 

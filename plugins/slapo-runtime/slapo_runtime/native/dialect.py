@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
@@ -117,11 +117,23 @@ class TorchDialect(Dialect):
         count = plan.config["microbatches"]
         return Runner(stages.partition, stages.liveness, schedule, ranks, rank, group=group, device=device, count=count)
 
-    def average_gradients(self, plan: Plan, parameters: Sequence[torch.Tensor], group: Any) -> None:
-        """Give replicas the mean of the gradients of a pipeline, after its schedule; a collective."""
-        from slapo_runtime.native.replica_gradients import average_gradients
+    def averaging(
+        self, plan: Plan, runner: Runner, parameters: Sequence[torch.Tensor], group: Any
+    ) -> tuple[Callable[[int], None], Callable[[], None]]:
+        """Average the gradients of a pipeline's step over its replicas, for estimates too.
 
-        average_gradients(parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
+        Args:
+            plan: with the options of the pipeline.
+            runner: of this rank's stages.
+            parameters: of this rank, that are trained.
+            group: of the replicas; None for one.
+
+        Returns:
+            what is called as each stage ends, with its index, and after the schedule.
+        """
+        from slapo_runtime.native.replica_gradients import averaging
+
+        return averaging(runner, parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         if context.stage_ranks:

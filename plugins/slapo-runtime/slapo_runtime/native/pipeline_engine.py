@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import PipelineSteps, StatefulEngine
-from slapo_runtime.native.replica_gradients import GradientAverage
+from slapo_runtime.native.replica_gradients import averaging
 from slapo_runtime.native.running_stage import Runner
 from slapo_runtime.native.schedules import schedule_of
 from slapo_runtime.stage_runner import StageCache, step_seed
@@ -239,7 +239,12 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
                 earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
                 for parameter, _ in earlier:
                     parameter.grad = None  # which is exchanged already
-                begin, finish = self._averaging(runner)
+                begin, finish = averaging(
+                    runner,
+                    self._trained(),
+                    self._mesh.group("dp"),
+                    bucket_bytes=self.plan.config["bucket_cap_mb"] << 20,
+                )
                 with step_seed(self._device) as seed:
                     work = runner.run(
                         cut.inputs, cut.loss, backward=True, seed=seed, at=self._stand, stage_is_over=begin
@@ -251,25 +256,6 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
                 for parameter, gradient in earlier:
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
-
-    def _averaging(self, runner: Runner) -> tuple[Callable[[int], None], Callable[[], None]]:
-        """Return what sends the gradients of a stage, when its last backward pass is over, and what ends it.
-
-        Replicas run the same schedule, and send in the same order. Parameters of several stages of this rank come last;
-        those of none have no gradient, unless the user's loss uses them.
-        """
-        group = self._mesh.group("dp")
-        if group is None:
-            return lambda stage: None, lambda: None
-        average = GradientAverage(group, bucket_bytes=self.plan.config["bucket_cap_mb"] << 20)
-        trained = self._trained()
-        by_stage, others = runner.divide(trained)
-
-        def finish() -> None:
-            average.begin([one for one, is_used in others if is_used or one.grad is not None])
-            average.finish()
-
-        return lambda stage: average.begin(by_stage[stage]), finish
 
     def _runner(self, staged: StagedModel, training: bool) -> Runner:
         """Make the runner of this rank's stages for one input signature."""

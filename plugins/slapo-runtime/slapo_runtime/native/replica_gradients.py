@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,37 @@ import torch.distributed as dist
 from slapo_core import BuildError
 from slapo_runtime.flat_shards import buckets
 
+if TYPE_CHECKING:
+    from slapo_runtime.native.running_stage import Runner
 
-def average_gradients(parameters: Sequence[torch.Tensor], group: Any, *, bucket_bytes: int) -> None:
-    """Give every replica the mean of the gradients: a collective; arguments as of :class:`GradientAverage`."""
+
+def averaging(
+    runner: Runner, parameters: Sequence[torch.Tensor], group: Any, *, bucket_bytes: int
+) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Average the gradients of one step as its stages end.
+
+    Replicas run the same schedule, and so send in the same order. Parameters of several stages of this rank come last;
+    those of none are left out without a gradient: only the user's loss may use them.
+
+    Args:
+        runner: of the stages.
+        parameters: of this rank, that are trained.
+        group: of the replicas; None: nothing is averaged.
+        bucket_bytes: as of :class:`GradientAverage`.
+
+    Returns:
+        a function that sends the gradients of a stage, for :meth:`Runner.run`, and one that ends the exchange.
+    """
+    if group is None:
+        return lambda stage: None, lambda: None
     average = GradientAverage(group, bucket_bytes=bucket_bytes)
-    average.begin(parameters)
-    average.finish()
+    by_stage, others = runner.divide(parameters)
+
+    def finish() -> None:
+        average.begin([one for one, is_used in others if is_used or one.grad is not None])
+        average.finish()
+
+    return lambda stage: average.begin(by_stage[stage]), finish
 
 
 class GradientAverage:
@@ -68,11 +93,10 @@ class GradientAverage:
         """Wait for all that was sent; the host waits for the device where this replica had no gradient."""
         for bucket, flat, work in self._sent:
             work.wait()
-            lacking = any(parameter.grad is None for parameter in bucket)
-            there = flat[-len(bucket) :].tolist() if lacking else ()
+            there = flat[-len(bucket) :]
             for number, (parameter, mean) in enumerate(zip(bucket, self._means(flat, bucket), strict=True)):
                 if parameter.grad is None:
-                    parameter.grad = mean if there[number] else None
+                    parameter.grad = mean if there[number] else None  # the one read of the device
                 elif not parameter.grad.is_contiguous():
                     parameter.grad.copy_(mean)
         self._sent.clear()
