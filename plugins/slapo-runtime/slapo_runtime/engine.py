@@ -264,7 +264,7 @@ class StepInvariants:
             rows = zip(self._parameters, self._stamps, stamps, strict=True)
             written = [live for live, before, now in rows if now != before]
         names = [live.name for live in written if not self._storage.is_current(live)]
-        if self._replicas is not None:
+        if self._replicas is not None and self._replicas.is_true_anywhere(bool(names)):
             names = [name for theirs in self._replicas.gather_once(names) for name in theirs]
         if names:
             raise BuildError(
