@@ -26,7 +26,10 @@ def signature_of(model: nn.Module) -> inspect.Signature:
     """Return the signature of a model's forward; it is read once for each function."""
     forward: Any = model.forward
     function = getattr(forward, "__func__", forward)
-    known = _SIGNATURES.setdefault(function, {})
+    try:
+        known = _SIGNATURES.setdefault(function, {})
+    except TypeError:  # a callable without a hash, or without weak references
+        return inspect.signature(forward)
     is_method = function is not forward
     if is_method not in known:
         known[is_method] = inspect.signature(forward)

@@ -84,7 +84,8 @@ def is_rounding(copy: torch.Tensor, trained: torch.Tensor) -> bool:
 def send_buffers(model: nn.Module, group: Any) -> None:
     """Broadcast the first replica's buffers, in one collective over ``group``.
 
-    To be called before every training step.
+    To be called before every training step. All buffers go, as with DistributedDataParallel: which of them a step has
+    changed differs between replicas where a program does so, and messages of unequal sizes would not be told apart.
 
     Args:
         model: whose buffers, persistent or not.
@@ -93,8 +94,10 @@ def send_buffers(model: nn.Module, group: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    if group is None:
+        return
     buffers = [buffer for buffer in model.buffers() if buffer.numel() and not buffer.is_meta]
-    if group is None or not buffers:
+    if not buffers:
         return
     with torch.no_grad():
         shards = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
