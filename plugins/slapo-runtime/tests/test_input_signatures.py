@@ -55,6 +55,7 @@ def test_a_forward_that_was_exchanged_has_its_own_signature() -> None:
     assert bound_batch(model, (x, 2)) == {"x": x, "z": 2}
     model.forward = types.MethodType(plain, x)  # type: ignore[method-assign]
     assert bound_batch(model, (2,)) == {"z": 2}
+
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]
 
