@@ -198,7 +198,6 @@ class TiedGradients:
         everywhere = collect(own, self._mesh, "pp", places)
         if places not in self._compared or set(states) != {_DENSE}:
             states = torch.stack(everywhere).amax(0).tolist()
-            self._compared.add(places)
         sparse = [tie.name for tie, state in zip(ties, states, strict=True) if state == _SPARSE]
         if sparse:
             raise BuildError(
@@ -206,6 +205,7 @@ class TiedGradients:
                 "sparse ones are not summed over stages",
                 hint="nn.Embedding(..., sparse=False)",
             )
+        self._compared.add(places)
         there = []
         for tie, gradient, state in zip(ties, gradients, states, strict=True):
             if state != _DENSE:
