@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import slapo_core as slapo
+from slapo_runtime import engine as engine_module
+from slapo_testing import run_ranks
 from tests.messages import Messages
 from tests.support import between_steps
 from tests.support.between_steps import batch, outcome, plain, told
@@ -50,8 +53,6 @@ def outcomes() -> dict[tuple[int, str], Any]:
         config = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
         for name, change in CHANGES.items():
             found[stage, name] = outcome(change, target="deepspeed", config=config)
-        if stage:
-            found[stage, "alone"] = outcome(alone, target="deepspeed", config=config)
     return found
 
 
@@ -95,7 +96,12 @@ def test_what_deepspeed_would_pass_over_is_refused(stage: int, change: str, mess
     message(text, *SAYS[change], "\n  hint: ")
 
 
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_what_one_rank_alone_wrote_is_told_on_all(stage: int, message: Messages) -> None:
-    """:func:`told` compares the ranks: none waits for another one."""
-    message(found()[stage, "alone"], "'up.weight'", "in place", "\n  hint: ")
+def written_alone() -> None:
+    engine_module._SECONDS = 0.5
+    told = outcome(alone, target="deepspeed", config={"zero_optimization": {"stage": 1}})
+    raise ValueError(told)
+
+
+def test_a_rank_that_wrote_alone_says_so_and_does_not_wait_for_ever() -> None:
+    with pytest.raises(slapo.RankFailedError, match=r"'up\.weight' was modified in place.*not on every replica"):
+        run_ranks(written_alone, world_size=2, timeout=120)

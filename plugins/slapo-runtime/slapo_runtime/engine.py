@@ -209,8 +209,9 @@ REBUILD = "engine.save(directory); build a fresh engine of the model as it is to
 class StepInvariants:
     """Check that parameters were not replaced, frozen or modified since the last step.
 
-    Every rank checks its own, because all ranks run the same program. Where replicas hold shards of parameters they
-    tell each other what they found, in every step and from host to host: a change may lie in one shard.
+    Every rank checks its own, because all ranks run the same program. Where replicas hold shards of parameters, those
+    that see a change tell each other what they found: it may lie in one shard. A rank that sees it alone does not wait
+    for ever.
 
     Args:
         context: of the build.
@@ -247,7 +248,7 @@ class StepInvariants:
             those that were written into, and match their main copies.
 
         Raises:
-            BuildError: a parameter was replaced, frozen, or unfrozen, or written into.
+            BuildError: a parameter was replaced, frozen, or unfrozen, or written into; or only on some replicas.
         """
         for live, table, name in self._places:
             if table.get(name) is not live.tensor:
@@ -264,7 +265,13 @@ class StepInvariants:
             rows = zip(self._parameters, self._stamps, stamps, strict=True)
             written = [live for live, before, now in rows if now != before]
         names = [live.name for live in written if not self._storage.is_current(live)]
-        if self._replicas is not None and self._replicas.is_true_anywhere(bool(names)):
+        if written and self._replicas is not None:
+            if not self._replicas.all_come(_SECONDS):
+                raise BuildError(
+                    f"'{written[0].name}' was modified in place since the last step, and not on every replica: other "
+                    f"ranks did not report a change within {_SECONDS:g} s",
+                    hint="write the same values on every rank, not inside of `if rank == 0:`",
+                )
             names = [name for theirs in self._replicas.gather_once(names) for name in theirs]
         if names:
             raise BuildError(
@@ -296,6 +303,8 @@ class StepInvariants:
             hint=REBUILD,
         )
 
+
+_SECONDS = 300.0  # that a rank may come later to a step than another one
 
 _SHOWN = 5
 _STEPS = 3

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -260,29 +261,29 @@ class World:
         self._group = None
         return [own for _, own in found]
 
-    def is_true_anywhere(self, value: bool) -> bool:
-        """Enter, tell whether a value is true on some rank, and leave, by one message of a byte: for each step."""
+    def all_come(self, seconds: float) -> bool:
+        """Tell whether every rank makes this call within some seconds; not a collective: none waits for ever."""
         if self._device_mesh is None:
-            return value
+            return True
         import torch.distributed as dist
 
-        channel = self._channel()
-        if channel is not None:
-            flag = torch.tensor([value], dtype=torch.uint8, device="cpu")
-            with contextlib.suppress(RuntimeError):  # another rank has left a block, and dropped it
-                channel.group.allreduce([flag], dist.ReduceOp.MAX).wait()
-                return bool(flag)
-            del channel
-            self._drop()
-        return any(self.gather_once(value))
+        own = dist.get_rank()
+        store = dist.PrefixStore(f"slapo/meetings/{'-'.join(map(str, self.ranks))}", default_store())
+        number = store.add(f"of rank {own}", 1)
+        store.set(f"{number}/{own}", "")
+        try:
+            store.wait([f"{number}/{rank}" for rank in self.ranks], timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
 
     def _first_gather(self, value: T) -> list[T]:
         """Through the channel that was there, if it is whole on every rank."""
         import torch.distributed as dist
         from torch.distributed.constants import default_pg_timeout
 
-        channel = self._channel()
-        if channel is not None:
+        channel = _channels.get(self.ranks)
+        if channel is not None and channel.beside is dist.group.WORLD and not channel.store.check([_CLOSED]):
             with contextlib.suppress(RuntimeError):  # another rank has left a block, and dropped it
                 return self._through(channel, self._exchanged, value)
         channel = None  # no reference stays: this ends the wait of ranks that have not heard of it
@@ -293,14 +294,6 @@ class World:
         channel = _channels[self.ranks] = _Channel(dist.group.WORLD, store, group)
         # No rank leaves, and closes its connections, while another one still makes them.
         return self._through(channel, self.gather, value)
-
-    def _channel(self) -> _Channel | None:
-        """The channel of these ranks; None if there is none, or another rank has dropped it."""
-        import torch.distributed as dist
-
-        channel = _channels.get(self.ranks)
-        is_whole = channel is not None and channel.beside is dist.group.WORLD and not channel.store.check([_CLOSED])
-        return channel if is_whole else None
 
     def _through(self, channel: _Channel, gather: Callable[[T], list[T]], value: T) -> list[T]:
         import torch.distributed as dist

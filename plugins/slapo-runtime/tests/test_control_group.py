@@ -84,16 +84,8 @@ def after_errors() -> dict[str, Any]:
     made = []
     found["after an error on one"] = (groups_made(lambda: made.extend(use())), made)
     world = World(mesh)
-    found["flags"] = [world.is_true_anywhere(rank == 3), world.is_true_anywhere(False)]
     found["values"] = world.gather_once(rank)
-    try:
-        with World(mesh):
-            if rank == 1:
-                raise ValueError("once more")
-    except ValueError:
-        pass
-    made = []
-    found["a flag after an error on one"] = (groups_made(lambda: made.append(world.is_true_anywhere(rank == 2))), made)
+    found["come"] = world.all_come(60), World(mesh).all_come(60), rank != 1 and world.all_come(0.1)
     found["along tp"] = gather_along(mesh, "tp", rank)
     try:
         slapo.state_dict(sch) if rank else slapo.load_state_dict(sch, {})
@@ -110,9 +102,8 @@ def test_an_error_closes_the_group_and_the_next_use_connects_anew(message: Messa
     for rank, found in enumerate(results):
         assert found["at first"] == found["at last"] == ranks
         assert found["after an error on all"] == found["after an error on one"] == (1, ranks)
-        assert found["flags"] == [True, False]
         assert found["values"] == ranks
-        assert found["a flag after an error on one"] == (1, [True])
+        assert found["come"] == (True, True, False)
         assert found["along tp"] == ranks[:2] if rank < 2 else ranks[2:]
         assert found["error"].startswith("ValueError" if rank == 2 else "BuildError: painting failed on rank 2")
     message(*{found["different calls"] for found in results}, "rank 0: load_state_dict", "rank 1: state_dict")
@@ -123,6 +114,6 @@ def test_a_process_by_itself_makes_none() -> None:
         with World(slapo.create_schedule(real("mlp"), mesh={"tp": 2}).mesh) as world:
             assert world.gather("own") == ["own"]
         assert World(None).gather_once("own") == ["own"]
-        assert World(None).is_true_anywhere(True)
+        assert World(None).all_come(0)
 
     assert groups_made(use) == 0
