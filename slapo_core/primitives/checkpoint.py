@@ -10,7 +10,7 @@ from typing import Any
 from slapo_core.errors import ApplyError
 from slapo_core.observers import Forward
 from slapo_core.primitive import Equivalence, Primitive, Violation
-from slapo_core.private import buffers_of, non_persistent_buffers_of
+from slapo_core.private import buffers_of, children_of, non_persistent_buffers_of
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
 
@@ -107,7 +107,7 @@ def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Fo
         _refuse_caches(path, args, kwargs)
         # Arguments travel as one tuple and one dictionary: keywords of the module cannot clash with checkpoint's own,
         # and checkpoint still sees the tensors, from which it learns whose random state to keep.
-        call = _FirstRunCounts(module) if any(True for _ in module.buffers()) else _call
+        call = _FirstRunCounts(module) if _has_buffers([module]) else _call
         return checkpoint(
             call, forward, module, args, kwargs, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
@@ -130,6 +130,7 @@ class CheckpointedRegion:
 
     def __call__(self, region: Callable[..., Any]) -> Callable[..., Any]:
         import torch
+        from torch import nn
         from torch.utils.checkpoint import checkpoint
 
         preserve_rng_state = self.preserve_rng_state
@@ -141,8 +142,11 @@ class CheckpointedRegion:
         def run(*args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return region(*args)
-            holder = _Holder(args)
-            call = _FirstRunCounts(holder) if any(True for _ in holder.buffers()) else _call
+            holder = None
+            call: Callable[..., Any] = _call
+            if _has_buffers([each for each in args if isinstance(each, nn.Module)]):
+                holder = _Holder(args)
+                call = _FirstRunCounts(holder)
             return checkpoint(
                 call, forward, holder, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state
             )
@@ -161,8 +165,16 @@ class _Holder:
     def modules(self) -> Iterator[Any]:
         return iter(self._modules.values())
 
-    def buffers(self) -> Iterator[Any]:
-        return (buffer for module in self.modules() for buffer in buffers_of(module).values() if buffer is not None)
+
+def _has_buffers(modules: list[Any]) -> bool:
+    """Return whether one of the modules, or one below, has a buffer; asked at every call, as modules may change."""
+    while modules:
+        module = modules.pop()
+        table = buffers_of(module)
+        if table and any(buffer is not None for buffer in table.values()):
+            return True
+        modules += [child for child in children_of(module).values() if child is not None]
+    return False
 
 
 def _call(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,7 +220,11 @@ class _FirstRunCounts:
 
 def _refuse_caches(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A key-value cache is changed by forward, so that a second run would change it again."""
+    from torch import Tensor
+
     for value in (*args, *kwargs.values()):
+        if value is None or isinstance(value, Tensor):
+            continue
         if hasattr(value, "get_seq_length") and hasattr(value, "update"):
             raise ApplyError(
                 f"checkpoint at '{path}': the forward is given a {type(value).__name__}, which running it twice would "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -54,6 +56,34 @@ class Parameters:
         bound = self.signature.bind(module, *args, **kwargs).arguments
         return tuple([bound.get(name, MISSING) for name in self.names])
 
+    def arranging(self, module: Any, count: int, names: tuple[str, ...]) -> Callable[..., Sequence[Any]] | None:
+        """Return what puts the values of such calls in the order of the parameters; None if they are in it.
+
+        Args:
+            module: the module that is called.
+            count: of the positional arguments, whose values come first.
+            names: of the keyword arguments, in the order of their values.
+        """
+        places = self.bind(module, tuple(range(count)), {name: count + number for number, name in enumerate(names)})
+        places = tuple(place for place in places if place is not MISSING)
+        if places == tuple(range(count + len(names))):
+            return None
+        if len(places) > 1 and all(type(place) is int for place in places):
+            return itemgetter(*places)
+        return functools.partial(_arranged, places)
+
+
+def _arranged(places: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
+    """Return values in the order of the places where they stand; ``*args`` and ``**kwargs`` have several places."""
+    return [
+        values[place]
+        if type(place) is int
+        else {name: values[each] for name, each in place.items()}
+        if type(place) is dict
+        else tuple([values[each] for each in place])
+        for place in places
+    ]
+
 
 def call_of(signature: inspect.Signature, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return a call's positional and keyword arguments, without the module, as callers write them.
@@ -103,6 +133,39 @@ def form(value: Any) -> Any:
     if parts is not None:
         return (cls, tuple([(key, form(part)) for _, key, part in parts]))
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
+
+
+def call_form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`forms`."""
+    key: list[Any] = [len(args), *kwargs]
+    tensors: list[int] = []
+    for value in (*args, *kwargs.values()):
+        if value is None:
+            key.append(None)
+        elif type(value) is torch.Tensor:
+            tensors.append(id(value))
+            key.append((value.dtype, value.dim(), value.device))
+        else:
+            key.append(_quick_form(value, tensors))
+    if len(tensors) > 1 and len(set(tensors)) < len(tensors):
+        key.append(tuple([tensors.index(tensor) for tensor in tensors]))
+    return tuple(key)
+
+
+def _quick_form(value: Any, tensors: list[int]) -> Any:
+    """Return the form of a value, with the whole device of tensors; ``tensors`` get their identities."""
+    cls = type(value)
+    if cls is bool or cls is str:
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors.append(id(value))
+        return (value.dtype, value.dim(), value.device)
+    if cls is tuple or cls is list:
+        return (cls, *[_quick_form(part, tensors) for part in value])
+    if cls is int or cls is float:
+        return cls
+    _collect((value,), tensors)
+    return form(value)
 
 
 def forms(values: tuple[Any, ...]) -> Any:

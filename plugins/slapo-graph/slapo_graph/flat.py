@@ -21,14 +21,14 @@ from slapo_core.observers import PATCHING
 from slapo_graph.diagnostics import refusal
 from slapo_graph.examples import copied_model
 from slapo_graph.fake import FakeMode
-from slapo_graph.guards import Checks, describe, fingerprint
+from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.match import Graph
 from slapo_graph.private import buffers_of, write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_graph.reads import GlobalNames
 from slapo_graph.recording import Notes, left
-from slapo_graph.regions import set_state, state
+from slapo_graph.regions import State, set_state, state
 from slapo_graph.session import buffers_kept, refusing_changes
 from slapo_graph.specialization import compiled
 from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
@@ -40,6 +40,7 @@ __all__ = [
     "FlatGraph",
     "GuardViolation",
     "Opaque",
+    "State",
     "check",
     "children",
     "compiled",
@@ -94,6 +95,7 @@ class FlatGraph:
         self._owners = list(self.inlined.values())
         self._tensors = list(_read_tensors(module, self.graph))
         self._checks = Checks((*recorded.flags, *surroundings), index)
+        self._bound: BoundChecks | None = None  # of the last call
         self._default = torch.get_default_dtype()
         self._meta_device = meta_device
         self._reads_values = notes.is_real or bool(notes.value_reads)
@@ -106,6 +108,7 @@ class FlatGraph:
         if self._reads_values:
             return None
         other = copy.copy(self)
+        other._bound = None
         other.module, other.inlined = module, {path: module.get_submodule(path) for path in self.inlined}
         other._owners = list(other.inlined.values())
         other._tensors = list(_read_tensors(module, self.graph))
@@ -122,26 +125,29 @@ class FlatGraph:
         """Drop the tensors of the run."""
         self.values, self.storages = {}, {}
 
-    def require(self) -> None:
+    def require(self, now: State) -> None:
         """Require the recorded attributes, global names, autocast and tensor shapes.
+
+        Args:
+            now: what :func:`state` gives.
 
         Raises:
             GuardError: an attribute, a global name, autocast or the default dtype is another; a parameter or buffer
                 that the recorded code reads is of another shape or dtype.
         """
-        violated = self._checks.violated(self._owners)
-        if violated is not None:
-            flag, found = violated
-            raise GuardError(
-                f"recorded with {flag.name} == {describe(flag.expected)}, and now it is {describe(fingerprint(found))}",
-                hint=_HINT,
-            )
+        if self._bound is None or not self._bound.hold(self.module):
+            violated = self._checks.violated(self._owners)
+            if violated is not None:
+                flag, found = violated
+                was, is_now = describe(flag.expected), describe(fingerprint(found))
+                raise GuardError(f"recorded with {flag.name} == {was}, and now it is {is_now}", hint=_HINT)
+            self._bound = self._checks.bound(self._owners)
         for owner, name, shape, dtype in self._tensors:
             found = getattr(owner, name)
             if found.shape != shape or found.dtype != dtype:
                 was, now = f"{tuple(shape)} and {dtype}", f"{tuple(found.shape)} and {found.dtype}"
                 raise GuardError(f"recorded with '{name}' of shape {was}, and now it is of shape {now}", hint=_HINT)
-        if state()[1:] != self.state[1:]:
+        if now[1:] != self.state[1:]:
             raise GuardError("recorded under another autocast setting", hint=_HINT)
         if torch.get_default_dtype() != self._default:
             raise GuardError(f"recorded with the default dtype {self._default}", hint=_HINT)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import repeat
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from slapo_graph.private import tables_of
+from slapo_graph.private import CHILDREN, children_of, tables_of
 from slapo_graph.protocol import Flag
 
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
@@ -193,22 +195,129 @@ class Checks:
             for (start, holders), members in groups.items()
         ]
 
-    def violated(self, modules: list[nn.Module]) -> tuple[Flag, Any] | None:
+    def violated(self, modules: Sequence[nn.Module]) -> tuple[Flag, Any] | None:
         """Return the first changed flag and its present value."""
-        for start, holders, members in self._groups:
-            owner: Any = modules[start] if type(start) is int else start
-            for name in holders:
-                owner = getattr(owner, name, ABSENT)
-            own = getattr(owner, "__dict__", {})
+        return _violated(self._groups, modules)
+
+    def bound(self, modules: Sequence[nn.Module]) -> BoundChecks:
+        """Return the checks for these modules, which violate none now."""
+        return BoundChecks(self._groups, modules)
+
+
+_Groups = list[tuple[Any, tuple[str, ...], tuple[tuple[str, Any, Flag], ...]]]
+"""The number of a module or another object, the names that lead from there to an owner, and the owner's flags."""
+
+
+def _violated(groups: _Groups, modules: Sequence[nn.Module]) -> tuple[Flag, Any] | None:
+    for start, holders, members in groups:
+        owner: Any = modules[start] if type(start) is int else start
+        for name in holders:
+            owner = getattr(owner, name, ABSENT)
+        own = getattr(owner, "__dict__", {})
+        for name, expected, flag in members:
+            found = own.get(name, ABSENT)
+            if found is expected:
+                continue
+            if found is ABSENT:
+                found = _of_class(owner, name) if isinstance(owner, nn.Module) else getattr(owner, name, ABSENT)
+            if found is not expected and not _is_same(found, expected):
+                return flag, found
+    return None
+
+
+class BoundChecks:
+    """The checks of a graph at given modules: quick while the same objects are in the same places.
+
+    What may change in place (a list, a tensor) and what is not in the dictionary of an instance is compared as for any
+    modules.
+
+    Args:
+        groups: of :class:`Checks`.
+        modules: as of :meth:`Checks.violated`; the first one, the root of the others, is not held.
+    """
+
+    def __init__(self, groups: _Groups, modules: Sequence[nn.Module]) -> None:
+        self._root, self._below = type(modules[0]), tuple(modules[1:])
+        self._others: _Groups = []
+        links: list[_Link] = []
+        objects: list[Any] = []
+        classes: list[tuple[type, str, Any]] = []
+        for start, holders, members in groups:
+            path, owner = _links(modules[start] if type(start) is int else start, holders)
+            if path is None:
+                self._others.append((start, holders, members))
+                continue
+            links += path
+            own, cls, others = owner.__dict__, type(owner), []
             for name, expected, flag in members:
                 found = own.get(name, ABSENT)
-                if found is expected:
-                    continue
-                if found is ABSENT:
-                    found = _of_class(owner, name) if isinstance(owner, nn.Module) else getattr(owner, name, ABSENT)
-                if found is not expected and not _is_same(found, expected):
-                    return flag, found
-        return None
+                if found is ABSENT and expected is not ABSENT:
+                    found = getattr(cls, name, ABSENT)
+                    if type(found) not in _SCALARS or getattr(owner, name, ABSENT) is not found:
+                        others.append((name, expected, flag))
+                        continue
+                    classes.append((cls, name, found))
+                    objects.append(owner)
+                    found = ABSENT
+                elif found is not expected and not _is_constant(found):
+                    if expected not in ((object, type(found)), (nn.Module, type(found))):
+                        others.append((name, expected, flag))
+                        continue
+                    objects.append(found)
+                links.append((own, name, found))
+            if others:
+                self._others.append((start, holders, tuple(others)))
+        root = modules[0].__dict__
+        below = {(id(own), name): (own, name, value) for own, name, value in links if own is not root}
+        self._of_root = [(name, value) for own, name, value in links if own is root]
+        self._of_classes = classes
+        self._owners, self._names, self._values = tuple(zip(*below.values(), strict=True)) or ((), (), ())
+        self._objects = [each for each in objects if each is not modules[0]]
+        self._types = [*map(type, self._objects)]
+
+    def hold(self, root: nn.Module) -> bool:
+        """Return whether no flag changed; ``root`` is the first module."""
+        own = root.__dict__
+        for name, value in self._of_root:
+            if own.get(name, ABSENT) is not value:
+                return False
+        for cls, name, value in self._of_classes:
+            if getattr(cls, name, ABSENT) is not value:
+                return False
+        return (
+            type(root) is self._root
+            and (not self._owners or all(map(is_, map(dict.get, self._owners, self._names, _ABSENT), self._values)))
+            and (not self._objects or [*map(type, self._objects)] == self._types)
+            and (not self._others or _violated(self._others, (root, *self._below)) is None)
+        )
+
+
+_ABSENT = repeat(ABSENT)
+_Link = tuple[dict[str, Any], str, Any]
+"""A dictionary, a name, and what the dictionary has by that name; ABSENT if it has nothing."""
+
+
+def _links(owner: Any, holders: tuple[str, ...]) -> tuple[list[_Link] | None, Any]:
+    """Return the links by which names lead from an object to another one, and that one; None if one is computed."""
+    links: list[_Link] = []
+    for name in holders:
+        own = getattr(owner, "__dict__", {})
+        if name not in own and isinstance(owner, nn.Module) and name in children_of(owner):
+            links.append((own, CHILDREN, children_of(owner)))
+            own = children_of(owner)
+        elif name not in own or getattr(owner, name, ABSENT) is not own[name]:
+            return None, None
+        owner = own[name]
+        links.append((own, name, owner))
+    return (links, owner) if type(getattr(owner, "__dict__", None)) is dict else (None, None)
+
+
+def _is_constant(value: Any) -> bool:
+    """Return whether a value has one fingerprint as long as it lives."""
+    cls = type(value)
+    if cls is tuple or cls is frozenset:
+        return all(map(_is_constant, value))
+    return cls in _SCALARS or cls is float or isinstance(value, _BY_IDENTITY)
 
 
 def _of_class(module: nn.Module, name: str) -> Any:

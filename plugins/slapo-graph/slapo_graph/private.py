@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,8 +62,9 @@ NN = torch._C._nn
 VF = torch._VF
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 
-TENSOR_TABLES = ("_parameters", "_buffers")
-TABLES = (*TENSOR_TABLES, "_modules")
+PARAMETERS, CHILDREN = "_parameters", "_modules"
+TENSOR_TABLES = (PARAMETERS, "_buffers")
+TABLES = (*TENSOR_TABLES, CHILDREN)
 """Attributes of a module that hold its tensors and children by name."""
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -92,6 +94,11 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
+HOOKS = itemgetter(*HOOK_TABLES)
+FORWARDS = ("forward", "_compiled_call_impl")
+"""Attributes that an instance has by itself if something else is called than its class's forward."""
+
+
 def is_changed(module: nn.Module) -> bool:
     """Whether more happens when ``module`` is called than its class's forward."""
     return bool(
@@ -102,6 +109,11 @@ def is_changed(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def is_any_autocast_enabled() -> bool:
+    """Return whether autocast is enabled for any kind of device."""
+    return torch._C._is_any_autocast_enabled() or torch.is_autocast_enabled("mps")  # which torch's leaves out
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from slapo_core.internals import module_index
 from slapo_graph import regions
-from slapo_graph.guards import Checks
+from slapo_graph.guards import BoundChecks, Checks
 from slapo_graph.leaves import LeafRule, inlined_modules, is_changed
-from slapo_graph.private import TENSOR_TABLES, children_of
+from slapo_graph.private import CHILDREN, FORWARDS, HOOKS, PARAMETERS, TENSOR_TABLES, children_of, parameters_of
 from slapo_graph.protocol import Flag, Recorded
 
 # The function of a graph.
@@ -95,6 +98,14 @@ class Plan:
                 return None
         return found
 
+    def snapshot(self, modules: Sequence[nn.Module]) -> Snapshot | None:
+        """Return a snapshot of what :meth:`modules_of` gave; None if a class computes what is compared."""
+        classes = {type(module) for module in modules}
+        if any(cls.__eq__ is not object.__eq__ or any(hasattr(cls, name) for name in _COMPARED) for cls in classes):
+            return None
+        inlined = [(modules[number], each[4]) for number, each in enumerate(self._inlined, 1)]
+        return Snapshot(modules, inlined, [tie for tie in self._ties if tie[0][1]])
+
 
 def _differs(module: nn.Module, steps: Any) -> bool:
     """Return whether the hooks and forward of a module changed."""
@@ -124,6 +135,118 @@ def _parent(path: str) -> str:
 
 def _name(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+# `Snapshot`: the modules of a plan as one call found them, which the next call need not find again.
+
+_COMPARED = ("training", CHILDREN, PARAMETERS)
+_TRAINING, _CHILDREN, _PARAMETERS = map(itemgetter, _COMPARED)
+_FORWARD, _COMPILED = map(repeat, FORWARDS)
+_DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
+
+
+class Snapshot:
+    """Tell quickly whether the modules of a plan are still the same, and in which modes.
+
+    Tables are read at every call; what is kept is what they held. The root is not kept: a copy of a model that nobody
+    else holds is freed.
+
+    Args:
+        modules: the root, and the others.
+        inlined: those whose code was recorded, without the root, and what steps put around each; None for nothing.
+        ties: pairs of places of one tensor.
+
+    Attributes:
+        calls: what runs, by the modes and the form of a call.
+        root: tells when it is freed.
+    """
+
+    root: weakref.ref[nn.Module]
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        inlined: Sequence[tuple[nn.Module, Any]],
+        ties: Sequence[tuple[Any, Any]],
+    ) -> None:
+        self.calls: dict[Any, Call] = {}
+        self._root, self._below = type(modules[0]), [module.__dict__ for module in modules[1:]]
+        self._inlined = [module for module, _ in inlined]
+        self._types = [*map(type, self._inlined)]
+        self._bare = [module.__dict__ for module, steps in inlined if steps is None]
+        self._stepped = [(module, steps) for module, steps in inlined if steps is not None]
+        recorded = {id(module) for module in (modules[0], *self._inlined)}
+        parents = [module for module in modules if id(module) in recorded or children_of(module)]
+        self._parents = [module.__dict__ for module in parents[1:]]
+        self._children = [dict(children_of(module)) for module in parents]
+        self._holders = [module.__dict__ for module in modules[1:] if parameters_of(module)]
+        self._others = [module.__dict__ for module in modules[1:] if not parameters_of(module)]
+        self._has_unset = any(each is None for module in modules for each in parameters_of(module).values())
+        self._ties = ties
+
+    def modes(self, root: nn.Module) -> Any:
+        """Return the modes of all modules and the dtypes of their parameters; None if another plan may be needed."""
+        own = root.__dict__
+        if (
+            type(root) is not self._root
+            or [*map(_CHILDREN, (own, *self._parents))] != self._children
+            or any(map(_PARAMETERS, self._others))
+            or (self._inlined and self._differ())
+            or (self._ties and not self._are_tied(own))
+        ):
+            return None
+        tables = map(dict.values, map(_PARAMETERS, (own, *self._holders)))
+        parameters = [*chain.from_iterable(tables)]
+        if self._has_unset:
+            parameters = [each for each in parameters if each is not None]
+        try:
+            dtypes, trained = tuple(map(_DTYPE, parameters)), tuple(map(_REQUIRES_GRAD, parameters))
+        except AttributeError:  # of None: one was unset meanwhile
+            return None
+        return tuple(map(_TRAINING, (own, *self._below))), dtypes, trained
+
+    def _differ(self) -> bool:
+        """Return whether something else runs for a module whose code was recorded."""
+        return (
+            [*map(type, self._inlined)] != self._types
+            or any(chain.from_iterable(map(HOOKS, self._bare)))
+            or any(map(dict.__contains__, self._bare, _FORWARD))
+            or any(map(dict.__contains__, self._bare, _COMPILED))
+            or any(_differs(module, steps) for module, steps in self._stepped)
+        )
+
+    def _are_tied(self, own: dict[str, Any]) -> bool:
+        owns = (own, *self._below)
+        return all(
+            owns[here][table].get(name) is owns[there][other_table].get(other_name)
+            for (here, table, name), (there, other_table, other_name) in self._ties
+        )
+
+
+class Call(NamedTuple):
+    """What runs for calls of one form.
+
+    Args:
+        variant: the graph.
+        arrange: see :meth:`slapo_graph.arguments.Parameters.arranging`.
+        checks: the variant's, for these modules.
+        swallowed: modules that the graph does not call any more.
+        state: of gradients and autocast, where the graph switches them.
+    """
+
+    variant: Specialization
+    arrange: Callable[..., Sequence[Any]] | None
+    checks: BoundChecks
+    swallowed: tuple[nn.Module, ...]
+    state: regions.State | None
+
+    def holds(self, root: nn.Module) -> bool:
+        """Return whether the graph is still right for ``root``, in the modes that the call was found by."""
+        return (
+            self.checks.hold(root)
+            and (not self.swallowed or not any(map(is_changed, self.swallowed)))
+            and (self.state is None or self.state == regions.state())
+        )
 
 
 # `Specialization`: a recorded graph with the code that runs it.
@@ -175,7 +298,7 @@ class Specialization:
         found = [module.get_submodule(path) for path in calls]
         return tuple((type(below), is_changed(below)) for below in found)
 
-    def run(self, module: nn.Module, given: list[Any]) -> Any:
+    def run(self, module: nn.Module, given: Sequence[Any]) -> Any:
         """Call it.
 
         Args:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,22 +17,27 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
 from slapo_core.internals import forwards, module_index
-from slapo_core.observers import PATCHING
+from slapo_core.observers import PATCHING, is_recording
 from slapo_graph import regions
-from slapo_graph.arguments import MISSING, Parameters, forms
+from slapo_graph.arguments import MISSING, Parameters, call_form, forms
 from slapo_graph.diagnostics import refusal
 from slapo_graph.fake import FakeMode, without_values
 from slapo_graph.guards import describe, fingerprint
 from slapo_graph.leaves import Leaves, is_changed, is_predefined
 from slapo_graph.printing import printed
-from slapo_graph.private import disable_dynamo, parameters_of
+from slapo_graph.private import (
+    disable_dynamo,
+    is_any_autocast_enabled,
+    number_of_function_modes,
+    parameters_of,
+)
 from slapo_graph.protocol import Flag, GuardViolation, Tracer
 from slapo_graph.reads import GlobalNames
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
 from slapo_graph.session import buffers_kept, refusing_changes
 from slapo_graph.sharing import Pool, exact_form
-from slapo_graph.specialization import Plan, Specialization
+from slapo_graph.specialization import Call, Plan, Snapshot, Specialization
 
 if TYPE_CHECKING:
     from slapo_core import Edit, Node
@@ -81,6 +87,8 @@ class TracedForward(forwards.ReplacedForward):
         self.has_dropped = False  # a variant, for one of another form
         self.recorded_anew = 0  # because an attribute or a global name had another value
         self._first: Specialization | None = None
+        self._snapshots: dict[int, Snapshot] = {}  # by the id of a module
+        self._has_snapshots = True  # False: a class below computes what they compare
         self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
 
     @property
@@ -88,10 +96,25 @@ class TracedForward(forwards.ReplacedForward):
         return self.parameters.signature
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        values = self.parameters.bind(module, args, kwargs)
-        variant = self.variant(module, values)
+        form, found = None, None
+        if not torch.compiler.is_compiling() and not (number_of_function_modes() and is_recording()):
+            form = (call_form(args, kwargs), _surroundings())
+            snapshot = self._snapshots.get(id(module))
+            if snapshot is not None:
+                found = snapshot.calls.get((snapshot.modes(module), form))
+        given: Sequence[Any] = (*args, *kwargs.values())
+        if found is not None and found.holds(module):
+            variant = found.variant
+            variant.used = next(_CLOCK)
+            if found.arrange is not None:
+                given = found.arrange(given)
+        else:
+            values = self.parameters.bind(module, args, kwargs)
+            variant, given = self.variant(module, values), [value for value in values if value is not MISSING]
+            if form is not None:
+                self._remember(module, variant, form, self.parameters.arranging(module, len(args), tuple(kwargs)))
         try:
-            return variant.run(module, [value for value in values if value is not MISSING])
+            return variant.run(module, given)
         except GuardViolation as error:
             guard = variant.recorded.guards[error.index]
             raise GuardError(
@@ -102,6 +125,26 @@ class TracedForward(forwards.ReplacedForward):
                 hint="the model decides there what to compute: call it as it was recorded, or trace only modules that "
                 "lie below this decision",
             ) from None
+
+    def _remember(self, module: nn.Module, variant: Specialization, form: Any, arrange: Any) -> None:
+        """Note what runs for calls of a form, for as long as the modules are as they are now."""
+        modules = variant.plan.modules_of(module)
+        if not self._has_snapshots or modules is None or variant.checks.violated(modules) is not None:
+            return
+        snapshots, key = self._snapshots, id(module)
+        snapshot = snapshots.get(key)
+        if snapshot is None or snapshot.modes(module) is None:
+            snapshot = variant.plan.snapshot(modules)
+            if snapshot is None:
+                self._has_snapshots = False
+                return
+            snapshot.root = weakref.ref(module, lambda _: snapshots.pop(key, None))
+            snapshots[key] = snapshot
+        modes = snapshot.modes(module)
+        if modes is not None:
+            swallowed = tuple(map(module.get_submodule, variant.swallowed))
+            state = regions.state() if variant.has_regions else None
+            snapshot.calls[modes, form] = Call(variant, arrange, variant.checks.bound(modules), swallowed, state)
 
     def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Record the graph for the first of these calls that can be recorded.
@@ -150,6 +193,7 @@ class TracedForward(forwards.ReplacedForward):
         Raises:
             TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
         """
+        self._snapshots.clear()
         self.look(module)
         if self.example is not None and not self.holds(module):
             examples = itertools.chain([self.example], (self.parameters.bind(module, *call) for call in calls))
@@ -486,6 +530,7 @@ class TracedForward(forwards.ReplacedForward):
             )
         made = self._shared(module, values, plan, key)
         self.specializations.setdefault(key, []).append(made)
+        self._snapshots.clear()  # it may come before others
         return made
 
     def _drop_one(self) -> None:
@@ -559,6 +604,16 @@ class TracedForward(forwards.ReplacedForward):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Return what decides outside of a model how a call computes; as a part of the key of :class:`TracedForward`."""
+    return (
+        torch.is_grad_enabled(),
+        regions.state() if is_any_autocast_enabled() else None,
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+    )
 
 
 def graph_of(node: Node) -> TracedForward | None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
-from slapo_graph.flat import FlatGraph, compiled, flat
+from slapo_graph.flat import FlatGraph, compiled, flat, set_state
 from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
 from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
@@ -130,6 +130,7 @@ class _Cutting:
             read=tuple(dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr")),
             lists=self._lists,
             last=cuts[segment.index] if segment.index < len(cuts) else None,
+            switches=any(node.target is set_state for node in segment.graph.nodes),
         )
 
     def _source(self, kind: str, what: Any) -> tuple[str, Any]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo_core import GuardError
 from slapo_core.observers import only_looks
-from slapo_graph.flat import FlatGraph, GuardViolation, children, is_merely_traced, set_state, state
+from slapo_graph.flat import FlatGraph, GuardViolation, State, children, is_merely_traced, set_state, state
 from slapo_pipeline.private import (
     children_of,
     hooks_of,
@@ -74,6 +74,7 @@ class Program:
         read: names of the tensors that it reads.
         lists: paths of the lists and dictionaries of modules that code above the cuts may run through.
         last: path of the module after which it was cut; None for the last stage.
+        switches: whether it switches gradients or autocast.
     """
 
     code: Callable[..., Any]
@@ -85,6 +86,7 @@ class Program:
     read: Sequence[str]
     lists: Sequence[str]
     last: str | None
+    switches: bool
 
 
 class CutStage(StageModule):
@@ -143,15 +145,16 @@ class CutStage(StageModule):
 
     def forward(self, inputs: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         program: Program = self.__dict__["_program"]
-        self._require()
         before = state()
+        self._require(before)
         given = [self._given(program, kind, what, inputs, values, before) for kind, what in program.sources]
         try:
             made: dict[str, torch.Tensor] = program.code(self, *given)
         except GuardViolation as error:
             raise self._error(self.__dict__["_flat"].violated(error)) from None
         finally:
-            set_state(*before)
+            if program.switches:
+                set_state(*before)
         for name, (shape, dtype, requires_grad) in program.makes.items():
             tensor = made[name]
             if tensor.shape != shape or tensor.dtype != dtype or (tensor.requires_grad and not requires_grad):
@@ -183,7 +186,7 @@ class CutStage(StageModule):
             return tensor
         return before[0] if kind == "grad" else what
 
-    def _require(self) -> None:
+    def _require(self, now: State) -> None:
         links, modes, inlined, lists = self.__dict__["_checked"]
         for table, name, module, path in links:
             if table.get(name) is not module:
@@ -205,7 +208,7 @@ class CutStage(StageModule):
         for owner, ancestor, name in self.__dict__["_own"]:
             _hold(owner, ancestor, name)  # it may have been replaced meanwhile: materialized, moved
         try:
-            self.__dict__["_flat"].require()
+            self.__dict__["_flat"].require(now)
         except GuardError as error:
             raise self._error(error) from None
 
