@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -135,11 +135,16 @@ def form(value: Any) -> Any:
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
 
 
-def call_form(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`forms`."""
-    key: list[Any] = [len(args), *kwargs]
+def call_form(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
+    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`forms`.
+
+    Args:
+        values: of all arguments.
+        names: of the keyword arguments, which come last.
+    """
+    key: list[Any] = [len(values), *names]
     tensors: list[int] = []
-    for value in (*args, *kwargs.values()):
+    for value in values:
         if value is None:
             key.append(None)
         elif type(value) is torch.Tensor:

@@ -125,11 +125,11 @@ class FlatGraph:
         """Drop the tensors of the run."""
         self.values, self.storages = {}, {}
 
-    def require(self, now: State) -> None:
+    def require(self, setting: State) -> None:
         """Require the recorded attributes, global names, autocast and tensor shapes.
 
         Args:
-            now: what :func:`state` gives.
+            setting: what :func:`state` gives now.
 
         Raises:
             GuardError: an attribute, a global name, autocast or the default dtype is another; a parameter or buffer
@@ -147,7 +147,7 @@ class FlatGraph:
             if found.shape != shape or found.dtype != dtype:
                 was, now = f"{tuple(shape)} and {dtype}", f"{tuple(found.shape)} and {found.dtype}"
                 raise GuardError(f"recorded with '{name}' of shape {was}, and now it is of shape {now}", hint=_HINT)
-        if now[1:] != self.state[1:]:
+        if setting[1:] != self.state[1:]:
             raise GuardError("recorded under another autocast setting", hint=_HINT)
         if torch.get_default_dtype() != self._default:
             raise GuardError(f"recorded with the default dtype {self._default}", hint=_HINT)

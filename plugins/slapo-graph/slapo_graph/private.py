@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch._C import (
     DisableTorchFunction,
     TensorBase,
+    _is_any_autocast_enabled,
     _jit_get_schemas_for_operator as schemas_for_operator,
     _len_torch_function_stack as number_of_function_modes,
     _set_grad_enabled as set_grad_enabled,
@@ -112,8 +113,11 @@ def is_changed(module: nn.Module) -> bool:
 
 
 def is_any_autocast_enabled() -> bool:
-    """Return whether autocast is enabled for any kind of device."""
-    return torch._C._is_any_autocast_enabled() or torch.is_autocast_enabled("mps")  # which torch's leaves out
+    """Return whether autocast is enabled for any kind of device that there may be."""
+    return _is_any_autocast_enabled() or (_HAS_MPS and torch.is_autocast_enabled("mps"))
+
+
+_HAS_MPS = torch.backends.mps.is_built()  # torch asks about all other kinds
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -96,13 +96,13 @@ class TracedForward(forwards.ReplacedForward):
         return self.parameters.signature
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given: Any = (*args, *kwargs.values())
         form, found = None, None
         if not torch.compiler.is_compiling() and not (number_of_function_modes() and is_recording()):
-            form = (call_form(args, kwargs), _surroundings())
+            form = (call_form(given, kwargs), _surroundings())
             snapshot = self._snapshots.get(id(module))
             if snapshot is not None:
                 found = snapshot.calls.get((snapshot.modes(module), form))
-        given: Sequence[Any] = (*args, *kwargs.values())
         if found is not None and found.holds(module):
             variant = found.variant
             variant.used = next(_CLOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -73,8 +74,69 @@ def test_each_check(
     assert str(caught.value).startswith("stage ")
 
 
+class Scaled(nn.Module):
+    bend = 0.25
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.config, self.weights = nn.Linear(4, 4), nn.Linear(4, 4), Config(), [1.0, 2.0]
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), 0.5
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            offset = x.mean() * sum(self.weights)
+        return self.b(self.a(x) + self.shift + offset) * self.scale * self.bend * (2 if self.config.double else 1)
+
+
+def hook_in_a_new_table(model: Scaled) -> None:
+    model._forward_hooks = collections.OrderedDict()
+    model.register_forward_hook(lambda *_: None)
+
+
+LATER: dict[str, Callable[[Scaled], Any]] = {
+    "shift": lambda model: setattr(model, "shift", 3.0),
+    "weights": lambda model: model.weights.append(3.0),
+    "config.double": lambda model: setattr(model.config, "double", False),
+    "Single": lambda model: setattr(model, "config", Single()),
+    "bend": lambda model: setattr(model, "bend", 2.0),
+    "scale": lambda model: setattr(model.scale, "data", model.scale.data.double()),
+    "'a'": lambda model: setattr(model, "a", nn.Linear(4, 4)),
+    "the root": hook_in_a_new_table,
+    "eval": lambda model: model.eval(),
+    "forward": lambda model: setattr(model, "forward", lambda x: x),
+}
+
+
+class Single:
+    double = False
+
+
+@pytest.mark.parametrize("word", list(LATER))
+def test_a_change_between_two_micro_batches_is_refused(word: str) -> None:
+    model, x = Scaled(), torch.rand(3, 4)
+    made = cut(model, ["a"], x)
+    for _ in range(2):
+        torch.testing.assert_close(made.run({"x": x}), model(x))
+    LATER[word](model)
+    with pytest.raises(GuardError) as caught:
+        made.run({"x": x})
+    assert word in str(caught.value)
+
+
+def test_new_values_and_frozen_parameters_are_followed_between_two_micro_batches() -> None:
+    model, x = Scaled(), torch.rand(3, 4)
+    made = cut(model, ["a"], x)
+    for _ in range(2):
+        torch.testing.assert_close(made.run({"x": x}), model(x))
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    model.scale.requires_grad_(False)
+    torch.testing.assert_close(made.run({"x": x}), model(x))
+    assert torch.is_grad_enabled()
+
+
 def test_global_names_autocast_and_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     made = cut(Model(), ["a"], **CALL)
+    made.run(CALL)
     with torch.autocast("cpu"), pytest.raises(GuardError, match="another autocast setting"):
         made.run(CALL)
     monkeypatch.setattr(f"{Model.__module__}.FACTOR", 3)

@@ -186,7 +186,7 @@ class CutStage(StageModule):
             return tensor
         return before[0] if kind == "grad" else what
 
-    def _require(self, now: State) -> None:
+    def _require(self, setting: State) -> None:
         links, modes, inlined, lists = self.__dict__["_checked"]
         for table, name, module, path in links:
             if table.get(name) is not module:
@@ -208,7 +208,7 @@ class CutStage(StageModule):
         for owner, ancestor, name in self.__dict__["_own"]:
             _hold(owner, ancestor, name)  # it may have been replaced meanwhile: materialized, moved
         try:
-            self.__dict__["_flat"].require(now)
+            self.__dict__["_flat"].require(setting)
         except GuardError as error:
             raise self._error(error) from None
 
