@@ -134,12 +134,34 @@ def test_modules_keep_their_tensors_children_and_hooks_in_these_tables() -> None
     assert private.is_changed(module)
 
 
+def test_every_instance_has_its_mode_and_tables_and_no_class_computes_them() -> None:
+    own = nn.Linear(2, 2).__dict__
+    assert own["training"] is True
+    assert own[private.PARAMETERS].keys() == {"weight", "bias"}
+    assert own[private.CHILDREN] == {}
+    assert private.HOOKS(own) == ({}, {}, {}, {})
+    assert not any(name in own for name in private.FORWARDS)
+    assert not any(hasattr(nn.Module, name) for name in ("training", private.PARAMETERS, private.CHILDREN))
+    assert nn.Module.__eq__ is object.__eq__
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu", "hpu"])
+def test_autocast_of_every_kind_of_device_is_known(kind: str) -> None:
+    assert not private.is_any_autocast_enabled()
+    torch.set_autocast_enabled(kind, True)
+    try:
+        assert private.is_any_autocast_enabled()
+    finally:
+        torch.set_autocast_enabled(kind, False)
+
+
 def test_a_module_that_was_compiled_can_be_called_uncompiled() -> None:
     module = nn.Linear(2, 2)
     assert (private.is_compiled(module), private.compiled_calls_of(module)) == (False, [])
     module.compile(backend=lambda graph, inputs: pytest.fail("compiled"))
     assert private.is_compiled(module)
     assert private.is_changed(module)
+    assert private.FORWARDS[1] in module.__dict__
     assert len(private.compiled_calls_of(module)) == 1
     x = torch.ones(1, 2)
     assert torch.equal(private.call_uncompiled(module, x), module.forward(x))

@@ -265,6 +265,21 @@ def test_a_swallowed_module_is_changed_no_more(message: Messages) -> None:
     message(caught, "'fc' got hooks")
 
 
+def test_a_call_that_was_taken_out_gets_no_hook_after_calls_that_were_right() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.fc(x))
+
+    schedule = traced(forward)
+    schedule.replace(lambda x: torch.tanh(x), lambda x: torch.relu(patterns.call_module("fc", x)))
+    for _ in range(3):
+        assert torch.equal(schedule.model(X), torch.tanh(X))
+    handle = schedule.model.fc.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
+    with pytest.raises(slapo.GuardError, match="'fc' got hooks"):
+        schedule.model(X)
+    handle.remove()
+    assert torch.equal(schedule.model(X), torch.tanh(X))
+
+
 def test_what_nothing_uses_any_more_goes_only_if_nobody_can_miss_it() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         mask = torch.tril(torch.ones(3, 3))

@@ -24,6 +24,8 @@ FACTOR = 2.0
 
 
 class Config:
+    kind = 1
+
     def __init__(self) -> None:
         self.slope, self.steps = 0.5, [1.0, 2.0]
 
@@ -38,6 +40,7 @@ class Inner(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         extra = getattr(self, "extra", None)
         y = self.fc(x) * self.scale * self.power
+        y = y if self.training else y * 2
         return y if extra is None else y + extra
 
 
@@ -47,7 +50,7 @@ class Other(Inner):
 
 
 class Block(nn.Module):
-    bend = 0.25
+    bend = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class Block(nn.Module):
         self.register_buffer("mean", torch.full((4,), 0.5))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, mode: str = "a", **more: Any) -> Any:
-        y = self.drop(self.inner(x)) * self.config.slope + sum(self.config.steps) * self.bend
+        y = self.drop(self.inner(x)) * self.config.slope * self.config.kind + sum(self.config.steps) * self.bend
         for each in self.many:
             y = each(y) * FACTOR
         y = y * self.gain if self.gain.requires_grad and torch.is_grad_enabled() else y * 3
@@ -126,6 +129,10 @@ class Slower(Config):
         self.slope = 0.125
 
 
+class Sharper(Config):
+    kind = 3
+
+
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(7)
     return make()
@@ -150,6 +157,20 @@ def evaluation_of_one(block: Block) -> Iterator[None]:
     block.drop.eval()
     yield
     block.drop.train()
+
+
+@change
+def evaluation_of_a_recorded_one(block: Block) -> Iterator[None]:
+    block.inner.training = False
+    yield
+    block.inner.training = True
+
+
+@change
+def another_class_of_an_object(block: Block) -> Iterator[None]:
+    block.config.__class__ = Sharper
+    yield
+    block.config.__class__ = Config
 
 
 @change
@@ -252,7 +273,7 @@ class Halved(nn.Module):
 
 @change
 def an_attribute_of_the_class(block: Block) -> Iterator[None]:
-    before, type(block).bend = type(block).bend, 4.0
+    before, type(block).bend = type(block).bend, 4
     yield
     type(block).bend = before
 
@@ -352,6 +373,34 @@ def test_a_change_between_two_calls_is_seen(name: str, form: str) -> None:
         found = [run(model), run(model)]
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
+    for _ in range(2):
+        assert_same(run(model), run(plain))
+
+
+class Doubling:
+    """As steps put them on modules: a graph may hold it."""
+
+    slapo_is_inlined = True
+
+    def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * 2
+
+
+def test_a_hook_beside_one_that_a_graph_holds_is_seen() -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    plain.block.inner.register_forward_hook(Doubling())
+    model = copy.deepcopy(plain)
+    sch = slapo.create_schedule(model, example_inputs=X)
+    sch["block"].trace(flatten=True)
+    assert "inner" not in sch["block"].graph.called
+    for _ in range(3):
+        assert_same(run(model), run(plain))
+    handles = [one.block.inner.register_forward_hook(lambda module, args, out: out + 1) for one in (model, plain)]
+    for _ in range(2):
+        assert_same(run(model), run(plain))
+    for handle in handles:
+        handle.remove()
     for _ in range(2):
         assert_same(run(model), run(plain))
 
