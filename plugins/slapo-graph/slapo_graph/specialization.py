@@ -148,8 +148,8 @@ _DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 class Snapshot:
     """Tell quickly whether the modules of a plan are still the same, and in which modes.
 
-    Tables are read at every call; what is kept is what they held. The root is not kept: a copy of a model that nobody
-    else holds is freed.
+    Tables are read at every call; what is kept is what they held. The root is not kept, so that a copy of a model is
+    freed with its last reference.
 
     Args:
         modules: the root, and the others.

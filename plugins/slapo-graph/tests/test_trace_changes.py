@@ -65,11 +65,14 @@ class Block(nn.Module):
             y = each(y) * FACTOR
         y = y * self.gain if self.gain.requires_grad and torch.is_grad_enabled() else y * 3
         y = y + self.mean if mask is None else y * mask + (1.0 if mask is x else 0.0)
-        y = y + more["bias"] if "bias" in more else y
+        y = y * (1 if mask is None else 1 + mask.dim()) * (1 if mask is None or mask.dtype == X.dtype else 2)
+        y = y + more["bias"] if more.get("bias") is not None else y
+        y = y * 2 if torch.is_autocast_enabled("cpu") else y
         y = y + 1 if self.norm.weight.dtype == torch.float64 else y
         y = y + 1 if torch.get_default_dtype() == torch.float64 else y
         y = y + 1 if torch.is_inference_mode_enabled() else y
-        return self.norm(y + self.shift) if mode == "a" else y + self.shift
+        y = y + self.shift
+        return y + self.norm(y) if mode == "a" else y
 
 
 class Model(nn.Module):
@@ -300,6 +303,8 @@ def autocast(block: Block) -> Iterator[None]:
 
 @change
 def inference(block: Block) -> Iterator[None]:
+    with torch.no_grad():
+        block(X), block(X)
     with torch.inference_mode():
         yield
 
@@ -439,7 +444,7 @@ def test_a_tie_that_ends_and_the_dtype_of_a_region_are_seen(flatten: bool) -> No
 @pytest.mark.parametrize("form", ["traced", "flat"])
 def test_each_form_of_a_call_gets_its_graph(form: str) -> None:
     plain, model, _ = pair(form)
-    ones, wide = torch.ones(4), torch.ones(2, 4)
+    ones, wide = torch.arange(4.0), torch.ones(2, 4)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((), {}),
         ((ones,), {}),
@@ -448,6 +453,8 @@ def test_each_form_of_a_call_gets_its_graph(form: str) -> None:
         ((), {"mode": "b", "mask": ones}),
         ((), {"mask": ones, "mode": "b"}),
         ((), {"bias": ones}),
+        ((), {"mask": wide, "bias": None}),
+        ((), {"mask": None, "bias": wide}),
         ((ones,), {"bias": wide, "mode": "b"}),
         ((ones.double(),), {"mode": "b"}),
     ]
