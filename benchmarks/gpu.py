@@ -137,7 +137,8 @@ PARTS = {
         45,
         """A training step of an unmodified `LlamaForCausalLM` of transformers: 16 layers, width 2048, 32 heads, 8 of
 keys and values, vocabulary 128,256, embeddings and head one matrix; bfloat16, sequences of 2,048 tokens, fused AdamW.
-*kernels* is `slapo_models.llama`: each layer traced, attention and norms replaced, rotary embeddings and SwiGLU fused.
+*kernels* is `slapo_models.llama(sch, attention="fusion.causal_sdpa")`: each layer traced, attention and norms replaced,
+rotary embeddings and SwiGLU fused.
 *compiled layers* is `sch["model.layers.*"].compile()`.""",
         TRAINING,
     ),

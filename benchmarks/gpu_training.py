@@ -164,7 +164,7 @@ def scheduled(
     sch = slapo.create_schedule(model, mesh={"tp": 1}, example_inputs=batch)
     blocks: Any = sch["model.layers.*"]
     if kernels:
-        slapo_models.llama(sch, kernels=True, compiler=compiler)
+        slapo_models.llama(sch, attention="fusion.causal_sdpa", compiler=compiler)
     if layers:
         blocks.compile(backend=compiler)
     if graphs:

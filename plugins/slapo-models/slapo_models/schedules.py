@@ -94,6 +94,7 @@ def gpt(
     sch: slapo.Schedule,
     *,
     kernels: bool = True,
+    attention: str = "fusion.sdpa",
     checkpoint: float = 0.0,
     embeddings: bool = True,
     stages: int = 1,
@@ -105,6 +106,8 @@ def gpt(
         sch: see :func:`bert`.
         kernels: whether to trace each layer, replace its attention and its GELU, and fuse dropout, residual and
             LayerNorm. The model must be made with ``attn_implementation="eager"``.
+        attention: pattern by which attention is replaced. ``"fusion.causal_sdpa"``, where every mask is the causal one
+            alone (no padding, no cache), takes no mask, so that FlashAttention can be chosen; it checks the masks.
         checkpoint: see :func:`bert`.
         embeddings: see :func:`bert`.
         stages: see :func:`bert`.
@@ -122,7 +125,7 @@ def gpt(
         sch["transformer.wte"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
-        layers.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.gelu_tanh")
+        layers.trace(flatten=True).replace(match=attention).replace(match="fusion.gelu_tanh")
         layers.fuse("fusion.bias_dropout_add_norm", compiler=compiler)
     for layer in list(layers)[: round(checkpoint * len(layers))]:
         layer.checkpoint()
@@ -134,6 +137,7 @@ def opt(
     sch: slapo.Schedule,
     *,
     kernels: bool = True,
+    attention: str = "fusion.sdpa",
     checkpoint: float = 0.0,
     embeddings: bool = True,
     stages: int = 1,
@@ -145,6 +149,7 @@ def opt(
         sch: see :func:`bert`.
         kernels: whether to trace each layer, replace its attention, and fuse dropout, residual and LayerNorm. The model
             must be made with ``attn_implementation="eager"``.
+        attention: see :func:`gpt`.
         checkpoint: see :func:`bert`.
         embeddings: see :func:`bert`.
         stages: see :func:`bert`.
@@ -163,7 +168,7 @@ def opt(
         sch["model.decoder.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
-        layers.trace(flatten=True).replace(match="fusion.sdpa").fuse("fusion.bias_dropout_add_norm", compiler=compiler)
+        layers.trace(flatten=True).replace(match=attention).fuse("fusion.bias_dropout_add_norm", compiler=compiler)
     for layer in list(layers)[: round(checkpoint * len(layers))]:
         layer.checkpoint()
     for stage in range(1, stages):
@@ -222,6 +227,7 @@ def llama(
     sch: slapo.Schedule,
     *,
     kernels: bool = True,
+    attention: str = "fusion.sdpa",
     checkpoint: float = 0.0,
     embeddings: bool = True,
     stages: int = 1,
@@ -233,6 +239,7 @@ def llama(
         sch: see :func:`bert`.
         kernels: whether to trace each layer, replace its attention and its norms, and fuse rotary embeddings and
             SwiGLU. The model must be made with ``attn_implementation="eager"``.
+        attention: see :func:`gpt`.
         checkpoint: see :func:`bert`.
         embeddings: see :func:`bert`.
         stages: see :func:`bert`.
@@ -254,7 +261,7 @@ def llama(
             sch["lm_head"].shard("weight", axis=0, pad=True)
         sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
     if kernels:
-        layers.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
+        layers.trace(flatten=True).replace(match=attention).replace(match="fusion.rms_norm")
         for pattern in ("fusion.rotary", "fusion.swiglu"):
             layers.fuse(pattern, compiler=compiler)
     for layer in list(layers)[: round(checkpoint * len(layers))]:

@@ -103,6 +103,18 @@ def test_each_layer_has_its_kernels_and_the_schedule_can_be_replayed(name: str) 
     assert str(again[layers[-1]].graph) == str(sch[layers[-1]].graph)
 
 
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(each, marks=pytest.mark.breadth) for each in ("gpt", "opt"))])
+def test_attention_by_causal_masks_is_right_and_finds_padding(name: str) -> None:
+    family = FAMILIES[name]
+    sch = slapo.create_schedule(family.make(), mesh={"tp": 1}, example_inputs=family.batch)
+    family.apply(sch, attention="fusion.causal_sdpa")
+    slapo.verify(sch, family.batch)
+    padded = {**family.batch, "attention_mask": torch.ones_like(family.batch["input_ids"])}
+    padded["attention_mask"][0, -3:] = 0
+    with pytest.raises(RuntimeError, match="the mask is not causal"):
+        sch.model(**padded)
+
+
 def test_the_pages_show_the_schedule_its_lines_and_its_kernels() -> None:
     source = inspect.getsource(schedules)
     functions, readme = parsed(source), (ROOT / "plugins" / "slapo-models" / "README.md").read_text(encoding="utf-8")
