@@ -68,7 +68,7 @@ def device_of(options: argparse.Namespace, processes: int = 1, *, shared: bool =
 
 
 def say_device(options: argparse.Namespace, processes: int, *, shared: bool) -> None:
-    """Print a line where there is a GPU: who takes it, or why nobody does."""
+    """Print a line where there is a GPU: which processes take it, or why none does."""
     count, device = torch.cuda.device_count(), device_of(options, processes, shared=shared)
     if device.type == "cuda":
         how = "a GPU each" if count >= processes else f"{count} of the GPUs, connected by gloo"

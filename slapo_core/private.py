@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,14 +19,19 @@ def active_function_modes() -> list[Any]:
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-any-return]
 
 
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-"""Return the live table of a module's own parameters by name; None for unset ones."""
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the live table of a module's own parameters by name; None for unset ones."""
+    return module._parameters
 
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-"""Return the live table of a module's own buffers by name; None for unset ones."""
 
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""Return the live table of a module's children by name; None for unset ones."""
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live table of a module's own buffers by name; None for unset ones."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the live table of a module's children by name; None for unset ones."""
+    return module._modules
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:

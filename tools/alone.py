@@ -94,7 +94,7 @@ def copy_tests(name: str, directory: Path) -> str:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate"]
     shared = (*SHARED, "tests/support", "tests/dists", f"{tests.removesuffix('tests')}README.md")
     files = subprocess.check_output([*command, *shared, tests], cwd=ROOT, text=True).splitlines()
-    others = ("tests/core/", "tests/ecosystem/", "tests/integration/", "tests/architecture/")
+    others = ("tests/core/", "tests/ecosystem/", "tests/integration/", "tests/architecture/", "tests/gpu/")
     for file in files:
         if (ROOT / file).exists() and (file.startswith(f"{tests}/") or not file.startswith(others)):
             (directory / file).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``fusion.sdpa`` on a GPU: masks in the query's type, FlashAttention where the mask allows it, and what it takes."""
+"""``fusion.sdpa`` and ``fusion.causal_sdpa`` on a GPU: types of masks, FlashAttention where it can be, and times."""
 
 from __future__ import annotations
 
@@ -50,17 +50,20 @@ def masked(self: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
     return torch.matmul(weights, v)
 
 
+WITHOUT_MASK = [("no mask", "fusion.sdpa"), ("causal", "fusion.causal_sdpa")]
 FORMS = {"no mask": plain, "causal": causal, "added mask": masked}
 
 
-def replaced(form: str, device: Any, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
+def replaced(
+    form: str, device: Any, dtype: torch.dtype, pattern: str = "fusion.sdpa"
+) -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
     """The model, a scheduled one, and a batch whose mask is in float32."""
     inputs = (torch.randn(2, 64, 128).to(device, dtype), torch.zeros(2, 1, 64, 64, device=device))
     inputs[1][..., 48:] = -3e38
     models = [nn.Sequential(Wrapped(Attention(FORMS[form]))).to(device, dtype) for _ in range(2)]
     sch: Any = slapo.create_schedule(models[1], example_inputs=(inputs,))
     sch["0.attention"].trace(flatten=True)
-    sch["0.attention"].replace(match="fusion.sdpa")
+    sch["0.attention"].replace(match=pattern)
     return models[0], models[1], inputs
 
 
@@ -91,9 +94,11 @@ def test_the_replacement_takes_any_mask_in_any_type(device: torch.device, form: 
 
 
 @pytest.mark.gpu(3)
-@pytest.mark.parametrize("form", ["no mask", "causal"])
-def test_without_a_mask_or_with_a_causal_one_flash_attention_can_be_chosen(device: torch.device, form: str) -> None:
-    model, kernel, inputs = replaced(form, device, torch.bfloat16)
+@pytest.mark.parametrize(("form", "pattern"), WITHOUT_MASK)
+def test_without_a_mask_or_with_a_causal_one_flash_attention_can_be_chosen(
+    device: torch.device, form: str, pattern: str
+) -> None:
+    model, kernel, inputs = replaced(form, device, torch.bfloat16, pattern)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # or "No available kernel"
         output = kernel(inputs)
         output.float().square().mean().backward()
@@ -111,9 +116,9 @@ def kernels_of(function: Callable[[], Any], device: torch.device) -> list[str]:
 
 
 @pytest.mark.gpu(3.1)
-@pytest.mark.parametrize("form", ["no mask", "causal"])
-def test_flash_attention_is_chosen(device: torch.device, measured: Any, form: str) -> None:
-    _, kernel, inputs = replaced(form, device, torch.bfloat16)
+@pytest.mark.parametrize(("form", "pattern"), WITHOUT_MASK)
+def test_flash_attention_is_chosen(device: torch.device, measured: Any, form: str, pattern: str) -> None:
+    _, kernel, inputs = replaced(form, device, torch.bfloat16, pattern)
     kernels = kernels_of(lambda: kernel(inputs), device)
     measured(kernels=[name for name in kernels if "flash" in name.lower() or "fmha" in name.lower()])
     assert any("flash" in name.lower() for name in kernels), kernels
@@ -132,8 +137,9 @@ def of_transformers(name: str, device: Any, attention: str) -> nn.Module:
 
 
 @pytest.mark.gpu(3.2)
+@pytest.mark.parametrize("pattern", ["fusion.sdpa", "fusion.causal_sdpa"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_models_of_transformers_in_bfloat16(device: torch.device, measured: Any, name: str) -> None:
+def test_models_of_transformers_in_bfloat16(device: torch.device, measured: Any, name: str, pattern: str) -> None:
     """The same numbers as written out; which kernels run, and what it takes beside transformers' own."""
     ids = torch.arange(128, device=device).reshape(2, 64) * 5 % 96
     batch = {"input_ids": ids, "labels": ids.flip(1)}
@@ -141,7 +147,7 @@ def test_models_of_transformers_in_bfloat16(device: torch.device, measured: Any,
     ours = of_transformers(name, device, "eager")
     sch: Any = slapo.create_schedule(ours, example_inputs=batch)
     layers = sch["model.layers.*" if name == "llama" else "transformer.h.*"]
-    layers.trace(flatten=True).replace(match="fusion.sdpa")
+    layers.trace(flatten=True).replace(match=pattern)
     models = {"eager": eager, "ours": ours, "transformers": of_transformers(name, device, "sdpa")}
     taken, losses = {}, {}
     for form, model in models.items():
@@ -157,5 +163,7 @@ def test_models_of_transformers_in_bfloat16(device: torch.device, measured: Any,
         taken[f"{form}_kernels"] = [each for each in names if any(word in each.lower() for word in ("flash", "fmha"))]
         taken[f"{form}_us"] = microseconds(step, device, calls=10)[1]
     measured(**taken)
+    if pattern == "fusion.causal_sdpa":
+        assert any("flash" in each.lower() for each in taken["ours_kernels"])
     assert losses["ours"] == pytest.approx(losses["eager"], rel=2e-2)
     close(gradients(ours), gradients(eager), rtol=0.1)

@@ -192,6 +192,7 @@ def test_bound_operators_of_torch_and_a_fallback(device: torch.device) -> None:
 PATTERNS = (
     "bias_dropout_add_norm",
     "bias_gelu",
+    "causal_sdpa",
     "gelu",
     "gelu_tanh",
     "qkv",
@@ -201,7 +202,7 @@ PATTERNS = (
     "swiglu",
     "swiglu_projections",
 )
-REPLACED = ("fusion.sdpa", "fusion.rms_norm", "fusion.gelu", "fusion.gelu_tanh")
+REPLACED = ("fusion.sdpa", "fusion.causal_sdpa", "fusion.rms_norm", "fusion.gelu", "fusion.gelu_tanh")
 
 
 def forms() -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,6 +50,16 @@ def convolution(module: Any, input: torch.Tensor) -> torch.Tensor:
     return module._conv_forward(input, module.weight, None)
 
 
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the live table of a module's own parameters by name; None for unset ones."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the live table of a module's own buffers by name; None for unset ones."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the live table of a module's children by name; None for unset ones."""
+    return module._modules
