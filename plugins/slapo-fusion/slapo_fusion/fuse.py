@@ -97,7 +97,7 @@ class Fused:
     def _failure(self, error: BaseException) -> ApplyError:
         return ApplyError(
             f"{self.where}: compiler '{self.compiler.name}' failed: {reason(error)}",
-            hint="choose another compiler, or undo that step: the model is unchanged",
+            hint="check the arguments; else choose another compiler, or undo that step: the model is unchanged",
         )
 
     def __reduce__(self) -> Any:
