@@ -98,7 +98,7 @@ def _require_causal(mask: Tensor, *, hidden: bool | None) -> None:
         hidden: what it says where it is not 0; None: what is added to the scores.
     """
     is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    is_known = not torch.compiler.is_compiling() and not is_captured
+    is_known = not torch.compiler.is_compiling() and not is_captured and not mask.is_inference()  # which has no version
     if is_known and _CHECKED.get(mask) == version_of(mask):
         return
     behind = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)

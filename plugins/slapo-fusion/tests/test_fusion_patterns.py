@@ -274,6 +274,16 @@ def test_a_causal_mask_is_checked_once_and_not_given_on(
         causal_attention(q, mask=mask, scale=0.3, **shared)
 
 
+def test_a_causal_mask_of_inference_mode_is_checked_at_every_call() -> None:
+    expected = F.softmax(Q @ K.mT * 0.3 + LOW, dim=-1) @ V
+    with torch.inference_mode():
+        mask = LOW.clone()
+        torch.testing.assert_close(causal_attention(Q, K.mT, V, mask=mask, scale=0.3), expected)
+        mask[0, 0, 3, 0] = -1e9  # no version tells it
+        with pytest.raises(RuntimeError, match="not causal"):
+            causal_attention(Q, K.mT, V, mask=mask, scale=0.3)
+
+
 BAD = {
     "padding": PADDING,
     "a window": LOW[:1] + torch.full((6, 6), -1e9).tril(-3),
