@@ -100,7 +100,7 @@ SMALL = Size(2, 64, 4, 2, 128, 256, 2, 16)
 
 
 class UnavailableError(Exception):
-    """This variant does not run here; the message says why."""
+    """Signal a variant that cannot run here; the message is the reason."""
 
 
 # -- variants: each takes a model and gives its step -----------------------------------------------------------------

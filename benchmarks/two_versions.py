@@ -22,6 +22,7 @@ import sys, time, torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 import slapo_core as slapo
+from schedule_cost import shard_bert
 
 torch.set_num_threads(1)
 
@@ -45,16 +46,6 @@ def fresh():
     reused.undo(to=0)
     reused = slapo.create_schedule(reused.model, mesh={"tp": 2})
     return reused
-
-def shard_bert(sch):
-    for layer in sch["bert.encoder.layer.*"]:
-        attention = layer["attention.self"]
-        for projection in ("query", "key", "value"):
-            attention[projection].shard(["weight", "bias"], axis=0)
-        attention.sync("bwd_post", "all_reduce")
-        layer["attention.output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-        layer["intermediate.dense"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
-        layer["output.dense"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 def sharded_bert():
     sch = fresh()
@@ -110,6 +101,7 @@ COMMANDS = {
     "slapo plugins list": ("-m", "slapo_core.cli.main", "plugins", "list"),
 }
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 class Installation:
@@ -119,7 +111,12 @@ class Installation:
         self.python = python
         command = [python, "-W", "ignore", "-c", WORKER]
         self.worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=ENVIRONMENT
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+            env={**ENVIRONMENT, "PYTHONPATH": FOLDER},
         )
         self.parts = self._answer().strip().split(",")
 

@@ -143,7 +143,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 # `Captured`: the forward of a module as CUDA graphs, one for each form of call.
 
 _FEW_CALLS, _MOST_WASTED = 10, 2
-"""A graph that is dropped after fewer calls is wasted; so many in a row are captured anew."""
+"""A graph that is dropped after fewer calls is wasted; more such graphs in a row are refused."""
 
 _CAPTURING: ContextVar[bool] = ContextVar("a module is captured, with all captured modules below it", default=False)
 
@@ -362,7 +362,7 @@ class Cudagraphify(Primitive):
     be (NCCL): every rank must capture at the same call.
 
     Warm-up and capture leave buffers and RNG states as they were. Where parameters, buffers, attributes, children or
-    hooks of the module were replaced or moved since, its graphs are dropped, and captured anew. A replay runs no Python
+    hooks of the module were replaced or moved since, its graphs are dropped and captured again. A replay runs no Python
     of the forward: what it reads besides its arguments and the module stays as it was at the capture.
 
     Results and gradients are copied out of the graph's memory (one kernel for each result, one for all gradients), so

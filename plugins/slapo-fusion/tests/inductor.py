@@ -1,4 +1,4 @@
-"""A stand-in for inductor's CUDA graphs: every replay of a graph overwrites the results of the one before it."""
+"""Inductor's CUDA graphs, emulated: every replay of a graph overwrites the results of the one before it."""
 
 from __future__ import annotations
 

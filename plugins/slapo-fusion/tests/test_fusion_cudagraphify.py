@@ -273,7 +273,7 @@ def to_float64(model: Any) -> None:
     sampled([move_data, replace_parameter, replace_child, replace_buffer, set_attribute, hook, to_float64]),
 )
 @pytest.mark.usefixtures("on_cpu")
-def test_what_changed_since_the_capture_is_captured_anew(change: Callable[[Any], None]) -> None:
+def test_a_module_that_changed_since_its_capture_is_captured_again(change: Callable[[Any], None]) -> None:
     models, x = blocks(), torch.randn(4, 6)
     same_step(models, loss_of(x))
     for model in models:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -48,10 +49,13 @@ def test_only_megatron_takes_tensors_for_those_of_a_gpu() -> None:
     assert run_process(_kinds, timeout=60.0) == ["torch.FloatTensor", "torch.cuda.FloatTensor", True, "type", "float16"]
 
 
+def _asked(x: torch.Tensor) -> tuple[Any, Any]:
+    return x.type(), x.cuda()
+
+
 def _kinds() -> list[Any]:
     private.tensors_of_megatron_are_on_gpu()
     private.tensors_of_megatron_are_on_gpu()  # a second time changes nothing
     x = torch.ones(2)
-    of_megatron: dict[str, Any] = {"__name__": "megatron.core.optimizer", "x": x}
-    kind, moved = eval("x.type()", of_megatron), eval("x.cuda()", of_megatron)
+    kind, moved = FunctionType(_asked.__code__, {"__name__": "megatron.core.optimizer"})(x)
     return [x.type(), kind, moved is x, torch.Tensor.type.__name__, str(x.type(torch.float16).dtype).split(".")[1]]
