@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,14 @@ HOOK_TABLES: dict[str, tuple[str, ...]] = {
 }
 """Kind of hook -> the tables that its registration writes to, the functions' first."""
 
+STATE_DICT_HOOK_TABLES = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""The tables of a module's hooks that run when its state is saved or loaded."""
+
 TENSOR_HOOK_TABLES = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
@@ -69,6 +78,18 @@ def hooks_of(module: nn.Module) -> dict[Any, dict[int, Callable[..., Any]]]:
     return {kind: getattr(module, tables[0]) for kind, tables in HOOK_TABLES.items()}
 
 
+def function_of_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function registered, of a hook that torch wrapped to pass its module."""
+    return getattr(hook, "hook", hook)
+
+
+def pass_module(hook: Callable[..., Any], old: nn.Module, new: nn.Module) -> None:
+    """Let a hook that torch wrapped to pass ``old`` pass ``new``."""
+    passed = getattr(hook, "module", None) if getattr(hook, "with_module", False) else None
+    if passed is not None and passed() is old:
+        hook.module = weakref.ref(new)  # type: ignore[attr-defined]
+
+
 def full_backward_flag(module: nn.Module) -> bool | None:
     """Return False if the backward hooks are of the deprecated kind; None if none was ever registered."""
     return module._is_full_backward_hook
@@ -76,7 +97,7 @@ def full_backward_flag(module: nn.Module) -> bool | None:
 
 def set_full_backward_flag(module: nn.Module, flag: bool | None) -> None:
     """Set the kind of a module's backward hooks."""
-    module._is_full_backward_hook = flag
+    module.__dict__["_is_full_backward_hook"] = flag  # past a __setattr__ of the module's class
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ApplyError
-from slapo_core.observers import Carried
 from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, set_tensor, signature_mismatches
 from slapo_core.tree.edit import Edit
@@ -140,13 +139,11 @@ class Replace(Primitive):
                 text = "; ".join(str(violation) for violation in violations)
                 raise ApplyError(f"the module made for '{node.path}' does not fit: {text}", path=node.path)
         plan = self._plan(node, new)
-        carried = Carried.of(node, new)
         edit.replace_module(node, new, moved=plan.moved, dropped=plan.dropped)
         for new_name, tensor in plan.taken.items():
             set_tensor(node, new_name, tensor, edit)
         if old.training != new.training:
             set_mode(node, edit, old.training)
-        carried.over(node, edit)
         edit.note(plan.describe())
 
     def postconditions(self, node: Node) -> Iterator[Violation]:

@@ -1,13 +1,25 @@
-"""Changes that undo exactly: an attribute that was set, a hook taken out, gradient hooks that were moved."""
+"""Changes that undo exactly: an attribute that was set, a hook taken out, hooks that were moved."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 
-from slapo_core.private import TENSOR_HOOK_TABLES, buffers_of, parameters_of
+from slapo_core.private import (
+    HOOK_TABLES,
+    STATE_DICT_HOOK_TABLES,
+    TENSOR_HOOK_TABLES,
+    buffers_of,
+    full_backward_flag,
+    function_of_hook,
+    hooks_of,
+    parameters_of,
+    pass_module,
+    set_full_backward_flag,
+)
 
 MISSING: Any = object()
 
@@ -144,3 +156,70 @@ class TakenHook:
         items.insert(place, (self.identity, self.value))
         hooks.clear()
         hooks.update(items)
+
+
+_HOOK_TABLES = (*(table for tables in HOOK_TABLES.values() for table in tables), *STATE_DICT_HOOK_TABLES)
+
+
+class ModuleHooks:
+    """Moves the hooks of module ``old`` to ``new``, which replaces it.
+
+    The very same tables, so that handles still remove, and options, order and functions stay; what is registered or
+    removed meanwhile is so after :meth:`take_back` too. Hooks of the new module's own run first. Methods of the old
+    module among its state-dict hooks belong to its class and stay, and so do functions that the new one registered too.
+    """
+
+    def __init__(self, old: nn.Module, new: nn.Module) -> None:
+        self.old, self.new = old, new
+        self._own: dict[str, list[int]] | None = None  # the new module's, by table; None: nothing is moved
+        self._left: list[tuple[dict[int, Any], TakenHook]] = []
+        self._flags: tuple[bool | None, bool | None] = (None, None)
+
+    def carry(self) -> None:
+        self._flags = full_backward_flag(self.old), full_backward_flag(self.new)
+        self._own = {}
+        for table in _HOOK_TABLES:
+            own, hooks = self._exchange(table)
+            self._own[table] = list(own)
+            if table in STATE_DICT_HOOK_TABLES:
+                known = [function_of_hook(hook) for hook in own.values()]
+                left = [number for number, hook in hooks.items() if self._stays(function_of_hook(hook), known)]
+                self._left += [(hooks, TakenHook(hooks, number)) for number in left]
+                for hook in hooks.values():
+                    pass_module(hook, self.old, self.new)
+            if own:
+                joined = {**own, **hooks}
+                hooks.clear()
+                hooks.update(joined)
+        if self._flags[0] is not None:
+            set_full_backward_flag(self.new, self._flags[0])
+
+    def take_back(self) -> bool:
+        """Give the hooks back; return whether they had been moved."""
+        if self._own is None:
+            return False
+        for table, numbers in self._own.items():
+            hooks, _ = self._exchange(table)
+            for number in numbers:
+                hooks.pop(number, None)
+            for hook in hooks.values() if table in STATE_DICT_HOOK_TABLES else ():
+                pass_module(hook, self.new, self.old)
+        for hooks, taken in reversed(self._left):
+            taken.put_back(hooks)
+        before, own = self._flags
+        set_full_backward_flag(
+            self.old, full_backward_flag(self.new) if hooks_of(self.old)["full_backward"] else before
+        )
+        set_full_backward_flag(self.new, own)
+        self._own, self._left = None, []
+        return True
+
+    def _exchange(self, table: str) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Exchange a table of the two modules; return the one that each has then."""
+        old, new = self.old.__dict__, self.new.__dict__
+        old[table], new[table] = new[table], old[table]
+        return old[table], new[table]
+
+    def _stays(self, hook: Any, known: list[Any]) -> bool:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        return getattr(function, "__self__", None) is self.old or any(hook == one for one in known)

@@ -117,8 +117,12 @@ class Edit:
         *,
         moved: Mapping[str, str] | None = None,
         dropped: Collection[str] = (),
+        is_same: bool = False,
     ) -> None:
         """Replace the node's module, under every path where it is reachable.
+
+        The old module's hooks move to the new one, as the very tables that torch keeps, and wrappers of its forward
+        are wrapped around the new one's; a new module that contains the old one leaves both where they are.
 
         Args:
             node: any node but the root.
@@ -129,6 +133,8 @@ class Edit:
             dropped: parameters and buffers of the old module without a successor in the new one, even where a
                 name is the same. Each tensor without a successor must be named here, or a plugin must translate it
                 (``slapo_to_reference``): ``build`` and ``verify`` refuse a tensor that got lost.
+            is_same: whether the new module computes the same from the same parameters, so that every wrapper fits;
+                otherwise only those that go around any forward (``slapo_goes_around``) are kept.
         """
         if not node.path:
             raise ApplyError(
@@ -139,6 +145,12 @@ class Edit:
         for name, hooks in entry.hooks.items():
             self._keep_hooks(node, name, hooks.old, hooks.new)
         self._do(node, entry)
+        if entry.contains_old:
+            return
+        active: tuple[Any, ...] = getattr(entry.old.__dict__.get("forward"), "wrappers", ())
+        for wrapper in self._tree.calls.wrappers(entry.old):
+            if is_same or goes_around(wrapper):
+                self.wrap_forward(node, wrapper, active=any(wrapper is one for one in active))
 
     def add_module(self, node: Node, name: str, module: nn.Module) -> Node:
         """Give a module another child, for the forward that is set in place of its own to call.

@@ -71,6 +71,17 @@ class Calls:
         else:
             self._changes.pop(module, None)
 
+    def exchange_hooks(self, module: nn.Module, other: nn.Module) -> None:
+        """Exchange what is noted of the hooks of two modules."""
+        noted = self._of(module), self._of(other)
+        for one, (own, others) in zip((module, other), (noted, noted[::-1]), strict=True):
+            changes = [each for each in own if each.kind == "wrapper"]
+            changes += [each for each in others if each.kind != "wrapper"]
+            if changes:
+                self._changes[one] = changes
+            else:
+                self._changes.pop(one, None)
+
     @property
     def have_state(self) -> bool:
         """Whether steps keep anything for any module."""

@@ -21,7 +21,7 @@ from slapo_core.private import (
     parameters_of,
     set_full_backward_flag,
 )
-from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks, TakenHook
+from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks, ModuleHooks, TakenHook
 from slapo_core.tree.forward import FORWARD, CallChange, Calls, ModuleForward, ReplacedForward, Wrapping
 from slapo_core.tree.index import full_name
 
@@ -238,7 +238,8 @@ class ReplaceModule(Entry):
     """Another module under every path of the old one.
 
     A tensor that both modules hold keeps its layout. Any other one of the same name, or of the
-    name that ``moved`` gives, takes over its layout; the rest of the new module's tensors is added.
+    name that ``moved`` gives, takes over its layout; the rest of the new module's tensors is added. Hooks move along,
+    unless the new module contains the old one.
     """
 
     def __init__(self, tree: Tree, path: str, new: nn.Module, moved: dict[str, str], dropped: frozenset[str]) -> None:
@@ -260,6 +261,8 @@ class ReplaceModule(Entry):
             for name, (tensor, _) in before.items()
             if name not in dropped and id(tensor) not in kept
         }
+        self.contains_old = any(module is self.old for module in new.modules())
+        self.module_hooks = None if self.contains_old else ModuleHooks(self.old, new)
         self.assigned: list[tuple[torch.Tensor, Layout]] = []
         for name, tensor in _named_tensors(new):
             if not table.is_known(tensor):
@@ -276,8 +279,13 @@ class ReplaceModule(Entry):
         self.dropped_before = self.tree.tensors.drop(self.dropped)
         for hooks in self.hooks.values():
             hooks.carry()
+        if self.module_hooks is not None:
+            self.module_hooks.carry()
+            self.tree.calls.exchange_hooks(self.old, self.new)
 
     def undo(self) -> None:
+        if self.module_hooks is not None and self.module_hooks.take_back():
+            self.tree.calls.exchange_hooks(self.old, self.new)
         self._set(self.old)
         self.tree.tensors.exchange(self.path, self.new, self.old)
         for hooks in self.hooks.values():

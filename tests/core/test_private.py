@@ -32,6 +32,27 @@ def test_active_function_modes_are_those_entered_the_outermost_first() -> None:
     assert private.active_function_modes() == []
 
 
+def test_state_dict_hooks_are_in_these_tables_and_pass_their_module_weakly() -> None:
+    module, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    seen: list[nn.Module] = []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        seen.append(module)
+
+    module.register_state_dict_pre_hook(note)
+    module.register_state_dict_post_hook(note)
+    module.register_load_state_dict_pre_hook(note)
+    module.register_load_state_dict_post_hook(note)
+    tables = [getattr(module, table) for table in private.STATE_DICT_HOOK_TABLES]
+    assert [[private.function_of_hook(hook) for hook in table.values()] for table in tables] == [[note]] * 4
+    for table in tables:
+        for hook in table.values():
+            private.pass_module(hook, other, module)  # passes another one: left alone
+            private.pass_module(hook, module, other)
+    module.load_state_dict(module.state_dict())
+    assert seen == [module, module, other, module]
+
+
 def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
     """What the tree, the journal and the weights read and write directly."""
     module = nn.BatchNorm1d(2)

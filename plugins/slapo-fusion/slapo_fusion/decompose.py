@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.observers import Carried
 from slapo_fusion.bind import is_bound
 from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
 
@@ -150,10 +149,7 @@ class Decompose(Primitive):
             yield Violation("a kernel bound by bind() runs in the place of its forward", "leave one of the two out")
 
     def apply(self, node: Node, edit: Edit) -> None:
-        new = decomposed(node.module)
-        carried = Carried.of(node, new, is_same=True)
-        edit.replace_module(node, new)
-        carried.over(node, edit)
+        edit.replace_module(node, decomposed(node.module), is_same=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if type(node.module) not in KINDS.values():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.observers import Carried
 from slapo_fusion.private import parameters_of
 
 if TYPE_CHECKING:
@@ -69,10 +68,7 @@ class Quantize(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         for below in _linears(node):
-            new = self._rounding(below.module)
-            carried = Carried.of(below, new)
-            edit.replace_module(below, new)
-            carried.over(below, edit)
+            edit.replace_module(below, self._rounding(below.module))
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         left = _linears(node)
