@@ -147,9 +147,9 @@ class PostconditionError(SlapoError):
 
 
 class UndoError(SlapoError):
-    """``undo`` was asked for a step that is not there.
+    """``undo`` was asked for a step that is not there, or something cannot be taken back.
 
-    What to do: ``sch.records`` lists the steps that can be undone.
+    What to do: ``sch.records`` lists the steps that are in force; the message says what state the model is in.
     """
 
 

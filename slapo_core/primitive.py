@@ -303,6 +303,32 @@ def check_primitive(value: Any) -> None:
             f"the primitive {cls.__qualname__} does not say how close it keeps the numbers",
             hint="equivalence = Equivalence.EXACT",
         )
+    if wrong := signature_violations(cls):
+        raise ArgumentError("; ".join(wrong), hint="def apply(self, node, edit): edit.set_parameter(node, ...)")
+
+
+_METHODS = {
+    "apply": "(self, node, edit)",
+    "bind": "(self, node)",
+    "preconditions": "(self, node)",
+    "postconditions": "(self, node)",
+}
+"""What a transaction calls, with the signature required."""
+
+
+@functools.cache
+def signature_violations(cls: type) -> tuple[str, ...]:
+    """Describe the methods of a primitive's class that a transaction cannot call."""
+    found = []
+    for method, required in _METHODS.items():
+        signature = inspect.signature(getattr(cls, method))
+        try:
+            signature.bind(*required.split(","))
+        except TypeError:
+            found.append(
+                f"{cls.__qualname__}.{method} must be callable as {method}{required} (got {method}{signature})"
+            )
+    return tuple(found)
 
 
 @functools.cache

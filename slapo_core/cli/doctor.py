@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -52,8 +53,10 @@ def diagnose(registry: Registry, *, ask: Sequence[str] = ()) -> Report:
 
     Args:
         registry: the installed plugins.
-        ask: distributions whose ``slapo_doctor`` hook is called; no other plugin is imported.
+        ask: distributions whose ``slapo_doctor`` hook is called.
     """
+    with contextlib.redirect_stdout(sys.stderr):  # what plugins print is not part of the report
+        registry.load_all()
     found = [*_python(registry), *_torch(), *_processors(), *_settings(registry)]
     for plugin in registry.plugins:
         found += _plugin(plugin)

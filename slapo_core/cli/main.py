@@ -178,7 +178,7 @@ def _doctor(
 ) -> None:
     """Look over the environment; exit 1 if something is wrong.
 
-    Imports torch, and no plugin but those named with --ask.
+    Imports torch and every plugin.
     """
     from slapo_core.cli.doctor import diagnose, print_report
 

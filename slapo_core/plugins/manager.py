@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import reprlib
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pluggy
 from packaging.utils import canonicalize_name
 
 from slapo_core import hookspecs
-from slapo_core.errors import HookError, PluginError
+from slapo_core.errors import HookError
 from slapo_core.plugins.metadata import DISABLE, LOCAL_VERSION
 
 if TYPE_CHECKING:
@@ -32,9 +31,8 @@ class HookManager:
         self._active: dict[str, str] = {}  # distribution -> label, whether or not it has hooks
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
-        for name in registry.names("hookspecs"):
-            with contextlib.suppress(PluginError):  # which the registry remembers, as the state of that plugin
-                self._manager.add_hookspecs(registry.load(name, "hookspecs"))
+        for _ in registry.each("hookspecs", self._manager.add_hookspecs):
+            pass
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -60,9 +58,9 @@ class HookManager:
         if name in self._active:
             return
         plugin = self._registry.usable_plugin(name)
-        for entry in plugin.entries:
-            if entry.kind == "hooks":
-                self._register(name, plugin.label, self._registry.load(entry))
+        modules = [self._registry.load(entry) for entry in plugin.entries if entry.kind == "hooks"]
+        for module in modules:
+            self._register(name, plugin.label, module)
         self._active[name] = plugin.label
 
     def deactivate(self, distribution: str) -> None:

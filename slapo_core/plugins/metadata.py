@@ -68,6 +68,16 @@ CORE_COMMANDS = (
 )
 """Words of the command line that no plugin may take."""
 
+MEMBERS = frozenset(
+    (
+        *("aliases", "apply", "buffers", "changed_attributes", "children", "document", "example_inputs", "explain"),
+        *("forward_is_replaced", "hooks", "is_sealed", "is_verified", "layout", "mesh", "model", "module", "nodes"),
+        *("parameters", "parent", "path", "pattern", "plugin", "records", "records_below", "reference", "rewound"),
+        *("root", "runs_own_forward", "schedule", "seal", "state", "ties", "to_json", "undo", "walk", "wrappers"),
+    )
+)
+"""Members of `Node`, `NodeGroup` and `Schedule`, which no primitive, namespace or query may be named."""
+
 _FREELY_NAMED = ("hooks", "hookspecs", "renamed")
 _OF_CORE = {("commands", name) for name in CORE_COMMANDS}
 _IDENTIFIER = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -276,7 +286,14 @@ def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping
         is_formed, form = False, f"{form}, or 'plugins.<name>'"
     if not is_formed:
         return f"{noun(entry.kind)} name {entry.name!r} must be {form}"
+    taken = MEMBERS.intersection(parts) if entry.kind in ("primitives", "queries") else ()
+    if taken:
+        return (
+            f"{noun(entry.kind)} '{entry.name}': '{min(taken)}' is a member of nodes and schedules, choose another name"
+        )
     owner = owner_of(entry.name, entry.kind)
+    if entry.kind == "queries" and owner not in FIRST_PARTY:
+        owner = owner_of(entry.name)  # that of a primitive is taken, too
     if owner != entry.distribution and (owner in FIRST_PARTY or owner in installed):
         what = f"namespace '{parts[0]}' of {noun(entry.kind)}" if namespaced else noun(entry.kind)
         return f"{what} '{entry.name}' belongs to {owner}"

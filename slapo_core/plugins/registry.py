@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import pkgutil
 import re
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from packaging.utils import canonicalize_name
 
-from slapo_core.errors import PluginError, UnknownNameError, UnusablePluginError
+from slapo_core.errors import PluginError, SlapoError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins.metadata import (
     CORE_DISTRIBUTION,
     DISABLE,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 _Class = TypeVar("_Class", bound="type[Primitive]")
+_Result = TypeVar("_Result")
 
 
 class Registry:
@@ -127,12 +129,17 @@ class Registry:
         for plugin in self.plugins:
             if plugin.name in (name, distribution):
                 return plugin
-        hint = self._meant(name) or f"pip install {name}"
+        hint = f"pip install {name}"
+        hint = hint if name in FIRST_PARTY else self._meant(name) or hint
         raise UnknownNameError(f"no plugin '{distribution}' is installed", plugin=name, hint=hint)
 
     def names(self, kind: str) -> tuple[str, ...]:
         """The full names of a kind that can be used now, sorted."""
         return tuple(name for name, entry in self._index.full[kind].items() if entry not in self._failures)
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether a usable plugin provides a full name, whether or not its object can be imported."""
+        return name in self._index.full[kind]
 
     def bare_names(self, kind: str) -> tuple[str, ...]:
         """The bare names of a kind that mean exactly one thing now, sorted."""
@@ -196,6 +203,41 @@ class Registry:
         if entry in plugin.lost:
             raise plugin.error(f"{noun(entry.kind)} '{entry.name}' of {plugin.label}")
         return self._load(entry)
+
+    def each(self, kind: str, use: Callable[[Any], _Result]) -> Iterator[_Result]:
+        """Use the object behind every name of a kind; a broken one is left out, with a warning, and unusable then.
+
+        Args:
+            kind: one whose objects are found without being named, e.g. ``"selectors"``.
+            use: called with each object; a `SlapoError` that it raises is passed on.
+        """
+        for entry in tuple(self._index.full[kind].values()):
+            if entry in self._failures:
+                continue
+            try:
+                loaded = self.load(entry)
+            except PluginError as error:
+                warnings.warn(f"{error.message}; it is left out", stacklevel=2)
+                continue
+            try:
+                result = use(loaded)
+            except (SlapoError, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # noqa: BLE001 - as at an import
+                self._failures[entry] = (f"{type(error).__name__}: {error}", error)
+                warnings.warn(f"{self._failure(entry)}; it is left out", stacklevel=2)
+                continue
+            yield result
+
+    def load_all(self) -> None:
+        """Import everything that plugins provide, so that `plugins` shows what cannot be used."""
+        for plugin in self._installed:
+            for entry in plugin.entries if plugin.usable else ():
+                if entry.kind == "kinds":
+                    self._check_base(entry)
+                elif entry not in plugin.lost and self.kinds.get(entry.kind, Kind(None)).base is not None:
+                    with contextlib.suppress(PluginError):
+                        self.load(entry)
 
     def provider(self, cls_or_instance: Any) -> tuple[str, str]:
         """The distribution and version that a primitive's class comes from, e.g. ``("acme-slapo", "1.0")``.
@@ -274,13 +316,29 @@ class Registry:
         self._loaded[entry] = loaded
         return loaded
 
+    def _check_base(self, entry: Entry) -> None:
+        """Note a kind whose base class cannot be imported."""
+        base = Kind.declared(entry.value).base
+        try:
+            found = pkgutil.resolve_name(base or "builtins:object")
+            reason, cause = "" if isinstance(found, type) else f"{base} must be a class (got {found!r})", None
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as of any import
+            reason, cause = f"{type(error).__name__}: {error}", error
+        if reason:
+            self._failures[entry] = (reason, cause)
+
     def _checked(self, entry: Entry) -> Entry:
         """``entry``, unless it could not be loaded before; each error is a new one, so that tracebacks stay short."""
         if entry not in self._failures:
             return entry
-        reason, cause = self._failures[entry]
-        message = f"{noun(entry.kind)} '{entry.name}' of {entry.label} ({entry.value}) cannot be used: {reason}"
-        raise UnusablePluginError(message, plugin=entry.label, hint=_reinstall(entry.distribution)) from cause
+        cause = self._failures[entry][1]
+        raise UnusablePluginError(
+            self._failure(entry), plugin=entry.label, hint=_reinstall(entry.distribution)
+        ) from cause
+
+    def _failure(self, entry: Entry) -> str:
+        reason, _ = self._failures[entry]
+        return f"{noun(entry.kind)} '{entry.name}' of {entry.label} ({entry.value}) cannot be used: {reason}"
 
     def _missing(self, kind: str, name: str, path: str | None) -> PluginError:
         """The error for a name that means nothing that can be used."""
@@ -311,7 +369,8 @@ class Registry:
         entries = [self._index.full[kind][name] for name in full]
         listed = [f"'{entry.name}' ({entry.label})" for entry in entries]
         if len(entries) == 1:
-            listed.append(f"the namespace '{bare}'")
+            query = self._index.full["queries"].get(bare)
+            listed.append(f"the namespace '{bare}'" if query is None else f"the query '{bare}' ({query.label})")
         hint = f"write the full name ('{full[0]}'), or disable one ({DISABLE}={entries[-1].distribution})"
         message = f"{noun(kind)} name '{bare}' is ambiguous: {' and '.join(listed)}"
         return UnusablePluginError(message, state="conflict", path=path, plugin=entries[0].label, hint=hint)
@@ -353,9 +412,9 @@ class _Index:
     def meaning(self, kind: str, bare: str) -> str | None:
         """Return the full name of a bare one; None if unknown or ambiguous.
 
-        ``sch["x"].quant`` cannot be both a primitive and the namespace of another plugin.
+        ``sch["x"].quant`` cannot be both a primitive and the namespace of another plugin, or a query.
         """
-        full = self.bare[kind].get(bare, ())
+        full = self.bare[kind].get(bare, ()) if kind != "primitives" or bare not in self.full["queries"] else ()
         if len(full) != 1 or (bare in self.namespaces and full[0] != bare and not full[0].startswith(f"{bare}.")):
             return None
         return full[0]
@@ -371,7 +430,11 @@ def class_violations(loaded: Any, entry: Entry, kind: Kind) -> list[str]:
     """
     base = pkgutil.resolve_name(kind.base or "builtins:object")
     if base in (FunctionType, ModuleType):
-        return [] if isinstance(loaded, base) else [f"must be a {base.__name__} (got {loaded!r})"]
+        if not isinstance(loaded, base):
+            return [f"must be a {base.__name__} (got {loaded!r})"]
+        first = next(iter(inspect.signature(loaded).parameters), None) if entry.kind == "queries" else "node"
+        of = ("schedule", "node", "nodes")
+        return [] if first in of else [f"the first parameter of a query must be {', '.join(of)} (got {first})"]
     is_class = isinstance(loaded, type)
     if not (is_class and issubclass(loaded, base)):
         got = f"class {loaded.__qualname__}" if is_class else f"an instance of {type(loaded).__qualname__}"
@@ -389,8 +452,9 @@ def class_violations(loaded: Any, entry: Entry, kind: Kind) -> list[str]:
 
 
 def _primitive_violations(cls: type) -> Iterator[str]:
-    from slapo_core.primitive import Equivalence
+    from slapo_core.primitive import Equivalence, signature_violations
 
+    yield from signature_violations(cls)
     parameters = vars(cls).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         got = "no dataclass of its own" if parameters is None else "a dataclass that is not frozen"
@@ -424,7 +488,7 @@ def current_registry() -> Registry:
     return _chosen.get() or _discovered(tuple(sys.path), os.environ.get(DISABLE, ""))
 
 
-@contextmanager
+@contextlib.contextmanager
 def use_registry(registry: Registry) -> Iterator[Registry]:
     """Make ``registry`` the current one within a ``with`` block of this thread or task: for tests."""
     token = _chosen.set(registry)
@@ -434,7 +498,11 @@ def use_registry(registry: Registry) -> Iterator[Registry]:
         _chosen.reset(token)
 
 
-def register_primitive() -> Callable[[_Class], _Class]:
+@overload
+def register_primitive(cls: _Class, /) -> _Class: ...
+@overload
+def register_primitive() -> Callable[[_Class], _Class]: ...
+def register_primitive(cls: Any = None, /) -> Any:
     """Add a primitive to the current registry: a decorator for scripts and notebooks.
 
     Running the cell again replaces the class. A package declares an entry point instead::
@@ -445,6 +513,8 @@ def register_primitive() -> Callable[[_Class], _Class]:
             name = "my.freeze"
             ...
 
+    ``@slapo.register_primitive`` without parentheses is the same.
+
     Raises:
         UnusablePluginError: the name is not ``<namespace>.<name>``, belongs to another distribution, or is provided by
             an installed plugin or another class; or the class breaks a rule.
@@ -454,4 +524,4 @@ def register_primitive() -> Callable[[_Class], _Class]:
         current_registry().register(cls)
         return cls
 
-    return register
+    return register if cls is None else register(cls)

@@ -49,10 +49,16 @@ class ScheduleCore:
     def start(self, *, guarded: bool) -> None:
         """Activate the plugins that were named, and the guards of a live model."""
         if guarded:
-            names = self.registry.names("guards")
-            self.history.guards = tuple(self.registry.load(name, "guards").of(self.schedule) for name in names)
+            self.history.guards = tuple(self.registry.each("guards", self._guards))
         for distribution in self.plugins:
             self.hooks.activate(distribution)
+
+    def _guards(self, cls: Any) -> Any:
+        guards = cls.of(self.schedule)
+        for method in ("follow", "hand_over"):
+            if not callable(getattr(guards, method, None)):
+                raise TypeError(f"{cls.__qualname__}.of must return an object with {method}() (got {guards!r})")
+        return guards
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -164,14 +170,15 @@ class ScheduleCore:
 
     def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Any:
         """Return ``target.<name>``, a query or a primitive; ``where`` is the path or pattern of the target."""
-        if name in self.registry.names("queries"):
+        if self.registry.has("queries", name):
             return bound_query(self.schedule, name, target, where)
         return bound_primitive(self.registry, name, target, where)
 
     def member_names(self) -> tuple[str, ...]:
         """The queries, bare names and namespaces that nodes know, e.g. ``("find", ..., "shard", ..., "tp")``."""
         registry = self.registry
-        return (*registry.names("queries"), *registry.bare_names("primitives"), *registry.namespaces())
+        names = (*registry.names("queries"), *registry.bare_names("primitives"), *registry.namespaces())
+        return tuple(dict.fromkeys(names))
 
     def plugin_named(self, kind: str, name: str, path: str = "") -> Any:
         """Load what a plugin provides under a name; see :meth:`slapo_core.tree.node.Node.plugin`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,8 +59,7 @@ class History:
         self._steps.append(step)
         self.records = (*self.records, step.record)
         self.kept.clear()
-        for guards in self.guards:
-            guards.follow(step, is_new=True)
+        self._tell(step, is_new=True)
         self._claim.note(self._model, len(self._steps))
 
     def position(self, to: Record | int | None) -> int:
@@ -102,8 +102,10 @@ class History:
             self._move(to)
             yield
         finally:
-            self._move(before if before is not None else len(self._steps))
-            self.in_force = before
+            try:
+                self._move(before if before is not None else len(self._steps))
+            finally:
+                self.in_force = None if before is None else min(before, len(self._steps))
 
     def removal_of(self, path: str) -> Record | None:
         """Return the step that removed the module at ``path``; None if none did."""
@@ -136,21 +138,59 @@ class History:
             self._undo(self._steps[self.in_force - 1])
             self.in_force -= 1
         while self.in_force < to:
-            self._steps[self.in_force].redo()
-            for guards in self.guards:
-                guards.follow(self._steps[self.in_force])
+            step = self._steps[self.in_force]
+            try:
+                step.redo()
+            except Exception as error:
+                self._forget_after(self.in_force)
+                is_half = isinstance(error, UndoError)
+                raise UndoError(
+                    f"{error.message if is_half else _refused(step, 'be redone', error)}; the schedule ends "  # type: ignore[attr-defined]
+                    f"before it now, with {self.in_force} of {to} steps in force",
+                    path=step.record.path,
+                    hint="make a fresh model, and replay the schedule"
+                    if is_half
+                    else "make changes of the model before create_schedule(), and apply the steps again",
+                ) from error
+            self._tell(step)
             self.in_force += 1
+
+    def _forget_after(self, count: int) -> None:
+        """Drop the records of steps that are not in force."""
+        self._steps, self.records = self._steps[:count], self.records[:count]
+        self.kept.clear()
+        self._claim.note(self._model, count)
 
     def _undo(self, step: Step) -> None:
         try:
             step.undo()
+        except UndoError:
+            raise
         except Exception as error:
             raise UndoError(
-                f"step {step.record}, at {step.record.location}, cannot be undone and stays in force: "
-                f"something else replaced what it changed ({type(error).__name__}: {error})",
+                f"{_refused(step, 'be undone', error)}, and it stays in force with those before it",
                 path=step.record.path,
                 hint="undo changes made outside of the schedule after the step (e.g. a parametrization); or make them "
                 "before create_schedule()",
             ) from error
+        self._tell(step, undone=True)
+
+    def _tell(self, step: Step, **how: bool) -> None:
+        """Tell the guards of a step; those that raise are not told of others."""
         for guards in self.guards:
-            guards.follow(step, undone=True)
+            try:
+                guards.follow(step, **how)
+            except Exception as error:  # noqa: BLE001 - a broken plugin breaks nothing but itself
+                self.guards = tuple(each for each in self.guards if each is not guards)
+                name = f"{type(guards).__module__}.{type(guards).__qualname__}"
+                warnings.warn(
+                    f"the guards {name} raised {type(error).__name__}: {error}; they are left out from now on",
+                    stacklevel=2,
+                )
+
+
+def _refused(step: Step, what: str, error: Exception) -> str:
+    return (
+        f"step {step.record}, at {step.record.location}, cannot {what}: something else replaced what it changed "
+        f"({type(error).__name__}: {error})"
+    )

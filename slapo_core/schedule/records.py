@@ -282,14 +282,14 @@ def primitive_to_json(
     return encoded
 
 
-def _codecs(registry: Registry | None) -> Iterator[Codec]:
+def _ask_codecs(registry: Registry | None, ask: Callable[[Codec], Any]) -> Any | None:
+    """Return the first answer of a codec that is not None."""
     known = registry if registry is not None else current_registry()
-    return (known.load(name, "codecs")() for name in known.names("codecs"))
+    return next((answer for answer in known.each("codecs", lambda cls: ask(cls())) if answer is not None), None)
 
 
 def _encode_selection(value: Any, document: dict[str, Any], registry: Registry | None) -> Any:
-    found = (codec.encode(value, document, registry) for codec in _codecs(registry))
-    encoded = next((each for each in found if each is not None), None)
+    encoded = _ask_codecs(registry, lambda codec: codec.encode(value, document, registry))
     if encoded is None:
         raise SerializationError(
             f"the pattern {value!r} was not looked for yet", hint="save the schedule that the step was applied in"
@@ -298,8 +298,7 @@ def _encode_selection(value: Any, document: dict[str, Any], registry: Registry |
 
 
 def _decode_selection(data: Any, document: Mapping[str, Any], registry: Registry | None, where: str) -> Any:
-    found = (codec.decode(data, document, registry, where=where) for codec in _codecs(registry))
-    decoded = next((each for each in found if each is not None), None)
+    decoded = _ask_codecs(registry, lambda codec: codec.decode(data, document, registry, where=where))
     if decoded is None:
         raise ReplayError(f"{where} is not a part of a module that anything installed knows (got {data!r})")
     return decoded

@@ -13,8 +13,9 @@ from slapo_core.errors import (
     PostconditionError,
     PreconditionError,
     SlapoError,
+    UndoError,
 )
-from slapo_core.primitive import Primitive, Record, Selection, Violation
+from slapo_core.primitive import Primitive, Record, Selection, Selector, Violation
 from slapo_core.schedule.scheduled_models import mark, unmark
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.journal import Entry
@@ -54,21 +55,38 @@ class Step:
     def undo(self) -> None:
         """Undo all entries; where your own changes prevent one, redo those undone so far."""
         unmark(self._changed)
-        undone: list[Entry] = []
         try:
-            for entry in reversed(self.entries):
-                entry.undo()
-                undone.append(entry)
+            self._all_or_none("undo", "redo", self.entries[::-1])
         except BaseException:
-            for entry in reversed(undone):
-                entry.redo()
             self.mark()
             raise
 
     def redo(self) -> None:
-        for entry in self.entries:
-            entry.redo()
+        """Redo all entries; where one cannot be, undo those redone so far."""
+        self._all_or_none("redo", "undo", self.entries)
         self.mark()
+
+    def _all_or_none(self, do: str, take_back: str, entries: tuple[Entry, ...]) -> None:
+        done: list[Entry] = []
+        try:
+            for entry in entries:
+                getattr(entry, do)()
+                done.append(entry)
+        except BaseException as error:
+            left = []
+            for entry in reversed(done):
+                try:
+                    getattr(entry, take_back)()
+                except Exception as again:  # noqa: BLE001 - whatever code of the model raises
+                    left.append(f"{entry.describe()} ({type(again).__name__}: {again})")
+            if left:
+                raise UndoError(
+                    f"step {self.record} is half in force: {do} failed ({type(error).__name__}: {error}), and of its "
+                    f"{len(entries)} edits these could not be put back either: {'; '.join(left)}",
+                    path=self.record.path,
+                    hint="make a fresh model, and replay the schedule",
+                ) from error
+            raise
 
     def mark(self) -> None:
         """Mark the changed modules as carrying a step."""
@@ -126,14 +144,26 @@ class Transaction:
             try:
                 result = self._change(node, primitive)
                 record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects(node.path))
-            except BaseException:
-                self._edit.rollback()
+            except BaseException as error:
+                self._take_back(node, primitive, error)
                 raise
         finally:
             self._tree.open_edit = None
         step = Step(record, tuple(self._edit.close()), frozenset({record.distribution}))
         step.mark()
         return result, step
+
+    def _take_back(self, node: Node, primitive: Primitive, error: BaseException) -> None:
+        try:
+            self._edit.rollback()
+        except UndoError as left:
+            cause = error.__cause__ or error
+            raise UndoError(
+                f"{primitive} failed at {_where(node)} ({type(cause).__name__}), and {left.message}",
+                path=node.path,
+                plugin=self._plugin,
+                hint=left.hint,
+            ) from error.__cause__
 
     def _check(self, node: Node, primitive: Primitive) -> None:
         violations = _collect(primitive.preconditions(node), primitive, "preconditions", self._plugin)
@@ -231,8 +261,21 @@ def divided(primitive: Primitive, nodes: tuple[Node, ...], registry: Registry) -
 def _given(value: Any, registry: Registry) -> Selection | None:
     if value is None or isinstance(value, Selection):
         return value
-    selectors = (registry.load(name, "selectors")() for name in registry.names("selectors"))
-    return next(filter(None, (each.given(value) for each in selectors)), None)
+    return _ask_selectors(registry, lambda selector: selector.given(value), (Selection,))
+
+
+def _ask_selectors(registry: Registry, ask: Callable[[Selector], Any], kinds: tuple[type, ...]) -> Any | None:
+    """Return the first answer of a selector that is not None."""
+
+    def asked(cls: type[Selector]) -> Any:
+        answer = ask(cls())
+        if answer is not None and not isinstance(answer, kinds):
+            raise TypeError(
+                f"{cls.__qualname__} must answer with {' or '.join(kind.__name__ for kind in kinds)} (got {answer!r})"
+            )
+        return answer
+
+    return next((answer for answer in registry.each("selectors", asked) if answer is not None), None)
 
 
 def _select(primitive: Primitive, name: str, value: Any, node: Node, registry: Registry) -> Selection:
@@ -245,9 +288,7 @@ def _select(primitive: Primitive, name: str, value: Any, node: Node, registry: R
     if given is not None:
         found = given.located(node)
     else:
-        selectors = (registry.load(each, "selectors")() for each in registry.names("selectors"))
-        answers = (each.select(node, value) for each in selectors)
-        found = next((each for each in answers if each is not None), None)
+        found = _ask_selectors(registry, lambda selector: selector.select(node, value), (Selection, Violation))
         if found is None:
             found = Violation(f"nothing installed finds {value!r} in a module", "pip install slapo-core[all]")
         if isinstance(found, Violation):

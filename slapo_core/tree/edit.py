@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ApplyError
+from slapo_core.errors import ApplyError, UndoError
 from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
 from slapo_core.tree.assignment import gradient_hooks
@@ -273,31 +273,51 @@ class Edit:
     # -- for the transaction ----------------------------------------------------------------------------------
 
     def rollback(self) -> None:
-        """Undo everything, latest first, and end the edit."""
-        self._open = False
-        self.rollback_to(0)
+        """Undo everything, latest first, and end the edit.
 
-    def rollback_to(self, count: int) -> None:
-        """Undo all but the first ``count`` edits: a primitive applied inside of this one failed."""
-        while len(self.entries) > count:
-            self._paths.pop()
-            self.entries.pop().undo()
+        Raises:
+            UndoError: edits that cannot be undone; the others were.
+        """
+        self._open = False
+        count, left = len(self.entries), []
+        while self.entries:
+            path, entry = self._paths.pop(), self.entries.pop()
+            try:
+                entry.undo()
+            except Exception as error:  # noqa: BLE001 - whatever code of the model raises
+                left.append(f"'{path}': {entry.describe()} ({type(error).__name__}: {error})")
+        if left:
+            raise UndoError(
+                f"{len(left)} of its {count} edits could not be taken back, so that the model is not as before: "
+                + "; ".join(left),
+                hint="make a fresh model: sch.undo() takes back earlier steps, and not these edits",
+            )
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """Undo the edits made so far during a ``with`` block, in which no other is made."""
-        entries, was_open = self.entries, self._open
-        self.entries, self._open = [], False
-        undone: list[Entry] = []
+        done, was_open = list(zip(self._paths, self.entries, strict=True)), self._open
+        self.entries, self._paths, self._open = [], [], False
+        count = len(done)
         try:
-            for entry in reversed(entries):
-                entry.undo()
-                undone.append(entry)
+            while count:
+                done[count - 1][1].undo()
+                count -= 1
             yield
         finally:
-            for entry in reversed(undone):
-                entry.redo()
-            self.entries, self._open = entries, was_open
+            left = []
+            for position, (path, entry) in enumerate(done):
+                if position >= count:
+                    try:
+                        entry.redo()
+                    except Exception as error:  # noqa: BLE001 - whatever code of the model raises
+                        left.append(f"'{path}': {entry.describe()} ({type(error).__name__}: {error})")
+                        continue
+                self.entries.append(entry)
+                self._paths.append(path)
+            self._open = was_open
+            if left:
+                raise UndoError(f"{len(left)} of {len(done)} edits could not be made again: " + "; ".join(left))
 
     def close(self) -> list[Entry]:
         """End the edit and return its entries."""

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import ApplyError
 from slapo_core.layout import Layout
+from slapo_core.observers import without
 from slapo_core.private import (
     HOOK_TABLES,
     buffers_of,
@@ -263,6 +264,9 @@ class ReplaceModule(Entry):
         }
         self.contains_old = any(module is self.old for module in new.modules())
         self.module_hooks = None if self.contains_old else ModuleHooks(self.old, new)
+        of_steps = [function for _, function in tree.calls.hooks(self.old)]
+        registered = [function for table in hooks_of(self.old).values() for function in table.values()]
+        self.hook_count = 0 if self.contains_old else len(of_steps) + len(without(registered, of_steps))
         self.assigned: list[tuple[torch.Tensor, Layout]] = []
         for name, tensor in _named_tensors(new):
             if not table.is_known(tensor):
@@ -315,7 +319,8 @@ class ReplaceModule(Entry):
         return tuple(parent for parent, _ in self.holders)
 
     def describe(self) -> str:
-        return f"module {type(self.old).__name__} -> {type(self.new).__name__}"
+        moved = f", with its {self.hook_count} hooks" if self.hook_count else ""
+        return f"module {type(self.old).__name__} -> {type(self.new).__name__}{moved}"
 
 
 class AddModule(Entry):

@@ -131,7 +131,8 @@ class TensorTable:
     def exchange(self, path: str, old: nn.Module | None, new: nn.Module | None) -> None:
         """Record that a step replaced module ``old`` by ``new``; None: nothing."""
         for module in old.modules() if old is not None else ():
-            self._modules.pop(id(module), None)
+            if self._tree.index.path_of(module) is None:  # else it is elsewhere in the model, too
+                self._modules.pop(id(module), None)
         for name, module in new.named_modules() if new is not None else ():
             self._modules[id(module)] = (module, full_name(path, name) if name else path)
 

@@ -320,7 +320,7 @@ class _CoreOfCopy:
         return self._original.tree.of_copy(self.schedule.model, self)
 
     def member_named(self, name: str, target: Any, where: str) -> Any:
-        if name in self.registry.names("queries"):
+        if self.registry.has("queries", name):
             return bound_query(self.schedule, name, target, where)
         if name not in self.member_names():
             raise AttributeError(name)
