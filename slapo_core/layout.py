@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -110,9 +111,17 @@ class Mesh:
         if self._device_mesh is None:
             raise MeshError(
                 f"the mesh {self} is abstract: this process has no process group for mesh_dim '{mesh_dim}'",
-                hint=self.launch_command(),
+                hint=self.launch_hint(),
             )
         return self._device_mesh.get_group(mesh_dim)
+
+    def launch_hint(self) -> str:
+        """Return what gives an abstract mesh its processes: the launch command, or, where torchrun ran, the call."""
+        import torch.distributed as dist
+
+        if dist.is_available() and (dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1"):
+            return "call torch.distributed.init_process_group() before create_schedule(): torchrun started this process"
+        return self.launch_command()
 
     def launch_command(self) -> str:
         """Return the launch command for the mesh, with at most 8 processes a node."""

@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from slapo_core.tree.edit import Edit
     from slapo_core.tree.node import Node
 
-__all__ = ["Change", "Equivalence", "Primitive", "Record", "Suggestion", "check_primitive", "public_signature"]
+__all__ = [
+    "Change",
+    "Equivalence",
+    "Primitive",
+    "Record",
+    "Suggestion",
+    "check_primitive",
+    "public_signature",
+    "shown",
+    "signature_violations",
+]
 
 
 @dataclass(frozen=True)
@@ -268,14 +278,14 @@ class Primitive(ABC):
 
     def __str__(self) -> str:
         """The call as a user would write it, defaults left out: ``shard('weight', axis=0)``."""
-        shown = []
+        parts = []
         for position, field in enumerate(dataclasses.fields(self)):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if _is_default(value, field.default):
                 continue
-            text = _shown(value)
-            shown.append(text if position == 0 and not field.kw_only else f"{field.name.removesuffix('_')}={text}")
-        return f"{self.name.rpartition('.')[2]}({', '.join(shown)})"
+            text = shown(value)
+            parts.append(text if position == 0 and not field.kw_only else f"{field.name.removesuffix('_')}={text}")
+        return f"{self.name.rpartition('.')[2]}({', '.join(parts)})"
 
 
 def check_primitive(value: Any) -> None:
@@ -321,13 +331,14 @@ def signature_violations(cls: type) -> tuple[str, ...]:
     """Describe the methods of a primitive's class that a transaction cannot call."""
     found = []
     for method, required in _METHODS.items():
-        signature = inspect.signature(getattr(cls, method))
+        function = getattr(cls, method)
         try:
-            signature.bind(*required.split(","))
+            inspect.signature(function).bind(*required.split(","))
+        except ValueError:  # in C, which has no signature to show
+            continue
         except TypeError:
-            found.append(
-                f"{cls.__qualname__}.{method} must be callable as {method}{required} (got {method}{signature})"
-            )
+            got = f"{method}{inspect.signature(function)}" if callable(function) else repr(function)
+            found.append(f"{cls.__qualname__}.{method} must be callable as {method}{required} (got {got})")
     return tuple(found)
 
 
@@ -411,7 +422,7 @@ def _is_default(value: Any, default: Any) -> bool:
         return False
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """One line for a value: a module or a tensor by its type, the rest in full."""
     if inspect.isclass(value):
         return value.__qualname__

@@ -7,9 +7,13 @@ Slow imports are inside the command that needs them.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
+import importlib.util
 import sys
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import typer
@@ -31,6 +35,8 @@ class Command(ABC):
 
     Attributes:
         name: the word after ``slapo``, e.g. ``"acme"``; ``"plugins.acme"`` for ``slapo plugins acme``.
+
+    The first line of the class's docstring is what ``slapo --help`` says of it.
     """
 
     name: ClassVar[str]
@@ -93,11 +99,26 @@ class _Contributed(TyperCommand):
     """Load a command of a plugin when it is called."""
 
     def __init__(self, entry: Entry) -> None:
-        super().__init__(entry.bare, help=f"Of {entry.label}.")
+        super().__init__(entry.bare, help=_summary(entry))
         self.entry = entry
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         return _loaded(self.entry).make_context(info_name, args, parent=parent, **extra)
+
+
+def _summary(entry: Entry) -> str:
+    """The first line of the class's docstring, read from its file: nothing is imported."""
+    module, _, name = entry.value.partition(":")
+    top, *below = module.split(".")
+    with contextlib.suppress(AttributeError, ImportError, OSError, StopIteration, SyntaxError, TypeError, ValueError):
+        spec: Any = importlib.util.find_spec(top)
+        places = [Path(place, *below) for place in spec.submodule_search_locations or ()]
+        files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+        file = next(file for file in (*files, Path(spec.origin)) if file.is_file())
+        code = ast.parse(file.read_text(encoding="utf-8"))
+        found = next(part for part in code.body if isinstance(part, ast.ClassDef) and part.name == name)
+        return str(ast.get_docstring(found)).splitlines()[0] if ast.get_docstring(found) else f"Of {entry.label}."
+    return f"Of {entry.label}."
 
 
 def _loaded(entry: Entry) -> Any:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from packaging.utils import canonicalize_name
 
+import slapo_core
 from slapo_core.errors import PluginError, SlapoError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins.metadata import (
     CORE_DISTRIBUTION,
@@ -270,9 +271,13 @@ class Registry:
         value = f"{owner.__module__}:{owner.__qualname__}"
         entry = Entry(kind, name, value, owner.__module__.partition(".")[0], LOCAL_VERSION)
         violation = name_violation(entry, [plugin.name for plugin in self._installed], self.kinds)
-        violations = [violation] if violation is not None else class_violations(cls, entry, self.kinds[kind])
-        if violations:
-            raise UnusablePluginError(f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label)
+        unnamed = f"{owner.__qualname__} has no name" if getattr(cls, "name", None) is None else violation
+        own = class_violations(cls, entry, self.kinds[kind], named=not unnamed)
+        if violations := [*filter(None, [unnamed]), *own]:
+            hint = _FORM.format(owner.__name__, owner.__name__.lower()) if own and kind == "primitives" else None
+            raise UnusablePluginError(
+                f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label, hint=hint
+            )
         other = self._index.full[kind].get(name)
         if other not in (None, entry):
             message = f"cannot register {noun(kind)} '{name}' ({value}): {other.label} provides that name"
@@ -355,6 +360,8 @@ class Registry:
         if owner in absent:
             hint = f"pip install {owner}"
             return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
+        if kind == "primitives" and name in slapo_core._PUBLIC and name.islower():
+            return UnknownNameError(message, path=path, hint=f"it is a function: slapo.{name}(sch, ...)")
         known = {*self._index.full[kind], *self._index.bare[kind]}
         close = close_matches(name, known) or close_matches(name.rpartition(".")[2], known)
         if close:
@@ -420,13 +427,21 @@ class _Index:
         return full[0]
 
 
-def class_violations(loaded: Any, entry: Entry, kind: Kind) -> list[str]:
+_FORM = (
+    "@dataclass(frozen=True) class {}(slapo.Primitive): name = 'my.{}', equivalence = slapo.Equivalence.EXACT, its "
+    "arguments as fields, and def apply(self, node, edit)"
+)
+"""Of a primitive's class, for a hint."""
+
+
+def class_violations(loaded: Any, entry: Entry, kind: Kind, *, named: bool = True) -> list[str]:
     """Every rule of its kind that a loaded object breaks, in words.
 
     Args:
         loaded: the object of the entry point.
         entry: the entry point.
         kind: its kind.
+        named: whether its name is compared with that of the entry point.
     """
     base = pkgutil.resolve_name(kind.base or "builtins:object")
     if base in (FunctionType, ModuleType):
@@ -443,7 +458,7 @@ def class_violations(loaded: Any, entry: Entry, kind: Kind) -> list[str]:
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
         violations.append(f"class {loaded.__qualname__} does not define {', '.join(missing)}()")
     name = inspect.getattr_static(loaded, "name", None)
-    if name != entry.name:
+    if name != entry.name and named:
         what = f"{loaded.__qualname__}.name"
         violations.append(f"{what} must be '{entry.name}', the name of its entry point (got {name!r})")
     if entry.kind == "primitives":

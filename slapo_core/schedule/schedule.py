@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
@@ -64,6 +64,16 @@ class Schedule(OnRoot):
         if not isinstance(path, str):
             raise ArgumentError(f"a path must be a string (got {path!r})", hint='sch["encoder.layer.0"]')
         return self._core.tree.find(path)  # type: ignore[return-value]
+
+    def __contains__(self, path: str) -> bool:
+        """Whether ``sch[path]`` is there: a module at the path, or one that the glob matches."""
+        return self._core.tree.has(path)
+
+    def __iter__(self) -> NoReturn:
+        raise ArgumentError("a schedule has no order of its own", hint="for node in sch.root.walk(): ...")
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return [path for path in self._core.tree.index.modules if path]
 
     @property
     def root(self) -> Node:

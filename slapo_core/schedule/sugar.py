@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ArgumentError
-from slapo_core.primitive import public_signature
+from slapo_core.errors import ArgumentError, SlapoError
+from slapo_core.plugins.metadata import close_matches
+from slapo_core.primitive import public_signature, shown
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
@@ -33,15 +35,14 @@ class BoundPrimitive:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            bare = cls.name.rpartition(".")[2]
+            unknown = next((name for name in kwargs if name not in signature.parameters), None)
+            what = f"got an unexpected keyword argument '{unknown}'" if unknown is not None else error
             raise ArgumentError(
-                f"{cls.name} at {repr(self._where) if self._where else 'the root'}: {error}",
+                f"{cls.name} at {repr(self._where) if self._where else 'the root'}: {what}",
                 path=self._where,
-                hint=f"{bare}{_plain(signature)}",
+                hint=_corrected(cls, args, kwargs) or f"{cls.name.rpartition('.')[2]}{_plain(signature)}",
             ) from None
-        fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        named = {f"{name}_" if f"{name}_" in fields else name: value for name, value in kwargs.items()}
-        return self._target.apply(cls(*args, **named))
+        return self._target.apply(_made(cls, args, kwargs))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -129,6 +130,45 @@ def bound_primitive(registry: Registry, name: str, target: Any, where: str) -> B
         return Namespace(registry, name, target, where)
     entry = registry.resolve("primitives", name, path=where)
     return BoundPrimitive(registry, entry.name, target, where)
+
+
+def _made(cls: type[Primitive], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Primitive:
+    fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls(*args, **{f"{name}_" if f"{name}_" in fields else name: value for name, value in kwargs.items()})
+
+
+_SYNONYMS = {
+    "dim": "axis",
+    "new_mod": "new_module",
+    "param_name": "names",
+    "subgraph": "match",
+    "sync_op_or_fn": "op",
+    "type": "mode",
+}
+"""Keywords of torch and of the paper -> those of primitives, for hints."""
+
+
+def _corrected(cls: type[Primitive], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the call with the keywords that were meant, and what else is wrong with it; None if they are not known."""
+    signature, named = public_signature(cls), dict[str, Any]()
+    for name, value in kwargs.items():
+        free = sorted(signature.parameters.keys() - kwargs.keys() - named.keys())
+        candidates = [name] if name in signature.parameters else [_SYNONYMS.get(name), *close_matches(name, free)]
+        meant = next((each for each in candidates if each in signature.parameters), None)
+        if meant is None:
+            return None
+        named[meant] = value
+    try:
+        signature.bind(*args, **named)
+    except TypeError:
+        return None
+    given = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in named.items())]
+    call = f"{cls.name.rpartition('.')[2]}({', '.join(given)})"
+    try:
+        _made(cls, args, named)
+    except SlapoError as error:
+        return f"{call}, where {error.message}"
+    return call
 
 
 def _plain(signature: inspect.Signature) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from slapo_core._vocabulary import OnNodes
-from slapo_core.errors import PathError
+from slapo_core.errors import ArgumentError, PathError
 from slapo_core.layout import Layout
 from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
@@ -254,11 +254,36 @@ class Node(OnNodes):
         """
         return self._tree.owner.apply_at(self, primitive)  # type: ignore[return-value]
 
-    def __getitem__(self, path: str) -> Selection:
-        """The node at ``path`` below this one, or the group of nodes that a glob selects."""
-        return self._tree.find(full_name(self.path, path) if path else self.path)  # type: ignore[return-value]
+    def __getitem__(self, path: str | int) -> Selection:
+        """The node at ``path`` below this one, or the group of nodes that a glob selects; ``0`` is the child ``"0"``.
 
-    if not TYPE_CHECKING:  # checkers see those of OnNodes
+        Raises:
+            PathError: nothing is there; close matches are named.
+            ArgumentError: the path is not a string.
+        """
+        return self._tree.find(self._below(path))  # type: ignore[return-value]
+
+    def __contains__(self, path: str | int) -> bool:
+        """Whether ``node[path]`` is there."""
+        return self._tree.has(self._below(path))
+
+    def _ipython_key_completions_(self) -> list[str]:
+        start = f"{self.path}." if self.path else ""
+        return [path[len(start) :] for path in self._tree.index.modules if path and path.startswith(start)]
+
+    def _below(self, path: str | int) -> str:
+        if not isinstance(path, (str, int)):
+            hint = f"sch['{full_name(self.path, '*')}'][1:3]" if isinstance(path, slice) else 'node["dense"]'
+            raise ArgumentError(f"a path must be a string (got {path!r})", path=self.path, hint=hint)
+        return full_name(self.path, str(path)) if path != "" else self.path
+
+    if not TYPE_CHECKING:  # checkers see those of OnNodes, and that a group is iterated
+
+        def __iter__(self) -> NoReturn:
+            where = f"sch['{self.path}']" if self.path else "sch.root"
+            raise ArgumentError(
+                f"{where} is one node", path=self.path, hint=f"for node in {where}.children: ..., or {where}.walk()"
+            )
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_"):

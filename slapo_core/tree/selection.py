@@ -154,6 +154,30 @@ def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[st
     return tails[:limit] or difflib.get_close_matches(path, known, n=limit, cutoff=0.5)
 
 
+def close_patterns(pattern: str, paths: Iterable[str]) -> str | None:
+    """Suggest what a glob without a match may mean: the first level that matches nothing, corrected, or the choices."""
+    known, levels = list(paths), pattern.split(".")
+    indexed = re.sub(r"\[(\d+)\]", r".\1", pattern)
+    if indexed in known:
+        return f"did you mean sch['{indexed}']?"
+    for depth in range(len(levels) - 1, -1, -1):
+        start = ".".join(levels[:depth])
+        parents = matching(start, known) if start else [""]
+        below = dict.fromkeys(path.rpartition(".")[2] for path in known if path and path.rpartition(".")[0] in parents)
+        if not below:
+            continue
+        literal = levels[depth].replace("*", "")
+        close = difflib.get_close_matches(literal, list(below), n=3, cutoff=0.6)
+        corrected = [".".join([*levels[:depth], name]) for name in close]
+        rest = "".join(f".{level}" for level in levels[depth + 1 :])
+        meant = [f"{each}{rest}" for each in corrected if matching(f"{each}{rest}", known)] or corrected
+        if meant:
+            return "did you mean " + " or ".join(f"sch['{each}']" for each in meant) + "?"
+        names = ", ".join(list(below)[:8]) + (", ..." if len(below) > 8 else "")
+        return f"below '{start}' there are {names}" if start else f"the model has {names}"
+    return None
+
+
 class NodeGroup(OnNodes):
     """Nodes in the model's order; ``group.checkpoint()`` applies to each, all or none.
 

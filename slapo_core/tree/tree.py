@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from slapo_core.errors import ApplyError, PathError, StaleError
+from slapo_core.errors import ApplyError, ArgumentError, PathError, StaleError
 from slapo_core.layout import Layout
 from slapo_core.private import children_of
 from slapo_core.tree.forward import Calls
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import Node
-from slapo_core.tree.selection import NodeGroup, close_matches, is_glob, matching, meant_as_regular_expression
+from slapo_core.tree.selection import (
+    NodeGroup,
+    close_matches,
+    close_patterns,
+    is_glob,
+    matching,
+    meant_as_regular_expression,
+)
 from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
@@ -139,14 +146,26 @@ class Tree:
             paths = [path for path in index.modules if path in selected]
         if not paths:
             self._refuse_regular_expression(pattern)
-            literal = pattern.replace("*", "").strip(".") or pattern
-            raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=self._suggest(literal))
+            close = close_patterns(pattern, index.modules) or "print(sch) shows the tree"
+            raise PathError(f"the pattern '{pattern}' matches no module", path=pattern, hint=close)
         return NodeGroup(tuple(self.node(path) for path in paths), pattern)
 
     def find(self, path: str) -> Node | NodeGroup:
         if is_glob(path) and path not in self.index.modules:
             return self.select(path)
         return self.node(path)
+
+    def has(self, path: str) -> bool:
+        """Whether a module is at ``path``, or a glob matches one.
+
+        Raises:
+            ArgumentError: the path is not a string.
+        """
+        if not isinstance(path, str):
+            raise ArgumentError(f"a path must be a string (got {path!r})", hint='"encoder.layer.0" in sch')
+        return self._walk_to(path) is not None or (
+            is_glob(path) and bool(matching(path, (*self.index.modules, *self.index.all_aliases)))
+        )
 
     def module_at(self, path: str) -> nn.Module:
         """The live module at a canonical path.

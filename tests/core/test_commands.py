@@ -50,6 +50,24 @@ def sums(
     return FakeDistribution(name, "1.0", {"slapo.v1.commands": {command: f"{module}:Sums"}}, {module: source})
 
 
+def test_help_says_what_a_command_does_and_imports_nothing(fake_distributions: FakeEnvironment) -> None:
+    helps = {"documented": '"""Add numbers.\n\n    More."""', "silent": "", "broken": "1 +"}
+    for name, text in helps.items():
+        source = f"raise SystemExit\nclass Sums:\n    {text}\n    name = {name!r}\n"
+        point = {"slapo.v1.commands": {name: f"acme_{name}.cli:Sums"}}
+        package = {f"acme_{name}": "", f"acme_{name}.cli": source}
+        fake_distributions.install(FakeDistribution(f"acme-{name}", "1.0", point, package))
+    fake_distributions.install(FakeDistribution("acme-x", "1.0", {"slapo.v1.commands": {"gone": "nowhere:Sums"}}))
+    with use_registry(fake_distributions.registry(with_installed=True)):
+        shown = CliRunner().invoke(make_app(), ["--help"]).output
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.splitlines() if line.strip()}
+    assert lines["documented"] == "Add numbers."
+    assert lines["silent"] == "Of acme-silent 1.0."
+    assert lines["broken"] == "Of acme-broken 1.0."
+    assert lines["gone"] == "Of acme-x 1.0."
+    assert lines["tune"].startswith("Search")
+
+
 @pytest.mark.slow
 def test_a_command_is_listed_without_being_imported_and_runs(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(sums(fake_distributions))

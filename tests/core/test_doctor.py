@@ -106,6 +106,14 @@ def test_only_plugins_that_are_named_are_asked(fake_distributions: FakeEnvironme
     message(told(missing), "'no-slapo'", "did you mean odd-slapo or sick-slapo?")
 
 
+def test_a_plugin_of_the_project_that_is_not_installed_is_answered_with_its_command(
+    fake_distributions: FakeEnvironment,
+) -> None:
+    fake_distributions.install(acme("slapo-deepspeeds"))
+    (problem,) = problems(fake_distributions, ask=("slapo-deepspeed",))
+    assert problem == Problem("no plugin 'slapo-deepspeed' is installed", "pip install slapo-deepspeed")
+
+
 FACT = "from slapo_core import Fact\n@hookimpl\ndef slapo_doctor():\n    return [Fact('network', 'eth0')]\n"
 
 

@@ -39,6 +39,15 @@ def test_completion_lists_primitives_and_namespaces_and_imports_no_plugin(
     assert not (tmp_path / "imported").exists()
 
 
+def test_names_are_listed_once_and_paths_complete_in_brackets(schedule: slapo.Schedule) -> None:
+    for place in (schedule, schedule["0"], schedule["*"]):
+        assert len(dir(place)) == len(set(dir(place)))
+    assert schedule._ipython_key_completions_() == ["0", "1"]
+    nested = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU())))
+    assert nested["0"]._ipython_key_completions_() == ["0", "1"]
+    assert nested.root._ipython_key_completions_() == ["0", "0.0", "0.1"]
+
+
 def test_the_sentinel_sees_an_import(schedule: slapo.Schedule, tmp_path: Path) -> None:
     inspect.signature(schedule["0"].pad)
     assert "acme_slapo" in sys.modules

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.errors import PathError
+from slapo_core.errors import ArgumentError, PathError
 from slapo_core.tree.selection import matching
 from slapo_testing.models import MLP, Tied, bert
 from tests.messages import Messages
@@ -99,7 +99,7 @@ def test_glob_that_matches_nothing_is_an_error_with_close_matches(message: Messa
     sch = slapo.create_schedule(bert())
     with pytest.raises(PathError) as caught:
         sch["bert.encoder.layers.*"]
-    message(caught, "matches no module", "sch['bert.encoder.layer']")
+    message(caught, "matches no module", "sch['bert.encoder.layer.*']")
     with pytest.raises(PathError, match="matches no module"):
         sch["zzz.*"]
     with pytest.raises(PathError):
@@ -167,3 +167,46 @@ def test_glob_goes_on_from_a_node() -> None:
     ]
     assert len(sch["**.query"]) == 3
     assert len(sch["bert.encoder.layer.[02].attention.self.*"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("layers.*.attn", "did you mean sch['layers.*.self_attn']?"),
+        ("layers.*.attention", "below 'layers.*' there are self_attn, mlp"),
+        ("layrs.*.mlp", "did you mean sch['layers.*.mlp']?"),
+        ("**.selfattn", "did you mean sch['**.self_attn']?"),
+        ("layers.*.mpl.0", "did you mean sch['layers.*.mlp.0']?"),
+        ("layers.*.mlp.act", "below 'layers.*.mlp' there are 0"),
+        ("layers[1]", "did you mean sch['layers.1']?"),
+        ("x*", "the model has layers"),
+    ],
+)
+def test_a_pattern_without_a_match_suggests_modules_of_the_level_that_is_wrong(pattern: str, hint: str) -> None:
+    layers = [nn.ModuleDict({"self_attn": nn.Linear(1, 1), "mlp": nn.Sequential(nn.ReLU())}) for _ in range(2)]
+    sch = slapo.create_schedule(nn.ModuleDict({"layers": nn.ModuleList(layers)}))
+    with pytest.raises(PathError, match="matches no module") as caught:
+        sch[pattern]
+    assert caught.value.hint == hint
+
+
+def test_in_says_whether_a_path_or_a_pattern_is_there_and_a_loop_is_told_what_to_write(message: Messages) -> None:
+    sch = slapo.create_schedule(MLP())
+    for path in ("", "head", "layers.*", "layers.0.1"):
+        assert path in sch
+    for path in ("head.0", "lm_head", "layers.*.x", "layers."):
+        assert path not in sch
+    assert "0.1" in sch["layers"]
+    assert "99" not in sch["layers"]
+    assert sch["layers"][0] is sch["layers.0"], "and not the list itself"
+    assert sch["layers"][1] is sch["layers.1"]
+    for call, hint in (
+        (lambda: 0 in sch, '"encoder.layer.0" in sch'),
+        (lambda: list(sch), "for node in sch.root.walk()"),
+        (lambda: list(sch["layers"]), "for node in sch['layers'].children"),
+        (lambda: sch["layers"][:1], "sch['layers.*'][1:3]"),
+        (lambda: sch["layers"][None], 'node["dense"]'),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()  # type: ignore[no-untyped-call]
+        message(caught, hint)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from slapo_core.errors import UnknownNameError, UnusablePluginError
+from slapo_core.errors import ArgumentError, UnknownNameError, UnusablePluginError
 from slapo_core.plugins import Registry, current_registry, register_primitive, use_registry
 from slapo_core.primitive import Equivalence, Primitive
+from slapo_core.schedule.creation import create_schedule
 from slapo_testing.distributions import FakeEnvironment
 from tests.dists.healthy import acme
 from tests.messages import Messages
@@ -114,3 +116,54 @@ def test_the_processs_registry_is_kept_until_its_surroundings_change(
     assert second.resolve("primitives", "pad").distribution == "acme-slapo"
     monkeypatch.setenv("SLAPO_DISABLE_PLUGINS", "acme-slapo")
     assert "acme.pad" not in current_registry().names("primitives")
+
+
+def test_it_decorates_with_and_without_parentheses(isolated_registry: Registry) -> None:
+    one, other = make("my.one", qualname="One"), make("my.other", qualname="Other")
+    assert register_primitive(one) is one
+    assert register_primitive()(other) is other
+    assert isolated_registry.load("my.one") is one
+    assert isolated_registry.load("my.other") is other
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "required"),
+    [
+        ("apply", lambda self, node: None, "apply(self, node, edit)"),
+        ("apply", lambda self, sch, **options: None, "apply(self, node, edit)"),
+        ("apply", lambda self, node, *, edit: None, "apply(self, node, edit)"),
+        ("bind", lambda self: None, "bind(self, node)"),
+        ("preconditions", lambda self, node, mesh: None, "preconditions(self, node)"),
+        ("postconditions", 5, "postconditions(self, node)"),
+    ],
+)
+def test_a_method_with_a_wrong_signature_is_refused_at_registration_and_at_the_step(
+    isolated_registry: Registry, method: str, function: Any, required: str
+) -> None:
+    cls = make("my.freeze")
+    setattr(cls, method, function)
+    with pytest.raises(UnusablePluginError) as caught:
+        isolated_registry.register(cls)
+    assert f"Freeze.{method} must be callable as {required} (got " in caught.value.message
+    with pytest.raises(ArgumentError, match=f"Freeze.{method} must be callable as"):
+        create_schedule(nn.Linear(1, 1)).apply(cls())
+
+
+@pytest.mark.parametrize(
+    "function", [lambda *args: None, lambda self, n, e, more=1: None, lambda self, n, e, **k: None]
+)
+def test_a_method_that_can_be_called_is_accepted(isolated_registry: Registry, function: Any) -> None:
+    cls = make("my.freeze")
+    cls.apply = function
+    isolated_registry.register(cls)
+
+
+def test_the_class_of_the_paper_is_told_its_form(isolated_registry: Registry, message: Messages) -> None:
+    class UserDefinedPrimitive(Primitive):
+        def __init__(self, name: str) -> None: ...
+
+        def apply(self, sch: Any, **kwargs: Any) -> None: ...  # type: ignore[override]
+
+    with pytest.raises(UnusablePluginError) as caught:
+        register_primitive()(UserDefinedPrimitive)
+    message(caught, "has no name", "apply(self, node, edit)", "@dataclass(frozen=True)", "my.userdefinedprimitive")

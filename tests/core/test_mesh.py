@@ -128,3 +128,15 @@ def test_mesh_text() -> None:
     assert str(Mesh({"dp": 2, "tp": 4})) == "{'dp': 2, 'tp': 4}"
     assert Mesh({"tp": 4}).launch_command() == "torchrun --nproc-per-node 4 your_script.py"
     assert Mesh({"dp": 8, "tp": 8}).launch_command() == "torchrun --nnodes 8 --nproc-per-node 8 your_script.py"
+
+
+def test_an_abstract_mesh_of_a_process_that_torchrun_started_names_the_missing_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = Mesh({"tp": 2})
+    assert mesh.launch_hint() == "torchrun --nproc-per-node 2 your_script.py"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MeshError) as caught:
+        mesh.group("tp")
+    assert "init_process_group() before create_schedule()" in str(caught.value.hint)
+    assert "torchrun --nproc" not in str(caught.value.hint)

@@ -7,8 +7,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import UnknownNameError, UnusablePluginError
-from slapo_core.plugins import use_registry
-from slapo_core.plugins.metadata import FIRST_PARTY
+from slapo_core.plugins import Registry, use_registry
+from slapo_core.plugins.metadata import FIRST_PARTY, MEMBERS
 from slapo_core.schedule.sugar import bound_primitive
 from slapo_testing.distributions import FakeDistribution, FakeEnvironment
 from tests.dists.healthy import acme
@@ -130,3 +130,56 @@ def test_members_of_nodes_and_schedules_stay_what_they_are(fake_distributions: F
         schedule = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
         schedule["0"].checkpoint()
         assert [record.name for record in schedule.undo()] == ["core.checkpoint"]
+
+
+def _members() -> set[str]:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(1, 1)))
+    return {name for each in (sch, sch["0"], sch["*"]) for name in object.__dir__(each) if not name.startswith("_")}
+
+
+def test_the_members_of_nodes_groups_and_schedules_are_taken_and_no_first_party_name_is_one() -> None:
+    assert _members() == MEMBERS
+    registry = Registry.discover(environ={})
+    names = {*registry.names("queries"), *registry.namespaces()}
+    names |= {entry.bare for plugin in registry.plugins for entry in plugin.entries if entry.kind == "primitives"}
+    assert len(names) > 20
+    assert names.isdisjoint(MEMBERS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "taken"),
+    [
+        ("primitives", "acme.walk", "walk"),
+        ("primitives", "state.thing", "state"),
+        ("primitives", "acme.nodes", "nodes"),
+        ("primitives", "acme.undo", "undo"),
+        ("queries", "records", "records"),
+    ],
+)
+def test_a_name_that_is_a_member_is_refused(
+    fake_distributions: FakeEnvironment, kind: str, name: str, taken: str, message: Messages
+) -> None:
+    fake_distributions.install(FakeDistribution("acme-slapo", "1.0", {f"slapo.v1.{kind}": {name: "acme_slapo:Thing"}}))
+    registry = fake_distributions.registry()
+    assert registry.plugin("acme-slapo").state == "unusable"
+    with pytest.raises(UnusablePluginError) as caught:
+        registry.resolve(kind, name)
+    message(caught, f"'{name}'", f"'{taken}' is a member of nodes and schedules", "choose another name")
+
+
+def test_a_query_hides_no_primitive_of_the_project(fake_distributions: FakeEnvironment) -> None:
+    point = {"slapo.v1.queries": {"shard": "acme_slapo:shard"}}
+    fake_distributions.install(FakeDistribution("acme-slapo", "1.0", point))
+    with use_registry(fake_distributions.registry(with_installed=True)) as registry:
+        assert "belongs to slapo-tp" in str(registry.plugin("acme-slapo").reason)
+        assert registry.resolve("primitives", "shard").name == "tp.shard"
+
+
+def test_a_primitive_named_as_a_query_has_its_full_name_only(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(acme(bare="estimate"))
+    with use_registry(fake_distributions.registry(with_installed=True)) as registry:
+        sch = slapo.create_schedule(nn.Linear(1, 1))
+        assert "estimate" not in registry.bare_names("primitives")
+        assert repr(sch.acme.estimate) == "<primitive acme.estimate at ''>"
+        with pytest.raises(UnusablePluginError, match=r"and the query 'estimate' \(slapo-estimate"):
+            registry.resolve("primitives", "estimate")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, UnknownNameError
@@ -92,3 +93,36 @@ def test_primitive_registered_in_process_is_there_at_once() -> None:
 def test_registry_of_one_test_does_not_leak_into_another() -> None:
     assert not hasattr(slapo.create_schedule(MLP())["head"], "hook_all")
     assert isinstance(slapo.create_schedule(MLP())._core.registry, Registry)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "call"),
+    [
+        ("replace", {"new_mod": nn.ReLU()}, "replace(new_module=ReLU())"),
+        ("checkpoint", {"subgraph": "gelu"}, "checkpoint(match='gelu')"),
+        ("annotate", {"parm": "weight", "key": "k", "value": 1}, "annotate(param='weight', key='k', value=1)"),
+        ("annotate", {"parm": 3, "key": "k", "value": 1}, "annotate(param=3, key='k', value=1), where core.annotate"),
+        ("shard", {"names": "weight", "dim": 0}, "shard(names='weight', axis=0)"),
+        ("shard", {"param_name": "weight", "axis": 0}, "shard(names='weight', axis=0)"),
+        ("sync", {"type": "forward"}, "sync(mode='forward')"),
+        ("sync", {"mode": "fwd_post", "sync_op_or_fn": "all_reduce"}, "sync(mode='fwd_post', op='all_reduce')"),
+        ("annotate", {"parm": "weight"}, "annotate(param: str, key: str, value: Any)"),
+        ("annotate", {"q": 1, "param": "weight", "key": "k"}, "annotate(param: str, key: str, value: Any)"),
+    ],
+)
+def test_a_keyword_of_another_name_is_answered_with_the_corrected_call(
+    name: str, arguments: dict[str, Any], call: str
+) -> None:
+    sch = slapo.create_schedule(MLP(), mesh={"tp": 1})
+    with pytest.raises(ArgumentError, match="got an unexpected keyword argument") as caught:
+        getattr(sch["head"], name)(**arguments)
+    assert str(caught.value.hint).startswith(call)
+    assert sch.records == ()
+
+
+def test_a_function_of_slapo_is_not_looked_for_among_the_primitives() -> None:
+    sch = slapo.create_schedule(MLP())
+    for target in (sch, sch["head"], sch["layers.*"]):
+        with pytest.raises(UnknownNameError) as caught:
+            target.verify()
+        assert caught.value.hint == "it is a function: slapo.verify(sch, ...)"

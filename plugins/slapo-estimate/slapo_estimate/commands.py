@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DeviceCommands(Command):
-    """``slapo device measure`` and ``slapo device show``."""
+    """Measure the speed of a machine, or show a device."""
 
     name = "device"
 
@@ -141,7 +141,7 @@ def _print(device: DeviceSpec) -> None:
 
 
 class EstimateCommands(Command):
-    """``slapo estimate``."""
+    """Estimate memory, collectives and time of a saved schedule."""
 
     name = "estimate"
 

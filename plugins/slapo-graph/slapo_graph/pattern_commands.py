@@ -15,7 +15,7 @@ from slapo_core.plugins import current_registry
 
 
 class PatternCommands(Command):
-    """``slapo patterns list`` and ``slapo patterns show``."""
+    """List the patterns for find(), or show one."""
 
     name = "patterns"
 

@@ -17,7 +17,7 @@ from slapo_pipeline.private import schedule_actions
 
 
 class PipelineCommands(Command):
-    """``slapo pipeline draw``."""
+    """Draw the timeline of a pipeline schedule."""
 
     name = "pipeline"
 

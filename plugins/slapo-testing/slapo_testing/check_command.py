@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CheckCommand(Command):
-    """``slapo plugins check``."""
+    """Hold installed plugins to their promises."""
 
     name = "plugins.check"
 

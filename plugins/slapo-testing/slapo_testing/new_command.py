@@ -28,7 +28,7 @@ from slapo_core.plugins.metadata import (
 
 
 class NewCommand(Command):
-    """``slapo plugins new``."""
+    """Write the files of a new plugin, with tests."""
 
     name = "plugins.new"
 

@@ -47,7 +47,7 @@ class RankGroup:
         name: torch's name of the process group; None where the mesh is only declared.
         size: number of ranks, e.g. 2.
         rank: this process's place, from 0.
-        launch: the command that starts the processes of the mesh.
+        launch: what gives the mesh its processes, for a hint.
     """
 
     name: str | None
@@ -60,7 +60,7 @@ class RankGroup:
         """The group along ``mesh_dim``."""
         group = None if mesh.is_abstract else mesh.group(mesh_dim)
         name = None if group is None else group.group_name
-        return cls(name, mesh.size(mesh_dim), mesh.rank(mesh_dim), mesh.launch_command())
+        return cls(name, mesh.size(mesh_dim), mesh.rank(mesh_dim), mesh.launch_hint())
 
     def running(self) -> str:
         """The name, for a collective that is about to run.

@@ -197,10 +197,10 @@ def _schedules(sch: Schedule | Sequence[Schedule], example_inputs: Any) -> tuple
     if isinstance(example_inputs, Schedule):
         raise ArgumentError("the second argument of verify is a schedule", hint="verify([sch_a, sch_b], batch)")
     schedules = tuple(sch) if isinstance(sch, (list, tuple)) else (sch,)
-    for one in schedules or (None,):
+    for one in schedules or (sch,):
         if not isinstance(one, Schedule):
             raise ArgumentError(
-                f"verify takes a schedule, or a list of schedules (got {sch!r})",
+                f"verify takes a schedule, or a list of schedules (got {type(one).__name__})",
                 hint="verify(sch, batch), or verify([sch_a, sch_b], batch)",
             )
     return schedules

@@ -48,7 +48,7 @@ def check_in_processes(
     """
     mesh = schedules[0].mesh
     assert mesh is not None
-    launch = f"launch the script on every rank instead: `{mesh.launch_command()}`"
+    launch = f"verify in the ranks' own processes instead: {mesh.launch_hint()}"
     why = f"verify has to repeat this schedule in {mesh.world_size} processes, because its mesh is only declared"
     try:
         all_sent = [sent(schedule) for schedule in schedules]

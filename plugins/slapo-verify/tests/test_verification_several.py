@@ -107,11 +107,13 @@ def test_another_probability_is_another_model() -> None:
         slapo.verify([slapo.create_schedule(model) for model in models], INPUTS)
 
 
-@pytest.mark.parametrize("given", [[], [1], "x"])
-def test_what_is_no_schedule_is_refused(given: Any, message: Messages) -> None:
+@pytest.mark.parametrize(
+    ("given", "got"), [([], "list"), ([1], "int"), ("x", "str"), (nn.Linear(1, 1), "Linear"), ([nn.ReLU()], "ReLU")]
+)
+def test_what_is_no_schedule_is_refused_by_its_type(given: Any, got: str, message: Messages) -> None:
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(given, INPUTS)
-    message(caught, "list of schedules", "verify([sch_a, sch_b], batch)")
+    message(caught, "list of schedules", f"(got {got})", "verify([sch_a, sch_b], batch)")
 
 
 def test_a_second_schedule_in_the_place_of_the_inputs_is_refused(message: Messages) -> None:

@@ -17,7 +17,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, key
 
 
 class TuneCommands(Command):
-    """``slapo tune run|resume|report|show|best``."""
+    """Search over schedules: run, resume, report, show, best."""
 
     name = "tune"
 
