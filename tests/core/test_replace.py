@@ -16,7 +16,7 @@ from slapo_testing import ModelSnapshot, assert_bit_identical
 from slapo_testing.models import MLP, Block, Odd, Tied
 from tests.messages import Messages
 from tests.support.building import Split
-from tests.support.edits import Halve
+from tests.support.edits import Call, Halve
 
 
 class Scaled(nn.Module):
@@ -448,3 +448,27 @@ def test_layout_of_a_module_shared_with_another_place_survives_replacing_its_fir
     assert sch["decoder.0"].layout("weight") == layout
     sch.undo()
     assert sch._core.tree.layouts == {}
+
+
+def test_a_module_that_is_elsewhere_too_stays_known_when_one_place_of_it_goes() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.BatchNorm1d(2))
+            self.decoder = nn.Sequential(self.encoder[0])
+
+    def give_another_buffer(model: Two) -> None:
+        model.decoder[0].running_mean = torch.zeros(2)  # the user's, of a module that no step put in or took out
+
+    replaced, added = Two(), Two()
+    sch = slapo.create_schedule(replaced)
+    sch["encoder"].replace(lambda old: nn.Sequential(nn.BatchNorm1d(2)))
+    give_another_buffer(replaced)
+    sch._core.tree.tensors.check_unchanged()
+    sch = slapo.create_schedule(added)
+    sch["encoder.0"].annotate("weight", "key", 1)
+    shared = nn.Sequential(added.encoder[0])
+    sch.apply(Call(lambda node, edit: edit.add_module(node, "again", shared) and None))
+    sch.undo()
+    give_another_buffer(added)
+    sch._core.tree.tensors.check_unchanged()
