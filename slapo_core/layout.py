@@ -144,7 +144,8 @@ def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: in
     """Make a ``Mesh`` of whatever ``create_schedule(mesh=...)`` accepts.
 
     Args:
-        mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions.
+        mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions; names of
+            its own, e.g. ``"model"``, are used by steps that say so (``mesh_dim="model"``), and refused by ``build``.
             A dictionary makes torch's mesh at once where torch.distributed is initialized; otherwise the mesh is
             abstract, unless it has one rank.
         rank: for an abstract mesh, this process's global rank.

@@ -102,7 +102,19 @@ def _on_two_ranks() -> dict[str, Any]:
     assert adopted is not None
     found["adopted"] = (adopted.sizes, adopted.rank("tp"), adopted.is_abstract, adopted.device_mesh is not None)
     assert mesh.rank("tp") == rank
+    sch = slapo.create_schedule(MLP(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "model")))
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["head"].shard("weight", axis=1)
+    found["own names"] = str(refused.value)
+    sch["head"].shard("weight", axis=1, mesh_dim="model")
+    found["own names refused"] = _build_error(sch)
     return found
+
+
+def _build_error(sch: slapo.Schedule) -> str:
+    with pytest.raises(slapo.BuildError) as refused:
+        slapo.build(sch)
+    return str(refused.value)
 
 
 def _message(mesh: Any) -> str:
@@ -119,7 +131,13 @@ def test_mesh_of_running_processes(message: Messages) -> None:
     for rank, found in enumerate(results):
         assert found["real"] == (False, rank, 0, rank, 2, "{'tp': 2}")
         assert found["adopted"] == ({"dp": 1, "tp": 2}, rank, False, True)
-    for case, word in (("too many", "4 processes"), ("too few", "1 processes"), ("unnamed", "mesh_dim_names")):
+    for case, word in (
+        ("too many", "4 processes"),
+        ("too few", "1 processes"),
+        ("unnamed", "mesh_dim_names"),
+        ("own names", 'mesh_dim="model"'),
+        ("own names refused", "does not run mesh_dim 'model'"),
+    ):
         [text] = {found[case] for found in results}
         message(text, word)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from slapo_core.layout import MESH_DIMS
 from slapo_core.primitive import Violation
 
 if TYPE_CHECKING:
@@ -31,9 +32,11 @@ class Distributed:
                 f"declare one: {call}",
             )
         elif self.mesh_dim not in node.mesh:
+            own = [mesh_dim for mesh_dim in node.mesh.sizes if mesh_dim not in MESH_DIMS]  # of a DeviceMesh
+            name = f'name one that it has: mesh_dim="{own[-1]}"; or ' if own else ""
             yield Violation(
                 f"it is distributed over mesh_dim '{self.mesh_dim}', but the mesh is {node.mesh}",
-                f"add the dimension: {call}, N=1 included",
+                f"{name}add the dimension: {call}, N=1 included",
             )
 
 
