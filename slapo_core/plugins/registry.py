@@ -350,10 +350,11 @@ class Registry:
         bare = self._index.bare[kind].get(name)
         if bare is not None:
             return self._ambiguity(kind, name, bare, path)
+        kinds = (kind, "queries") if kind == "primitives" else (kind,)  # both are members of nodes
         for plugin in self._installed:
             for entry in plugin.lost if plugin.usable else plugin.entries:
-                if entry.kind == kind and name in (entry.name, entry.bare, entry.namespace):
-                    return plugin.error(f"{noun(kind)} '{entry.name}' of {plugin.label}", path=path)
+                if entry.kind in kinds and name in (entry.name, entry.bare, entry.namespace):
+                    return plugin.error(f"{noun(entry.kind)} '{entry.name}' of {plugin.label}", path=path)
         message = f"no installed plugin provides {noun(kind)} '{name}'"
         absent = [owner for owner in FIRST_PARTY if all(plugin.name != owner for plugin in self._installed)]
         owner = owner_of(name, kind)

@@ -136,9 +136,11 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
             yield Violation(
                 f"'{place}' has {count} hooks, set {who}, and they would be lost", "replace first, add hooks then"
             )
-        elif hooks_of(module)["full_backward"] and not full_backward_flag(module):
+        kinds = {full_backward_flag(each) for each in (module, new) if not name and hooks_of(each)["full_backward"]}
+        if len(kinds) > 1:
             yield Violation(
-                f"'{place}' has a hook of the deprecated register_backward_hook, which cannot be carried over",
+                f"'{place}' and the new module have backward hooks, one by the deprecated register_backward_hook: "
+                "torch allows one kind",
                 "use register_full_backward_hook",
             )
 

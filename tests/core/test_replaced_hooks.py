@@ -182,3 +182,24 @@ def test_hooks_of_steps_move_along_once_and_back() -> None:
     assert len(sch["0"].hooks) == 1
     sch.undo()
     assert_bit_identical(before, model)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_backward_hooks_of_the_deprecated_kind_move_unless_the_new_module_has_the_other_kind() -> None:
+    model, calls = nn.Sequential(nn.Linear(2, 2)), []  # type: ignore[var-annotated]
+    handle = model[0].register_backward_hook(_noted(calls, "backward"))
+    before = ModelSnapshot(model)
+    sch, hooked = slapo.create_schedule(model), nn.Linear(2, 2)
+    hooked.register_full_backward_hook(_noted(calls, "full"))
+    with pytest.raises(slapo.PreconditionError, match="one kind"):
+        sch["0"].replace(hooked)
+    sch["0"].replace(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls == ["backward"]
+    model.zero_grad()
+    sch.undo()
+    assert_bit_identical(before, model)
+    sch["0"].replace(nn.Linear(2, 2))
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls == ["backward"]
