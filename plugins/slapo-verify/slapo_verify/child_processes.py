@@ -48,7 +48,9 @@ def check_in_processes(
     """
     mesh = schedules[0].mesh
     assert mesh is not None
-    launch = f"verify in the ranks' own processes instead: {mesh.launch_hint()}"
+    launch = mesh.launch_hint()
+    if launch == mesh.launch_command():
+        launch = f"launch the script on every rank instead: `{launch}`"
     why = f"verify has to repeat this schedule in {mesh.world_size} processes, because its mesh is only declared"
     try:
         all_sent = [sent(schedule) for schedule in schedules]
