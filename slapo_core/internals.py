@@ -11,6 +11,7 @@ from slapo_core.private import (
     parameters_of,
 )
 from slapo_core.tree import forward as forwards, index as module_index, journal
+from slapo_core.tree.copies import deep_copy
 from slapo_core.tree.render import describe
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "buffers_of",
     "children_of",
     "current_registry",
+    "deep_copy",
     "describe",
     "forwards",
     "hooks_of",

@@ -344,6 +344,10 @@ class ModuleForward:
         twin._set_up(module, copy.deepcopy(self._own, memo), copy.deepcopy(self._base, memo), self.wrappers)
         return twin
 
+    def rebind(self, twin: Callable[[Any], Any]) -> None:
+        """Replace base and wrappers by their twins, in a copy."""
+        self._set_up(self._module, twin(self._own), twin(self._base), tuple(map(twin, self.wrappers)))
+
     def __getstate__(self) -> dict[str, Any]:
         for wrapper in self.wrappers:
             _refuse_nameless(wrapper, self._module)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.internals import forwards, module_index
+from slapo_core.internals import deep_copy, forwards
 from slapo_core.layout import fork_rng
 from slapo_graph.fake import FakeMode, with_tensors
 from slapo_graph.leaves import inlined_modules
@@ -178,9 +178,8 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
         memo: replacements for objects in the copy, by id; None: the same parameters, and copies of the buffers.
     """
     known = dict(memo) if memo is not None else {id(parameter): parameter for parameter in model.parameters()}
-    known = {**module_index.made_beforehand(model), **known}
     try:
-        return copy.deepcopy(model, dict(known))
+        return deep_copy(model, dict(known))
     except TypeError:
         for module in model.modules():
             for name, value in vars(module).items():
@@ -189,7 +188,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
                         copy.deepcopy(value, dict(known))
                     except TypeError:
                         known[id(value)] = value
-        return copy.deepcopy(model, known)
+        return deep_copy(model, known)
 
 
 @contextlib.contextmanager

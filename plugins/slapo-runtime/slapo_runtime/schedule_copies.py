@@ -19,7 +19,7 @@ from torch import nn
 
 from slapo_core import Node, Schedule, create_schedule
 from slapo_core.errors import ApplyError, ReplayError, SerializationError, SlapoError, UnknownNameError
-from slapo_core.internals import module_index
+from slapo_core.internals import deep_copy
 from slapo_core.primitive import Record
 from slapo_core.schedule.sugar import bound_query
 from slapo_runtime.private import apply_to_tensors
@@ -57,8 +57,7 @@ def copy_model(
         made = _made(tensor, dtype, shares_memory=shares_memory)
         if made is not None:
             memo[id(tensor)] = made
-    memo |= {key: made for key, made in module_index.made_beforehand(model).items() if key not in memo}
-    copied = copy.deepcopy(model, memo)
+    copied = deep_copy(model, memo)
     for name, parameter in copied.named_parameters(remove_duplicate=False):
         original = model.get_parameter(name)
         for key, value in original.__dict__.items():
