@@ -1,7 +1,8 @@
-"""Wrap the private names of torch that this distribution uses; its tests check them against the installed version."""
+"""Wrap the private names of torch and transformers that this distribution uses; tests check the installed versions."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -106,3 +107,25 @@ def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
+
+
+_OUTPUTS = "transformers.utils.output_capturing"
+"""The module that adds ``hidden_states`` and ``attentions`` to outputs, by hooks from the first call that asks on."""
+
+
+def without_output_hooks(model: nn.Module) -> None:
+    """Remove transformers' hooks for further outputs, which pickle refuses; the next call that asks adds them again."""
+    for module in model.modules() if _OUTPUTS in sys.modules else ():
+        module.__dict__.pop("_output_capturing_hooks_installed", None)
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) == _OUTPUTS]:
+            for table in HOOK_TABLES["forward"]:
+                getattr(module, table).pop(key, None)
+
+
+def register_outputs(model: nn.Module) -> None:
+    """Repeat what transformers' constructors write down of further outputs, for a model that was unpickled."""
+    registry = getattr(sys.modules.get(_OUTPUTS), "_CAN_RECORD_REGISTRY", None)
+    for module in model.modules() if isinstance(registry, dict) else ():
+        if hasattr(module, "_can_record_outputs"):
+            dict.__setitem__(registry, str(type(module)), module._can_record_outputs)

@@ -22,7 +22,7 @@ from slapo_core.errors import ApplyError, ReplayError, SerializationError, Slapo
 from slapo_core.internals import deep_copy
 from slapo_core.primitive import Record
 from slapo_core.schedule.sugar import bound_query
-from slapo_runtime.private import apply_to_tensors
+from slapo_runtime.private import apply_to_tensors, register_outputs, without_output_hooks
 
 if TYPE_CHECKING:
     from slapo_core import Node
@@ -198,6 +198,7 @@ def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _
     """
     model, steps = reference_with_steps(schedule, shares_memory=True)
     train_as_at_first(model, schedule)
+    without_output_hooks(model)
     whole = []
     for step in steps:
         if isinstance(step, SerializationError):
@@ -241,6 +242,7 @@ def installed_modules(model: nn.Module) -> list[str]:
 
 def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
     _register({type(step.primitive): None for step in sent.steps})
+    register_outputs(sent.model)
     schedule = create_schedule(sent.model, mesh=sizes, plugins=sent.plugins, example_inputs=sent.example_inputs)
     for step in sent.steps:
         try:

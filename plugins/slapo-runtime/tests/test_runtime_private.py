@@ -1,9 +1,11 @@
-"""The private names of torch exist, and behave as slapo_runtime expects."""
+"""The private names of torch and transformers exist, and behave as slapo_runtime expects."""
 
 from __future__ import annotations
 
+import pickle
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import slapo_core as slapo
 from slapo_runtime import private
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.schedule_copies import sent
 from tests.support.private_names import private_names
 
 
@@ -114,3 +118,29 @@ def test_compiled_modules_and_hooks_of_saved_tensors_are_seen() -> None:
 def test_trees_are_mapped_and_have_leaves() -> None:
     assert private.tree_leaves({"a": [1, (2,)]}) == [1, 2]
     assert private.tree_map_only(int, lambda value: -value, ["x", 1]) == ["x", -1]
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_model_sent_to_another_process_gives_the_outputs_that_a_batch_asks_for(ran_before: bool) -> None:
+    """There no constructor of transformers has run, which writes down the layers to record; pickle takes no hooks."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.utils import output_capturing
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager")
+    model = transformers.LlamaForCausalLM(config)
+    batch: dict[str, Any] = {"input_ids": torch.arange(4)[None], "output_hidden_states": True, "output_attentions": True}
+    expected = model(**batch) if ran_before else None
+    payload = pickle.dumps(sent(slapo.create_schedule(model)))
+    assert bool(model.model.layers[0]._forward_hooks) is ran_before
+    kept = dict(output_capturing._CAN_RECORD_REGISTRY)
+    output_capturing._CAN_RECORD_REGISTRY.clear()
+    try:
+        copied = pickle.loads(payload).schedule(None).model
+        found = copied(**batch)
+    finally:
+        output_capturing._CAN_RECORD_REGISTRY.update(kept)
+    expected = expected or model(**batch)
+    assert (len(found.hidden_states), len(found.attentions)) == (3, 2)
+    for key in ("hidden_states", "attentions"):
+        assert all(map(torch.equal, found[key], expected[key]))
