@@ -142,7 +142,7 @@ class _Rebinding:
         if not self._is_own(value):
             try:
                 made = copy.copy(value)
-            except Exception as error:  # noqa: BLE001 - whatever the class of a user's object raises
+            except Exception as error:
                 raise _NotCopiedError(value) from error
             if made is value or isinstance(value, _NEVER_ENTERED):
                 raise _NotCopiedError(value)
@@ -209,8 +209,6 @@ class _Rebinding:
         if self._own is None:
             self._own = {id(made) for key, made in self._memo.items() if id(made) != key}
         return id(value) in self._own
-
-
 
 
 class _NotCopiedError(Exception):

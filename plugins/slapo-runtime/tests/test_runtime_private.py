@@ -129,7 +129,11 @@ def test_a_model_sent_to_another_process_gives_the_outputs_that_a_batch_asks_for
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager")
     model = transformers.LlamaForCausalLM(config)
-    batch: dict[str, Any] = {"input_ids": torch.arange(4)[None], "output_hidden_states": True, "output_attentions": True}
+    batch: dict[str, Any] = {
+        "input_ids": torch.arange(4)[None],
+        "output_hidden_states": True,
+        "output_attentions": True,
+    }
     expected = model(**batch) if ran_before else None
     payload = pickle.dumps(sent(slapo.create_schedule(model)))
     assert bool(model.model.layers[0]._forward_hooks) is ran_before

@@ -11,9 +11,9 @@ from slapo_tp.obligations import (
     doubled_reductions,
     missing_gradient_reductions,
     missing_reductions,
-    suggestions,
 )
 from slapo_tp.splits import split_axis
+from slapo_tp.suggestions import suggestions
 
 
 def carried_sync_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
@@ -73,6 +73,6 @@ def slapo_check(schedule: Schedule) -> Iterator[Violation]:
 
 @hookimpl
 def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterator[Suggestion]:
-    """Reductions of outputs, of input gradients and of parameters' gradients that may be missing."""
+    """Reductions that may be missing, or meant for another place; attributes and norms that may have to be split."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from suggestions(schedule, gradients, mesh_dim)

@@ -462,14 +462,36 @@ def _cured(search: Search, cure: Cure, advice: Sequence[Suggestion]) -> Blame:
 
     Leaving a step out is advice where a plugin suggests it (``advice``); otherwise it only shows the cause.
     """
+    given, cure = cure.suggestion.changes, _shortened(cure)
     changes = cure.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
-    told = any(change.primitive for change in changes) or any(each.changes == changes for each in advice)
+    told = any(change.primitive for change in changes) or any(each.changes == given for each in advice)
     if not wrong:
         places = dict.fromkeys(record for change in changes for record in _beside(search, change.path)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
     suggestion = cure.suggestion if told else None
     return Blame(wrong, proven=True, likewise=cure.likewise, suggestion=suggestion, of_part=cure.of_part)
+
+
+_SHOWN = 4  # changes of a suggestion shown one by one
+
+
+def _shortened(cure: Cure) -> Cure:
+    """Keep the changes of the first of repeated blocks, if there are many, and name the other blocks."""
+    changes = cure.suggestion.changes
+    first: dict[tuple[str, str, bool], Change] = {}
+    for change in changes if len(changes) > _SHOWN else ():
+        key = (block_pattern(change.path), str(change.primitive), change.instead_of is None)
+        first.setdefault(key, change)
+    if not first or len(first) == len(changes):
+        return cure
+    blocks = (
+        _block(change.path, kept.path)
+        for change in changes
+        if (kept := first[block_pattern(change.path), str(change.primitive), change.instead_of is None]) is not change
+    )
+    likewise = (*cure.likewise, *dict.fromkeys(blocks))
+    return dataclasses.replace(cure, suggestion=Suggestion(tuple(first.values())), likewise=likewise)
 
 
 def _beside(search: Search, path: str) -> Part:
