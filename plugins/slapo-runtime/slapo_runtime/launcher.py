@@ -254,7 +254,7 @@ class _Run:
         try:
             forkserver.ensure_running()
         finally:
-            del os.environ[SERVER_MODULES]
+            os.environ.pop(SERVER_MODULES, None)  # another thread may have started ranks, too
         self.server = _server()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -179,6 +179,60 @@ def split_blocks(*backward_at: str) -> Steps:
     return steps
 
 
+class PlainBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class PlainModel(Ids):
+    block = PlainBlock
+
+
+def split_plain(*forward_at: str) -> Steps:
+    steps: Steps = []
+    for layer, place in zip(("layers.0", "layers.1"), forward_at, strict=True):
+        steps += [(f"{layer}.up", Shard(("weight", "bias"), axis=0)), (f"{layer}.up", Sync("backward"))]
+        steps += [(f"{layer}.down", Shard("weight", axis=1)), (place, Sync("fwd_post", "all_reduce"))]
+    return steps
+
+
+class Scaled(nn.Module):
+    """A split layer with two arguments that need gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 8))
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight) * scale
+
+
+class ScaledBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = Scaled(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x), self.scale(x))))
+
+
+class ScaledModel(Ids):
+    block = ScaledBlock
+
+
+def split_scaled() -> Steps:
+    steps: Steps = []
+    for layer in ("layers.0", "layers.1"):
+        steps += [(f"{layer}.up", Shard("weight", axis=0))]
+        steps += [(f"{layer}.up", Sync("bwd_post", "all_reduce", inputs=("scale",)))]
+        steps += [(f"{layer}.down", Shard("weight", axis=1)), (f"{layer}.down", Sync("forward"))]
+    return steps
+
+
 class Channels(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -272,6 +326,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Steps]]] = {
         LowRankModel, lambda: split_low_rank(("up", Sync("backward")), ("up.a", SyncGradient("weight")))
     ),
     "residuals": (Ids, lambda: split_blocks("layers.0", "layers.1")),
+    "sums around residuals": (PlainModel, lambda: split_plain("layers.0", "layers.1")),
+    "an argument too few": (ScaledModel, split_scaled),
     "one residual": (Ids, lambda: split_blocks("layers.0.up", "layers.1")),
     "norms of channels": (ChannelsModel, split_channels),
     "bias of experts": (ExpertsModel, split_experts),
@@ -324,11 +380,21 @@ def test_the_right_schedules_agree(answers: dict[str, Any]) -> None:
     assert [answers[name] for name in answers if name.startswith("right")] == [None] * 7
 
 
-def test_counts_of_heads_that_nobody_divided_are_blamed_on_the_attention(answers: dict[str, Any]) -> None:
+def test_attributes_that_nobody_divided_are_named_with_the_call(answers: dict[str, Any]) -> None:
     message, steps = answers["counts of heads"]
     assert "modeling_gpt2.py:" in message  # the line that raises
-    assert len(steps) <= 3
-    assert all("'transformer.h.0.attn" in step for step in steps)
+    assert all(".attn" in step for step in steps)
+    divide = "shard_attribute(('num_heads', 'embed_dim', 'split_size'))"
+    assert suggested(answers["counts of heads"]) == "; ".join(
+        f"add sch['transformer.h.{layer}.attn'].{divide}" for layer in range(2)
+    )
+
+
+def test_an_argument_whose_gradient_is_not_reduced_or_too_many_are_is_named(answers: dict[str, Any]) -> None:
+    sync = "sync('bwd_post', op='all_reduce', inputs=('scale', 'x'))"
+    write = "; ".join(f"write sch['layers.{layer}.up'].{sync} in place of #{2 + 4 * layer}" for layer in range(2))
+    assert suggested(answers["an argument too few"]) == write
+    assert len(answers["an argument too few"][1]) == 2
 
 
 def test_a_step_that_one_of_several_layers_lacks_is_named(answers: dict[str, Any]) -> None:
@@ -377,16 +443,29 @@ def test_a_gradient_that_is_summed_twice_is_blamed_on_the_step_that_sums_it(answ
     assert answers["two reductions"][1] == ("#14 sync_gradient('weight') at 'layers.1.up.a'",)
 
 
-def test_a_reduction_around_a_residual_is_blamed_on_the_layers_inside(answers: dict[str, Any]) -> None:
-    assert all("at 'layers.1." in step for step in answers["residuals"][1])
-    add = "add sch['layers.1.up'].sync('bwd_post', op='all_reduce')"
-    assert suggested(answers["one residual"]) == add
+def test_a_reduction_around_a_residual_is_named_with_its_place(answers: dict[str, Any]) -> None:
+    assert suggested(answers["residuals"]) == "; ".join(
+        f"leave #{2 + 4 * layer} sync('bwd_post', op='all_reduce') at 'layers.{layer}' out; "
+        f"add sch['layers.{layer}.up'].sync('bwd_post', op='all_reduce')"
+        for layer in range(2)
+    )
+    assert suggested(answers["sums around residuals"]) == "; ".join(
+        f"leave #{4 + 4 * layer} sync('fwd_post', op='all_reduce') at 'layers.{layer}' out; "
+        f"add sch['layers.{layer}.down'].sync('fwd_post', op='all_reduce')"
+        for layer in range(2)
+    )
+    moved = "leave #6 sync('bwd_post', op='all_reduce') at 'layers.1' out; add sch['layers.1.up']"
+    assert suggested(answers["one residual"]) == f"{moved}.sync('bwd_post', op='all_reduce')"
 
 
 def test_norms_over_split_channels_that_are_not_split_say_so_where_they_raise(answers: dict[str, Any]) -> None:
     message, steps = answers["norms of channels"]
     assert "running_mean should contain 2 elements not 4" in message
-    assert steps == ("#1 shard(('weight', 'bias'), axis=0) at 'layers.0.conv1'",)
+    assert all("at 'layers." in step for step in steps)
+    split = "shard(('weight', 'bias', 'running_mean', 'running_var'), axis=0)"
+    assert suggested(answers["norms of channels"]) == "; ".join(
+        f"add sch['layers.{layer}.bn1'].{split}" for layer in range(2)
+    )
 
 
 def test_a_bare_parameter_that_every_rank_adds_is_named(answers: dict[str, Any]) -> None:
