@@ -199,6 +199,8 @@ def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _
     model, steps = reference_with_steps(schedule, shares_memory=True)
     train_as_at_first(model, schedule)
     without_output_hooks(model)
+    for module in model.modules():
+        module.__dict__.pop("extra_repr", None)  # of torchao: pickle refuses the function, which is for people only
     whole = []
     for step in steps:
         if isinstance(step, SerializationError):

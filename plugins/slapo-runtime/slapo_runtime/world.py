@@ -38,7 +38,8 @@ def checksum(tensor: torch.Tensor) -> int:
     computed on the tensor's device, block by block, and is the same number on every kind of device.
 
     Args:
-        tensor: of any type; of a sparse one the indices and the values count, of one on the meta device the size.
+        tensor: of any type; of a sparse one the indices and the values count, of a nested or quantized one its parts,
+            of one on the meta device the size.
     """
     total = 0
     for dense in _dense_parts(tensor.detach()):
@@ -62,11 +63,23 @@ def _mixed(words: torch.Tensor, position: int) -> int:
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if tensor.layout is torch.sparse_coo:
+    if (parts := parts_of(tensor)) is not None:
+        for part in parts:
+            yield from _dense_parts(part)
+    elif tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         yield from (tensor.indices(), tensor.values())
     else:
         yield tensor if tensor.layout is torch.strided or tensor.is_meta else tensor.to_dense()
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the tensors that a nested or quantized tensor consists of; None for a plain one, or a DTensor."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if not hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "device_mesh"):
+        return None
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -118,7 +131,8 @@ class RankFact:
 def describe_tensor(tensor: torch.Tensor) -> str:
     """Shape, type and checksum: ``"(8, 6), torch.float32, checksum 9ae16a3b2f90404f"``."""
     values = "without values" if tensor.is_meta else f"checksum {checksum(tensor):016x}"
-    return f"{tuple(tensor.shape)}, {tensor.dtype}, {values}"
+    shape = [tuple(part.shape) for part in tensor.unbind()] if tensor.is_nested else tuple(tensor.shape)
+    return f"{shape}, {tensor.dtype}, {values}"
 
 
 def first_difference(

@@ -24,7 +24,7 @@ from slapo_runtime.schedule_copies import (
     reference_with_steps,
     train_as_at_first,
 )
-from slapo_verify.precision import is_inexact
+from slapo_verify.precision import is_inexact, plain
 from slapo_verify.private import apply_to_tensors, refresh_flat_weights
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | Non
     for name, tensor in named_tensors(schedule.model):
         origin = schedule._core.tree.tensors.layout(tensor, name).origin
         is_drawn = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not origin)
-        yield name, (tensor.shape, tensor.requires_grad, origin), None if is_drawn else tensor.detach()
+        yield name, (tensor.shape, tensor.requires_grad, origin), None if is_drawn else plain(tensor.detach())
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -215,7 +215,8 @@ class Subjects:
         parameters = dict(self.reference_model.named_parameters())
         for name, original in self._originals.items():
             value = self._values.get(name, original).detach()
-            if name in parameters and value.is_floating_point() and value.numel() and _has_no_spread(value):
+            is_drawn = name in parameters and value.is_floating_point() and value.numel() and plain(value) is value
+            if is_drawn and _has_no_spread(value):
                 generator = torch.Generator().manual_seed(self._seed * 7919 + len(self._redrawn))
                 drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64) + 0.5
                 sign = torch.randint(2, value.shape, generator=generator) * 2 - 1

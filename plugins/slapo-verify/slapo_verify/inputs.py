@@ -91,6 +91,8 @@ class Inputs:
 
         The first variant leaves out, too, the tensors that the model can be called without.
         """
+        if any(tensor.is_nested for _, tensor in self.tensors()):
+            return [], ["a batch of another size was not compared, because an input is a nested tensor"]
         found = self._batch_axis()
         if found is None:
             return [], ["a batch of another size was not compared, because no input has a batch axis"]
@@ -105,7 +107,7 @@ class Inputs:
 
     def of_one(self) -> tuple[str, Inputs] | None:
         """Return the first sample alone, with a label; None for a batch of one."""
-        found = self._batch_axis()
+        found = None if any(tensor.is_nested for _, tensor in self.tensors()) else self._batch_axis()
         if found is None or found[1] == 1:
             return None
         axis, size = found

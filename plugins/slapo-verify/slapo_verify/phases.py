@@ -19,14 +19,14 @@ from slapo_runtime.float32 import float32_products
 from slapo_verify.dropout import DropoutMode
 from slapo_verify.inputs import Batch, Batches, Inputs
 from slapo_verify.kinds import EARLY, OWN_TYPES
-from slapo_verify.precision import Choice, ChoosesAlike, is_inexact, own_dtype
+from slapo_verify.precision import Choice, ChoosesAlike, is_inexact, own_dtype, plain
 from slapo_verify.private import pytree, run_backward
 
 
 def output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
     """Yield every leaf of an output: ``output``, ``output[0]``, ``output.logits``, ``output['mask']``.
 
-    Registered pytrees are entered, and so are other mappings, sequences and dataclasses.
+    Registered pytrees are entered, and so are other mappings, sequences, dataclasses and nested tensors.
     """
     children = _children(output)
     if children is None:
@@ -38,6 +38,8 @@ def output_leaves(output: Any, name: str = "output") -> Iterator[tuple[str, Any]
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
     """Return one level, with pytree's own keys; None for a leaf."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return list(_numbered(value.unbind()))
     if isinstance(value, Mapping):
         attributes = type(value) is not dict  # transformers' ModelOutput and its like
         return [(_attribute(key) if attributes else pytree.MappingKey(key), child) for key, child in value.items()]
@@ -173,8 +175,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, unless it is sparse."""
-    return tensor.to_dense() if tensor.is_sparse else tensor
+    """The tensor itself, unless it is sparse, or consists of others."""
+    return plain(tensor.to_dense() if tensor.is_sparse else tensor)
 
 
 MOMENTUM = 0.9
@@ -269,7 +271,7 @@ class Runner:
         optimizer.state.clear()
         found = {"updated output": self._evaluated(), "updated buffer": self._buffers()}
         parameters = self.model.named_parameters(remove_duplicate=False)
-        return {**found, "parameter": {name: parameter.detach() for name, parameter in parameters}}
+        return {**found, "parameter": {name: plain(parameter.detach()) for name, parameter in parameters}}
 
     def _with_dropout(self) -> dict[str, Any]:
         dropout = DropoutMode(self.caller.paths, is_on=True)
@@ -354,7 +356,7 @@ _PHASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
 def step_size(model: nn.Module, seen: Observation) -> float:
     """Return a learning rate whose first step moves the weights by about one percent; 0 without gradients."""
     length = _length(grad for grad in seen.of("gradient").values() if grad is not None)
-    weights = _length(parameter.detach() for parameter in model.parameters())
+    weights = _length(plain(parameter.detach()) for parameter in model.parameters())
     rate = 0.01 * (weights or 1.0) / length if length else 0.0
     return rate if math.isfinite(rate) else 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_runtime.world import parts_of
 from slapo_verify.private import LOCAL_SCALAR, TorchDispatchMode, pytree, storage_id
 
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}
@@ -21,6 +23,17 @@ _SAME_SCORES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.25}
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the type with the largest rounding error; float64 if there is none."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values as a plain one: of a quantized tensor dequantized, of a nested one its parts in a row."""
+    parts = parts_of(tensor)
+    if parts is None:
+        return tensor
+    if hasattr(type(tensor), "__tensor_flatten__") and not tensor.is_nested:
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            return tensor.dequantize()
+    return torch.cat([plain(part).reshape(-1).to(tensor.dtype) for part in parts])
 
 
 def own_dtype(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> torch.dtype:
