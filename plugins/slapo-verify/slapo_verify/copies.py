@@ -53,6 +53,10 @@ def changed_outside(schedule: Schedule, copied: Schedule) -> str | None:
     return None
 
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of torch's norms that a forward in training mode writes, e.g. before verify: state, not a change of steps."""
+
+
 def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | None]]:
     """Yield every module and tensor: a description, and values that do not depend on a step's random numbers."""
     for path, module in schedule.model.named_modules():
@@ -60,9 +64,12 @@ def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | Non
         hooks = (*tables["forward_pre"].values(), *tables["forward"].values())
         own = [hook for hook in hooks if not only_looks(hook)]
         yield path, (type(module).__qualname__, len(own)), None
+    modules = dict(schedule.model.named_modules(remove_duplicate=False))
     for name, tensor in named_tensors(schedule.model):
         origin = schedule._core.tree.tensors.layout(tensor, name).origin
+        path, _, own_name = name.rpartition(".")
         is_drawn = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not origin)
+        is_drawn = is_drawn or (own_name in _STATISTICS and hasattr(modules[path], "track_running_stats"))
         yield name, (tensor.shape, tensor.requires_grad, origin), None if is_drawn else plain(tensor.detach())
 
 
