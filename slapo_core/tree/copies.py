@@ -61,7 +61,7 @@ class _Rebinding:
 
     def __init__(self, copied: nn.Module, memo: dict[int, Any]) -> None:
         self._copied, self._memo = copied, memo
-        # They hold none of the original's modules, or are looked at by themselves; with each object, so that its id stays.
+        # These hold none of the original's modules, or are looked at by themselves; the object keeps its id taken.
         self._clean: dict[int, Any] = {id(module): module for module in copied.modules()}
         self._own: set[int] | None = None
         self._globals: dict[int, dict[str, Any]] = {}
@@ -127,7 +127,7 @@ class _Rebinding:
             return self._keep(value, made)
         if isinstance(value, (tuple, frozenset)):
             items = list(map(self._twin, value))
-            return self._keep(value, value._make(items) if hasattr(value, "_make") else type(value)(items))  # type: ignore[union-attr]
+            return self._keep(value, value._make(items) if hasattr(value, "_make") else type(value)(items))
         if type(value) is weakref.ref:
             return self._keep(value, weakref.ref(self._twin(value())))
         if isinstance(value, ModuleForward) and self._is_own(value):
@@ -275,12 +275,13 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _functions_of(cls: type) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the methods of a class of the user's that have a closure."""
+    """Yield the methods of a class of the user's that have a closure; a copy calls no constructor."""
     for each in cls.__mro__:
         if each is nn.Module:
             return
         for name, function in vars(each).items():
-            if isinstance(function, FunctionType) and function.__closure__ and _is_users(function):
+            is_called = isinstance(function, FunctionType) and name not in ("__init__", "__new__")
+            if is_called and function.__closure__ and _is_users(function):
                 yield name, function
 
 

@@ -125,7 +125,7 @@ def without_output_hooks(model: nn.Module) -> None:
 
 def register_outputs(model: nn.Module) -> None:
     """Repeat what transformers' constructors write down of further outputs, for a model that was unpickled."""
-    registry = getattr(sys.modules.get(_OUTPUTS), "_CAN_RECORD_REGISTRY", None)
+    registry: Any = getattr(sys.modules.get(_OUTPUTS), "_CAN_RECORD_REGISTRY", None)
     for module in model.modules() if isinstance(registry, dict) else ():
         if hasattr(module, "_can_record_outputs"):
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)

@@ -277,8 +277,8 @@ def _suggest_attributes(nodes: Sequence[Node], mesh_dim: str, size: int) -> Iter
         features = {_full_features(child, mesh_dim) for child in _split_children(node, mesh_dim)}
         for names in _attribute_sets(node, features - {0}, size):
             tried.setdefault((type(node.module).__qualname__, *names), []).append(node.path)
-    for number, ((_, *names), paths) in enumerate(tried.items()):
-        step = ShardAttribute(names[0] if len(names) == 1 else tuple(names), mesh_dim=mesh_dim)
+    for number, ((_, *divided), paths) in enumerate(tried.items()):
+        step = ShardAttribute(divided[0] if len(divided) == 1 else tuple(divided), mesh_dim=mesh_dim)
         yield Suggestion(tuple(Change(path, step) for path in paths), likely=number < _TRIED)
 
 

@@ -168,6 +168,19 @@ def test_functions_are_shared_as_before_and_left_alone_where_they_hold_no_module
     assert before.__self__ is model.block
 
 
+def test_a_constructor_may_hold_a_module() -> None:
+    model: Any = Net()
+    up = model.block.up
+
+    class Same(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(up.in_features, up.out_features)
+
+    sch = slapo.create_schedule(model)
+    sch["block.up"].replace(lambda old: Same())
+    assert slapo.verify(sch, torch.randn(2, 3), optimizer_steps=0)
+
+
 @pytest.mark.parametrize("place", ["class", "cache"])
 def test_what_cannot_be_copied_is_refused_by_name(place: str) -> None:
     model: Any = Net()
