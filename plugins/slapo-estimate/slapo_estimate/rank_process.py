@@ -303,7 +303,8 @@ def simulate(request: Request) -> RankResult | SlapoError:
         if pipeline is not None:
             batches = pipeline.batches
         else:  # another target's engine cuts the batch itself
-            batches = micro_batches(request.batch, request.accumulate) if is_torch else [request.batch]
+            axes = request.config.get("batch_axes")
+            batches = micro_batches(request.batch, request.accumulate, axes=axes) if is_torch else [request.batch]
         doing = "a training step"
         assumptions = Assumptions()
         assumptions.train(schedule.model)

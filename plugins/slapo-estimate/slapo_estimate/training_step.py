@@ -368,15 +368,16 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
     """Cut the model of a schedule; None where it has one rank along ``pp``.
 
     Raises:
-        ArgumentError: there is one rank, and options.
+        ArgumentError: there is one rank, and options of a pipeline.
         BuildError: as :func:`slapo_core.build` would: stages and mesh, the options, or the batch do not go together.
         TraceError: the model cannot be cut there.
     """
     pp = schedule.mesh.size("pp") if schedule.mesh is not None else 1
     if pp == 1:
-        if request.config:
+        others = [name for name in request.config if name != "batch_axes"]
+        if others:
             raise ArgumentError(
-                f"estimate takes no option {', '.join(map(repr, request.config))} where there is one rank along 'pp'",
+                f"estimate takes no option {', '.join(map(repr, others))} where there is one rank along 'pp'",
                 hint='mesh={"pp": 4}, microbatches=8 for a pipeline; accumulate=8 for micro-batches on one rank',
             )
         return None

@@ -85,7 +85,7 @@ def build(
         max_grad_norm: largest L2 norm of all gradients over all ranks; larger ones are scaled down.
         device: where to put the model, e.g. ``"cuda:0"``; None leaves it where it is.
         seed: another number gives other initial values.
-        accumulate: how many micro-batches ``train_step`` cuts a batch into, along the first axis of every tensor: the
+        accumulate: how many micro-batches ``train_step`` cuts a batch into, along the axis of the samples: the
             gradients are their mean, which is the batch's for a loss that is a mean over equally weighted samples.
         elementwise: whether the optimizer updates every element by that element's own gradients alone, as SGD and AdamW
             do. One that is not known to is refused where a parameter is split, unless this says so.
@@ -96,7 +96,7 @@ def build(
             ``lambda batch: (batch["labels"] != -100).sum()``: micro-batches and replicas then count by it, and the loss
             that a replica is given is scaled so that the mean over replicas is that of all items. Default: they count
             equally. A batch with ``num_items_in_batch``, by which models of transformers divide a sum themselves, needs
-            none: it counts the items of all replicas, and their losses are summed.
+            none: it counts the items of all replicas.
         config: options of the dialect.
 
     Raises:

@@ -25,7 +25,7 @@ from slapo_runtime.batches import (
 )
 from slapo_runtime.consistency import FirstSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
-from slapo_runtime.losses import LossCall, LossWeights, require_items_read, times, trained
+from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_read, trained
 from slapo_runtime.private import tree_map_only
 from slapo_runtime.stages import Outputs, Part, StagedModel, ask
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
@@ -75,14 +75,14 @@ class StagedBatch:
         batches: the micro-batches, with the batch's structure.
         inputs: of each, the arguments of the model's forward by parameter.
         loss_call: finds the loss.
-        scales: of the loss of each micro-batch; None where they count equally.
+        scales: of the losses of the micro-batches; None where they count equally.
     """
 
     staged: StagedModel
     batches: Sequence[Any]
     inputs: Sequence[Mapping[str, Any]]
     loss_call: LossCall
-    scales: Sequence[torch.Tensor | float] | None = None
+    scales: Scales | None = None
 
     def loss(self, number: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar tensor.
@@ -95,7 +95,7 @@ class StagedBatch:
             BuildError: there is no loss in the output, or the user's function gives no scalar.
         """
         loss = self.loss_call.loss_of(self.staged.partition.output.assemble(values), self.batches[number])
-        return trained(times(loss, None if self.scales is None else self.scales[number]))
+        return trained(loss if self.scales is None else self.scales.apply(loss, number))
 
 
 def _loss(output: Output) -> tuple[str, ...]:
@@ -224,9 +224,11 @@ class BuildContext:
 
     @functools.cached_property
     def _weights(self) -> LossWeights:
-        here = [live.tensor.device for live in self.state.tensors() if live.is_local]
-        device = self.device or next(iter(here), torch.device("cpu"))
-        return LossWeights(self._mesh, self._arguments.loss_weight, device)
+        here = [live.tensor for live in self.state.tensors() if live.is_local]
+        device = self.device or next((tensor.device for tensor in here), torch.device("cpu"))
+        dtypes = {tensor.dtype for tensor in here if tensor.is_floating_point()}
+        widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        return LossWeights(self._mesh, self.schedule.model, self._arguments.loss_weight, device, widest)
 
     @property
     def placement(self) -> Placement | None:
@@ -270,6 +272,8 @@ class BuildContext:
         """
         batches = self._split_batch(batch, count, axes=axes, option=option)
         scales = self._weights.scales(batches, training=training)
+        if scales is not None:
+            scales.read()  # on every rank: the last stage alone would refuse them
         return self._staged(batches, training=training, axes=axes, prepare=prepare, scales=scales)
 
     def staged_example(
@@ -301,9 +305,10 @@ class BuildContext:
         training: bool,
         axes: Mapping[str, int | None] | None,
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
-        scales: Sequence[torch.Tensor | float] | None = None,
+        scales: Scales | None = None,
     ) -> StagedBatch:
         """Find the stages of micro-batches."""
+        batches = [self._weights.divided(one, len(batches)) for one in batches]
         for_loss = self._arguments.loss is not None
         inputs: list[Mapping[str, Any]] = [bound_batch(self.schedule.model, one, for_loss=for_loss) for one in batches]
         if prepare is not None:
@@ -419,16 +424,18 @@ class BuildContext:
         if torch.is_grad_enabled():
             switch_to_training(self.schedule.model)
         with self._first.watched(batch):
-            given = self._weights.probe(batch)
+            own, scales, number = self._weights.of(batch)
+            given = self._weights.probe(own)
             loss, output = self._loss_call(given, forward)
-            self._weights.check_divided(loss, given, self.schedule.model)
-        return trained(self._weights.scaled(loss, batch)), output
+            self._weights.check_divided(loss, given)
+        return trained(loss if scales is None else scales.apply(loss, number)), output
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Compute the loss in evaluation mode without gradients, and restore every module's mode."""
         with self.evaluating(batch):
-            loss, output = self._loss_call(batch)
-            return self._weights.scaled(loss, batch), output
+            own, scales, number = self._weights.of(batch)
+            loss, output = self._loss_call(own)
+            return loss if scales is None else scales.apply(loss, number), output
 
     @contextlib.contextmanager
     def training(self, batch: Any) -> Iterator[None]:

@@ -94,7 +94,7 @@ class Guards:
         self._shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._names, self._has_warned = names or {}, has_warned
         self._dims: set[str] = set()  # of several ranks, along which tensors were split
-        self._splits = self._gathers = 0  # in force: edits that split, and what may gather each rank's part of a batch
+        self._splits = self._gathers = 0  # in force: edits that split, and steps that may gather parts of a batch
         self._is_due = True  # the next training forward is to be checked
         self._has_evaluated = self._was_traced = False
         self._number = str(next(_NUMBERS))
@@ -311,15 +311,15 @@ def _layouts(entry: journal.Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]
 
 def _may_gather(model: nn.Module, step: Step) -> int:
     """Return whether a step may gather its input, so that ranks may be given parts of a batch."""
-    around_root = sum(
-        entry.module is model
-        and entry.active
-        and (isinstance(entry, journal.WrapForward) or entry.kind == "forward_pre")
+    texts = {value for value in step.record.primitive.arguments().values() if isinstance(value, str)}
+    if texts & {"fwd_post", "forward", "bwd_post", "backward"}:  # the modes of a sync behind a module
+        return 0
+    around_root = any(
+        entry.module is model and entry.active and entry.kind == "forward_pre"
         for entry in step.entries
-        if isinstance(entry, (journal.AddHook, journal.WrapForward))
+        if isinstance(entry, journal.AddHook)
     )
-    texts = [value for value in step.record.primitive.arguments().values() if isinstance(value, str)]
-    return around_root + ("all_gather" in texts)
+    return around_root or "all_gather" in texts
 
 
 def _described(shards: dict[str, Shard]) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from slapo_core.errors import BuildError, RankMismatchError
+from slapo_runtime.batches import signature_of
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -123,49 +126,58 @@ ITEMS = "num_items_in_batch"
 
 
 class LossWeights:
-    """Scale the losses of micro-batches, so that the runtimes' mean over them is the mean over all items.
+    """Weigh the losses of micro-batches, so that the runtimes' mean over them is the mean over all items.
 
     A runtime averages the losses of ``n`` micro-batches and of the replicas. With the weight ``w`` of a micro-batch,
-    and ``W`` that of all micro-batches of all replicas, a loss is multiplied by ``w * n * replicas / W``. A loss that
-    the model has divided by ``num_items_in_batch`` already is a term of a sum: it is multiplied by ``n * replicas``.
+    and ``W`` that of all micro-batches of all replicas, a loss is multiplied by ``w * n * replicas / W``. A model that
+    divides a sum by ``num_items_in_batch`` is given that number divided by ``n * replicas``: its sums are then averaged
+    as the terms are that it does not divide.
 
     Args:
         mesh: of the schedule.
+        model: whose forward may take ``num_items_in_batch``.
         function: the user's ``loss_weight``; None without one.
         device: that process groups send from.
+        dtype: of the model, the widest.
     """
 
-    def __init__(self, mesh: Mesh | None, function: Callable[[Any], Any] | None, device: torch.device) -> None:
-        self._function, self._device = function, device
+    def __init__(
+        self,
+        mesh: Mesh | None,
+        model: nn.Module,
+        function: Callable[[Any], Any] | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._model, self._function, self._device = model, function, device
+        self._dtype = torch.promote_types(torch.float32, dtype)  # of a count that is divided
         self._replicas = mesh.size("dp") if mesh is not None else 1
         self._group = mesh.group("dp") if mesh is not None and self._replicas > 1 else None
-        self._is_compared = self._is_probed = self._is_checked = False
-        self._scales: list[tuple[Any, torch.Tensor | float]] = []
+        self._is_compared = self._is_probed = False
+        self._waiting: list[tuple[Any, Any, Scales | None, int]] = []  # micro-batches of a training step
 
     def applies(self, batch: Any) -> bool:
         """Whether losses of a batch are weighted."""
-        return self._function is not None or _items(batch) is not None
+        return self._function is not None or self._items(batch) is not None
 
-    def scales(self, batches: Sequence[Any], *, training: bool) -> list[torch.Tensor | float] | None:
-        """Return what the loss of each micro-batch is multiplied by; None where nothing is weighted.
+    def scales(self, batches: Sequence[Any], *, training: bool) -> Scales | None:
+        """Return what the loss of each micro-batch is multiplied by; None where nothing is.
 
-        A collective over the replicas for a training step. In an evaluation the weights are those of one replica. Only
-        the first call reads the sum of the weights; where a later one is 0 the losses are NaN, as torch's means over
-        nothing are.
+        A collective over the replicas for a training step. In an evaluation the weights are those of one replica.
 
         Args:
             batches: the micro-batches of a step, or a batch alone.
             training: whether gradients are averaged over replicas afterwards.
 
         Raises:
-            BuildError: ``loss_weight`` gives no number, or in the first call 0 for all of them; or it is given for a
-                batch that has ``num_items_in_batch``.
+            BuildError: ``loss_weight`` gives no number, or 0 for all micro-batches of a training step; or it is given
+                for a batch that has ``num_items_in_batch``.
             RankMismatchError: replicas have another ``num_items_in_batch``.
         """
-        items = _items(batches[0])
+        items = self._items(batches[0])
         if items is not None:
             self._check_items(items)
-            return [float(len(batches) * self._replicas)] * len(batches)
+            return None
         if self._function is None:
             return None
         weights = torch.stack([self._weight(batch) for batch in batches])
@@ -175,61 +187,81 @@ class LossWeights:
 
             dist.all_reduce(total, group=self._group)
             replicas = self._replicas
-        if not self._is_checked and total <= 0:  # false where it is not known, without memory
-            raise BuildError(
-                f"loss_weight gives {float(total):g} for all micro-batches together",
-                hint='loss_weight=lambda batch: (batch["labels"] != -100).sum()',
-            )
-        self._is_checked = True
-        return list((weights * (len(batches) * replicas / total)).unbind())
+        return Scales(weights, total, len(batches) * replicas, training=training)
 
-    def prepare(self, batches: Sequence[Any]) -> None:
-        """Weigh the micro-batches of a training step, whose losses :meth:`scaled` is given one after the other."""
-        scales = self.scales(batches, training=True)
-        self._scales = [] if scales is None else list(zip(batches, scales, strict=True))
-
-    def scaled(self, loss: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Return the loss of a micro-batch, scaled in a training step.
+    def divided(self, batch: Any, count: int) -> Any:
+        """Return a micro-batch with its share of ``num_items_in_batch``: that of one of the averaged losses.
 
         Args:
-            loss: a scalar tensor.
+            batch: the micro-batch.
+            count: of the micro-batches of the step.
+        """
+        items, parts = self._items(batch), count * self._replicas
+        if items is None or parts == 1:
+            return batch
+        if isinstance(items, torch.Tensor):
+            items = items.to(self._dtype)
+        return self._with_items(batch, items / parts)
+
+    def prepare(self, batches: Sequence[Any]) -> None:
+        """Weigh the micro-batches of a training step, which :meth:`of` is given one after the other."""
+        scales, count = self.scales(batches, training=True), len(batches)
+        self._waiting = [(one, self.divided(one, count), scales, number) for number, one in enumerate(batches)]
+
+    def of(self, batch: Any) -> tuple[Any, Scales | None, int]:
+        """Return the batch for the model, and the scale of its loss, by its number.
+
+        Args:
             batch: one of those given to :meth:`prepare`, or a batch that is a step of its own.
         """
         if not self.applies(batch):
-            return loss
-        if torch.is_grad_enabled():
-            number = self._number_of(batch)
-            if number is None:
-                self.prepare([batch])
-                number = 0
-            return times(loss, self._scales.pop(number)[1])
-        scales = self.scales([batch], training=False)
-        return times(loss, None if scales is None else scales[0])
-
-    def _number_of(self, batch: Any) -> int | None:
-        return next((number for number, (one, _) in enumerate(self._scales) if one is batch), None)
+            return batch, None, 0
+        if not torch.is_grad_enabled():
+            return self.divided(batch, 1), self.scales([batch], training=False), 0
+        place = next((place for place, (one, *_) in enumerate(self._waiting) if one is batch), None)
+        if place is None:
+            self.prepare([batch])
+            place = 0
+        return self._waiting.pop(place)[1:]
 
     def probe(self, batch: Any) -> Any:
         """Return the batch to give to the model: in the first training step one whose count of items is told apart."""
-        if self._is_probed or not torch.is_grad_enabled() or _items(batch) is None:
+        items = self._items(batch)
+        if self._is_probed or not torch.is_grad_enabled() or items is None:
             return batch
-        count = torch.as_tensor(batch[ITEMS]).detach().to(torch.float32, copy=True).requires_grad_()
-        return {**batch, ITEMS: count}
+        return self._with_items(batch, torch.as_tensor(items).detach().to(self._dtype, copy=True).requires_grad_())
 
-    def check_divided(self, loss: torch.Tensor, probed: Any, model: nn.Module) -> None:
+    def check_divided(self, loss: torch.Tensor, probed: Any) -> None:
         """Refuse a model that takes the count of items and does not divide by it, as many of transformers do.
 
         Args:
             loss: of the model.
             probed: that :meth:`probe` gave.
-            model: for the message.
         """
-        count = _items(probed)
+        count = self._items(probed)
         if self._is_probed or not isinstance(count, torch.Tensor) or not count.requires_grad:
             return
         self._is_probed = True
         if not _depends_on(loss, count):
-            raise _items_ignored(model, "does not divide its loss by it")
+            raise _items_ignored(self._model, "does not divide its loss by it")
+
+    def _items(self, batch: Any) -> Any:
+        """Return the count of items in a batch; None without one."""
+        if isinstance(batch, Mapping):
+            return batch.get(ITEMS)
+        place = self._place if isinstance(batch, (tuple, list)) else None
+        return batch[place] if place is not None and place < len(batch) else None
+
+    @functools.cached_property
+    def _place(self) -> int | None:
+        names = [*signature_of(self._model).parameters]
+        return names.index(ITEMS) if ITEMS in names else None
+
+    def _with_items(self, batch: Any, items: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return {**batch, ITEMS: items}
+        values = [items if place == self._place else value for place, value in enumerate(batch)]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
     def _weight(self, batch: Any) -> torch.Tensor:
         assert self._function is not None
@@ -286,33 +318,97 @@ def require_items_read(model: nn.Module, inputs: Mapping[str, Any], read: Collec
     """
     if ITEMS in inputs and ITEMS not in read:
         raise _items_ignored(model, "does not divide its loss by it")
-    if any(_items(value) is not None for value in inputs.values()):
+    if any(isinstance(value, Mapping) and value.get(ITEMS) is not None for value in inputs.values()):
         raise _items_ignored(model, "takes it among its **kwargs, of which stages do not tell what they read")
 
 
 def _depends_on(value: torch.Tensor, leaf: torch.Tensor) -> bool:
     """Whether autograd has a way from a value to a leaf."""
+    return any(getattr(node, "variable", None) is leaf for node in _graph(value))
+
+
+class Scales:
+    """Scale the losses of a step's micro-batches by their weights.
+
+    The host reads the weights, because a loss without items may have gradients that are NaN, which no factor makes 0.
+    From an accelerator it reads them when the first loss is there, for which it waits until the device begins the step.
+
+    Args:
+        weights: of the micro-batches.
+        total: of all of them, on all replicas.
+        count: by which the runtime divides the sum of the losses.
+        training: whether a total of 0 is refused.
+    """
+
+    def __init__(self, weights: torch.Tensor, total: torch.Tensor, count: int, *, training: bool) -> None:
+        self._factors, self._training = weights * (count / total), training
+        self._numbers, self._copied = torch.cat([weights, total.reshape(1)]), None
+        if self._numbers.device.type != "cpu":
+            there, self._numbers = self._numbers, torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(there, non_blocking=True)
+            self._copied = torch.Event(there.device.type)
+            self._copied.record()
+        else:
+            self.read()
+
+    def read(self) -> list[float]:
+        """Return the weights, and last their total.
+
+        Raises:
+            BuildError: it is 0, in a training step.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        numbers: list[float] = self._numbers.tolist()
+        if self._training and not numbers[-1] > 0:
+            raise BuildError(
+                f"loss_weight gives {numbers[-1]:g} for all micro-batches of all replicas together: there is no mean "
+                "over no items",
+                hint='loss_weight=lambda batch: (batch["labels"] != -100).sum(), and no step for a batch without items',
+            )
+        return numbers
+
+    def apply(self, loss: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a scaled loss; one without items is 0, and so are all its gradients.
+
+        Args:
+            loss: a scalar tensor.
+            number: of the micro-batch.
+        """
+        *weights, total = self.read()
+        if weights[number] == 0 and total > 0:
+            return _silenced(loss)
+        return loss * self._factors[number].to(loss.device, loss.dtype, non_blocking=loss.device.type != "cpu")
+
+
+def _silenced(loss: torch.Tensor) -> torch.Tensor:
+    """Return 0 with the graph of a loss, whose leaves get gradients of 0 even where 0 is multiplied by infinity.
+
+    The backward pass runs as ever, with its hooks and collectives.
+    """
+    for node in _graph(loss):
+        following = [one for one, _ in node.next_functions if one is not None]
+        # A function in Python may run a backward pass of its own, as reentrant checkpointing does.
+        if isinstance(node, BackwardCFunction) or any(one.name() == _LEAF for one in following):
+            node.register_prehook(_zeros)
+            node.register_hook(lambda inputs, _: _zeros(inputs))
+    return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0)
+
+
+def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def _graph(value: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of a value's graph, down to the leaves, in no order."""
     waiting, seen = [value.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "variable", None) is leaf:
-            return True
-        seen.add(node)
-        waiting.extend(following for following, _ in node.next_functions)
-    return False
-
-
-def times(loss: torch.Tensor, scale: torch.Tensor | float | None) -> torch.Tensor:
-    """Multiply a loss by a scale, in the loss's dtype; None is 1. A mean over no items is NaN, and counts 0."""
-    if scale is None:
-        return loss
-    if isinstance(scale, float):
-        return loss * scale
-    scale = scale.to(loss.device, loss.dtype, non_blocking=loss.device.type != "cpu")
-    return torch.where(scale == 0, torch.zeros_like(loss), loss * scale)
-
-
-def _items(batch: Any) -> Any:
-    return batch.get(ITEMS) if isinstance(batch, Mapping) else None
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+            yield node

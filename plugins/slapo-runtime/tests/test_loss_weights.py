@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,10 +18,14 @@ STEPS = 3
 
 
 class Tagger(nn.Module):
-    """Two layers over tokens; the loss is given, or divided by ``num_items_in_batch`` as transformers' models do."""
+    """Two layers over tokens; the loss is given, or divided by ``num_items_in_batch`` as transformers' models do.
 
-    def __init__(self) -> None:
+    A penalty is a mean over the samples, and not divided by it.
+    """
+
+    def __init__(self, penalty: float) -> None:
         super().__init__()
+        self.penalty = penalty
         self.embed = nn.Embedding(11, 8)
         self.up = nn.Linear(8, 8)
         self.head = nn.Linear(8, 5)
@@ -28,15 +33,34 @@ class Tagger(nn.Module):
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        logits = self.head(self.up(self.embed(tokens)).tanh()).flatten(0, 1)
+        hidden = self.up(self.embed(tokens)).tanh()
+        logits = self.head(hidden).flatten(0, 1)
         kind = "mean" if num_items_in_batch is None else "sum"
         loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=LEFT_OUT, reduction=kind)
-        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch}
+        loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+        return {"loss": loss + self.penalty * hidden.square().mean() if self.penalty else loss, "logits": logits}
 
 
-def model() -> Tagger:
+class Masked(Tagger):
+    """The mean is the model's own: 0 / 0 without labels, where gradients are NaN even if multiplied by 0."""
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": masked_mean(super().forward(tokens, labels), {"labels": labels})}
+
+
+def masked_mean(output: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
+    mask = (batch["labels"] != LEFT_OUT).double()
+    losses = nn.functional.cross_entropy(output["logits"], batch["labels"].flatten().clamp(0), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def model(way: str = "") -> Tagger:
     torch.manual_seed(3)
-    return Tagger().double()
+    kind = Masked if way == "the model's masked mean" else Tagger
+    return kind(0.7 if way == "num_items_in_batch" else 0.0).double()
+
+
+WAYS = ("loss_weight", "num_items_in_batch", "a masked mean", "the model's masked mean")
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
@@ -57,9 +81,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
-def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(way: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """One process, the whole batch: the mean over all labels."""
-    plain = model()
+    plain = model(way)
     optimizer, losses = sgd(plain.parameters()), []
     for step in range(STEPS):
         loss = plain(**whole(step))["loss"]
@@ -73,11 +97,12 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
 def train(mesh: Any, way: str, options: Any) -> tuple[list[float], dict[str, torch.Tensor], float]:
     """Train a rank's share of the batch; the losses are those of its replica."""
     example = whole(0)
-    sch = slapo.create_schedule(model(), mesh=mesh, example_inputs=example)
+    sch = slapo.create_schedule(model(way), mesh=mesh, example_inputs=example)
     if mesh and "pp" in mesh:
         sch["up"].pipeline_split()
-    weight = {"loss_weight": count} if way == "loss_weight" else {}
-    engine: Any = slapo.build(sch, optimizer=sgd, **weight, **options)
+    weight = {} if way in ("", "num_items_in_batch") else {"loss_weight": count}
+    loss = {"loss": masked_mean} if way == "a masked mean" else {}
+    engine: Any = slapo.build(sch, optimizer=sgd, **weight, **loss, **options)
     replicas, place = (sch.mesh.size("dp"), sch.mesh.rank("dp")) if sch.mesh is not None else (1, 0)
     losses = []
     for step in range(STEPS):
@@ -89,8 +114,12 @@ def train(mesh: Any, way: str, options: Any) -> tuple[list[float], dict[str, tor
     return losses, engine.state_dict(), float(engine.eval_step(share).loss)
 
 
-def compare(found: list[tuple[list[float], dict[str, torch.Tensor], float]], replicas: int) -> None:
-    losses, state = reference()
+def train_all(mesh: Any, options: Any) -> dict[str, tuple[list[float], dict[str, torch.Tensor], float]]:
+    return {way: train(mesh, way, options) for way in WAYS}
+
+
+def compare(found: list[tuple[list[float], dict[str, torch.Tensor], float]], replicas: int, way: str = "") -> None:
+    losses, state = reference(way)
     for _, own, _ in found:
         for name, value in own.items():
             torch.testing.assert_close(value, state[name], rtol=1e-10, atol=1e-12)
@@ -99,10 +128,10 @@ def compare(found: list[tuple[list[float], dict[str, torch.Tensor], float]], rep
     assert replicas <= len(found)
 
 
-@pytest.mark.parametrize("way", ["loss_weight", "num_items_in_batch"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_micro_batches_count_by_their_labels(accumulate: int, way: str) -> None:
-    compare([train(None, way, {"accumulate": accumulate})], 1)
+    compare([train(None, way, {"accumulate": accumulate})], 1, way)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -116,17 +145,19 @@ def test_a_plain_mean_of_means_is_another_training(accumulate: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", ["loss_weight", "num_items_in_batch"])
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [({"dp": 2}, {"accumulate": 2}), ({"pp": 2}, {"microbatches": 4}), ({"pp": 2, "dp": 2}, {"microbatches": 2})],
+    [
+        ({"dp": 2}, {"accumulate": 2, "static_graph": True}),  # an option of DistributedDataParallel
+        ({"pp": 2}, {"microbatches": 4}),
+        ({"pp": 2, "dp": 2}, {"microbatches": 2, "pipeline_schedule": "interleaved_zero_bubble"}),
+    ],
     ids=str,
 )
-def test_replicas_and_stages_count_by_their_labels(mesh: Any, options: Any, way: str) -> None:
-    size = 1
-    for ranks in mesh.values():
-        size *= ranks
-    compare(run_ranks(train, mesh, way, options, world_size=size), mesh.get("dp", 1))
+def test_replicas_and_stages_count_by_their_labels(mesh: Any, options: Any) -> None:
+    found = run_ranks(train_all, mesh, options, world_size=math.prod(mesh.values()))
+    for way in WAYS:
+        compare([one[way] for one in found], mesh.get("dp", 1), way)
 
 
 def counted_alone() -> str:
@@ -156,11 +187,16 @@ def test_weights_that_are_no_numbers_are_refused(weight: Any, word: str) -> None
     assert all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
 
 
-def test_a_later_step_without_items_has_a_loss_of_nan_as_the_mean_over_nothing() -> None:
-    weights = iter([3, 0])
+def test_a_later_step_without_items_is_refused_and_changes_nothing(message: Messages) -> None:
+    weights = iter([3, 0, 0])
     engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=lambda batch: next(weights))
     assert engine.train_step(whole(0)).loss.isfinite()
-    assert engine.train_step(whole(0)).loss.isnan()
+    before = {name: one.clone() for name, one in engine.state_dict().items()}
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step(whole(0))
+    message(error, "0 for all")
+    assert all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
+    assert engine.eval_step(whole(0)).loss.isnan()  # as torch's means over nothing are
 
 
 def test_both_ways_at_once_are_refused() -> None:

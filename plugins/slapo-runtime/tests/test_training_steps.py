@@ -128,6 +128,44 @@ def test_batches_of_every_form_are_cut_along_the_first_axis() -> None:
     assert [(len(a), len(b), c) for a, b, c in micro_batches((x, y, "mean"), 2)] == [(2, 2, "mean")] * 2
 
 
+def test_lists_are_cut_between_the_items_of_samples_or_through_their_tensors() -> None:
+    x, boxes = torch.arange(4), [torch.ones(rows, 4) for rows in (1, 0, 3, 4)]
+    targets = tuple({"boxes": one, "name": "a", "nested": {"area": (one.sum(),)}} for one in boxes)
+    _, second = micro_batches({"x": x, "targets": targets}, 2)
+    assert [one["boxes"].shape for one in second["targets"]] == [(3, 4), (4, 4)]
+    assert second["targets"] == targets[2:]
+    first, _ = micro_batches({"deep": {"targets": [*targets[:3], None]}, "pairs": [(one, 1) for one in boxes]}, 2)
+    assert first["deep"]["targets"] == list(targets[:2])
+    assert len(first["pairs"]) == 2
+    images, several = [torch.ones(3, 5, 5), torch.ones(3, 4, 6)] * 2, [torch.ones(2, 3), torch.ones(2, 5)]
+    for number in (2, 3):  # as many as channels, too
+        first, *_ = micro_batches((images[:number], [{"boxes": one} for one in boxes[:number]]), number)
+        assert [one.shape for one in first[0]] == [(3, 5, 5)]
+    (one, _) = micro_batches({"levels": [x, x.clone(), x.clone()], "x": x}, 2)  # an item for each level
+    assert [level.tolist() for level in one["levels"]] == [[0, 1]] * 3
+    one, _ = micro_batches({"views": several}, 2, axes={"views": 0})
+    assert [view.shape for view in one["views"]] == [(1, 3), (1, 5)]
+    with pytest.warns(UserWarning, match="between the dictionaries"):  # two images, each with two boxes
+        one, _ = micro_batches({"x": x[:2], "targets": [{"boxes": torch.ones(2, 4)}] * 2}, 2)
+    assert [target["boxes"].shape for target in one["targets"]] == [(2, 4)]
+    assert labels_left_out(micro_batches({"x": x, "targets": [{"labels": one.long()} for one in boxes]}, 2)) is None
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_positions_beside_tokens_are_cut_along_their_second_axis(samples: int) -> None:
+    ids, positions = torch.ones(samples, 6, dtype=torch.long), torch.ones(3, samples, 6, dtype=torch.long)
+    for first, *_ in (
+        micro_batches({"ids": ids, "position_ids": positions, "labels": ids[:, 0]}, samples),
+        micro_batches({"ids": ids, "codes": positions}, samples, axes={"codes": 1}),
+    ):
+        assert [one.shape[:2] for one in first.values() if one.dim() > 1] == [(1, 6), (3, 1)]
+    images = {"images": torch.ones(3, 3, 6, 6), "masks": torch.ones(3, 6, 6, dtype=torch.long)}
+    assert micro_batches(images, 3)[0]["images"].shape == (1, 3, 6, 6)
+    with pytest.warns(UserWarning, match="batch_axes={'codes': 1}"):
+        first, *_ = micro_batches({"ids": ids[:1].expand(3, -1), "codes": positions[:, :1].expand(3, 3, -1)}, 3)
+    assert first["codes"].shape == (1, 3, 6)
+
+
 @pytest.mark.parametrize(
     ("batch", "word"),
     [
@@ -137,6 +175,10 @@ def test_batches_of_every_form_are_cut_along_the_first_axis() -> None:
         ({"x": torch.ones(2, 2), "extra": {1, 2}}, "batch['extra'], a set"),
         ({"x": torch.tensor(1.0)}, "no tensor"),
         (torch.ones(0, 2), "0 samples"),
+        ({"x": torch.ones(4, 2), "targets": [{"boxes": torch.ones(1, 4)}] * 3}, "batch['targets']: 3"),
+        ({"x": torch.ones(2, 2), "views": [torch.ones(2, 3), torch.ones(2, 5)]}, "batch_axes={'views': 0}"),
+        ({"ids": torch.ones(2, 6), "positions": torch.ones(3, 2, 6)}, "batch_axes={'positions': 1}"),
+        ({"ids": torch.ones(4, 4).long(), "mask": torch.ones(1, 4, 4).long()}, "batch_axes={'mask': None}"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(batch: Any, word: str, message: Messages) -> None:

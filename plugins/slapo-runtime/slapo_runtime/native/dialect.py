@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _REPLICATED: dict[str, Any] = {
+    "batch_axes": None,
     "find_unused_parameters": False,
     "gradient_as_bucket_view": True,
     "bucket_cap_mb": 25,
@@ -39,8 +41,11 @@ _PRECISION_HINT = (
 class TorchDialect(Dialect):
     """Plain PyTorch: one process, a tensor-parallel group, a pipeline, and replicas.
 
-    Options with one rank along ``pp``, all of them DistributedDataParallel's own: ``find_unused_parameters`` (default
-    False), ``gradient_as_bucket_view`` (default True), ``bucket_cap_mb`` (default 25, in MiB).
+    Options with one rank along ``pp``:
+
+    - ``batch_axes``: as below, for ``accumulate``.
+    - those of DistributedDataParallel, by their names there, e.g. ``find_unused_parameters`` or ``static_graph``.
+      Default: its own, but ``gradient_as_bucket_view=True``.
 
     Options with several ranks along ``pp``:
 
@@ -50,7 +55,8 @@ class TorchDialect(Dialect):
     - ``microbatches``: the number of equal micro-batches of a batch. Default: the smallest number from ``pp`` on
       that the schedule runs.
     - ``batch_axes``: for an argument of the forward, the axis of its tensors that counts the samples, None for one
-      that every micro-batch has as a whole, e.g. ``{"bias": None, "x": 1}``. Default: the first axis of every tensor.
+      that every micro-batch has as a whole, e.g. ``{"bias": None, "x": 1}``. Default: the first axis of every tensor,
+      and the second one of positions of shape ``(3, batch, length)``.
     - ``bucket_cap_mb``: of gradients that replicas exchange at once, after the schedule (default 25, in MiB).
     """
 
@@ -62,17 +68,19 @@ class TorchDialect(Dialect):
         mesh = schedule.mesh
         pp = mesh.size("pp") if mesh is not None else 1
         known, other = (_PIPELINED, _REPLICATED) if pp > 1 else (_REPLICATED, _PIPELINED)
-        for name in sorted(set(config) - set(known)):
+        passed_on: frozenset[str] = frozenset() if pp > 1 else _options_of_replicas()
+        for name in sorted(set(config) - set(known) - passed_on):
             if name not in other:
                 hint = _PRECISION_HINT if name in _PRECISION else None
-                raise BuildError(f"target 'torch' has no option {name!r}; it has {', '.join(known)}", hint=hint)
+                shown = ", ".join(known) + (", and those of DistributedDataParallel" if pp == 1 else "")
+                raise BuildError(f"target 'torch' has no option {name!r}; it has {shown}", hint=hint)
             why = "several ranks" if pp == 1 else "one rank"
             given = "no mesh" if mesh is None else mesh
             raise BuildError(
                 f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {given})",
                 hint=f"leave it out; the options here are {', '.join(known)}",
             )
-        options = {**known, **config}
+        options = {**known, **config, "batch_axes": checked_axes(config.get("batch_axes"))}
         steps = [f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"]
         if mesh is not None:
             if pp > 1:
@@ -145,6 +153,14 @@ class TorchDialect(Dialect):
         return TorchEngine(plan, context)
 
 
+def _options_of_replicas() -> frozenset[str]:
+    """Return the names of the options of DistributedDataParallel that ``build`` does not set itself."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    own = {"module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
+    return frozenset(inspect.signature(DistributedDataParallel).parameters) - own
+
+
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:
     """Checked, with the number of micro-batches."""
     name, cap = options["pipeline_schedule"], options["bucket_cap_mb"]
@@ -154,10 +170,9 @@ def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:
         schedule_named("gpipe").check_micro_batches(schedule.default(pp) if count is None else count, pp)
     elif count is not None:
         schedule.check_micro_batches(count, pp)
-    axes = checked_axes(options["batch_axes"])
     if type(cap) is not int or cap < 1:
         raise BuildError(f"bucket_cap_mb must be a positive number of MiB (got {cap!r})", hint="bucket_cap_mb=25")
-    return {"microbatches": schedule.default(pp) if count is None else count, "batch_axes": axes}
+    return {"microbatches": schedule.default(pp) if count is None else count}
 
 
 def _pipeline_steps(options: Mapping[str, Any], pp: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,9 +44,13 @@ class TorchRuntime:
         self.clip_gradients = clip_gradients
         self._handles: list[Any] = []
         self._is_averaged = False
+        self._is_recorded = not getattr(module, "static_graph", False)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without exchange: around every micro-batch but the last."""
+        if not self._is_recorded:  # static_graph: torch fails without an exchange in the first backward pass
+            self._is_recorded = True
+            return contextlib.nullcontext()
         if isinstance(self.module, DistributedDataParallel):
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
@@ -81,7 +86,7 @@ class TorchEngine(StatefulEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` in plain PyTorch.
 
     Args:
-        plan: the plan of the build; ``plan.config`` holds the options of DistributedDataParallel.
+        plan: the plan of the build; ``plan.config`` holds ``batch_axes`` and the options of DistributedDataParallel.
         context: from ``build``.
     """
 
@@ -92,7 +97,7 @@ class TorchEngine(StatefulEngine):
         self._module = context.schedule.model
         self._state = context.state
         self._compute_loss, self._evaluate = context.compute_loss, context.evaluate
-        self._micro_batches = context.micro_batches
+        self._micro_batches = functools.partial(context.micro_batches, axes=plan.config["batch_axes"])
         self._frozen: tuple[nn.Parameter, ...] = ()  # what DistributedDataParallel would leave alone for ever
         self._runtime: TorchRuntime | None = TorchRuntime(self._replicated(context), context.clip_gradients)
         self._runtime.watch(self.optimizer)
@@ -103,7 +108,8 @@ class TorchEngine(StatefulEngine):
         if mesh is None or mesh.size("dp") == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         self._frozen = tuple(parameter for parameter in model.parameters() if not parameter.requires_grad)
-        return DistributedDataParallel(model, process_group=mesh.group("dp"), **self.plan.config)
+        options = {name: value for name, value in self.plan.config.items() if name != "batch_axes"}
+        return DistributedDataParallel(model, process_group=mesh.group("dp"), **options)
 
     @property
     def torch(self) -> TorchRuntime:
