@@ -313,6 +313,7 @@ class BuildContext:
         inputs: list[Mapping[str, Any]] = [bound_batch(self.schedule.model, one, for_loss=for_loss) for one in batches]
         if prepare is not None:
             inputs = [prepare(dict(one)) for one in inputs]
+        _require_one_signature(inputs)
         pick = None if for_loss else _loss  # one object, by which stages are looked up
         staged = self._stages.of(inputs[0], training=training, outputs=pick, batch_axes=axes)
         built_with = len(self.stage_ranks)
@@ -518,6 +519,20 @@ class BuildContext:
             BuildError: on the ranks where the block went well, naming the rank where it did not, and why.
         """
         return together(self._mesh, what)
+
+
+def _require_one_signature(inputs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse micro-batches that need stages of their own: lists with an item for each sample may hold other sizes."""
+    for name, value in inputs[0].items():
+        if isinstance(value, (Mapping, tuple, list)):
+            first = InputSignature({name: value}, ())
+            if any(InputSignature({name: one.get(name)}, ()) != first for one in inputs[1:]):
+                raise BuildError(
+                    f"'{name}' differs between micro-batches in its structure, its plain values, or the shapes of its "
+                    "tensors, and the stages of a pipeline are the same for all of them",
+                    hint=f"pad what '{name}' holds to one size; or leave it to the loss: build(sch, ..., "
+                    f"loss=lambda output, batch: ...), which may read batch['{name}']",
+                )
 
 
 _FORMS = 16  # that are kept

@@ -234,7 +234,32 @@ def test_a_model_that_takes_a_count_and_does_not_divide_by_it_is_refused(name: s
     message(error, "num_items_in_batch", "BertForMaskedLM", "loss_weight")
 
 
-def staged_count() -> str:
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        boxes = self.head(self.up(x)).split(1)
+        return {"loss": torch.stack([(a - b["boxes"]).square().mean() for a, b in zip(boxes, targets)]).mean()}
+
+
+def staged_targets() -> tuple[float, str]:
+    """Targets of one size are cut between the samples; of several, the stages are not those of all micro-batches."""
+    torch.manual_seed(0)
+    plain, x = Detector(), torch.randn(4, 4)
+    loss = plain(x, alike := [{"boxes": torch.full((1, 4), float(number))} for number in range(4)])["loss"]
+    sch = slapo.create_schedule(plain, mesh={"pp": 2}, example_inputs={"x": x, "targets": alike})
+    sch["up"].pipeline_split()
+    engine = slapo.build(sch, optimizer=sgd, microbatches=2)
+    off = float(engine.train_step({"x": x, "targets": alike}).loss - loss)
+    with pytest.raises(slapo.BuildError) as error:
+        engine.train_step({"x": x, "targets": [*alike[:3], {"boxes": torch.ones(2, 4)}]})
+    return off, str(error.value)
+
+
+def staged_count() -> tuple[str, tuple[float, str]]:
+    targets = staged_targets()
     made, batch = hugging_face("bert")
     counted = {**batch, "num_items_in_batch": torch.tensor(20)}
     sch = slapo.create_schedule(made, mesh={"pp": 2}, example_inputs=counted)
@@ -242,11 +267,13 @@ def staged_count() -> str:
     engine = slapo.build(sch, optimizer=sgd, microbatches=2)
     with pytest.raises(slapo.BuildError) as error:
         engine.train_step(counted)
-    return str(error.value)
+    return str(error.value), targets
 
 
 @pytest.mark.ranks
-def test_a_count_that_stages_may_not_read_is_refused_on_every_rank(message: Messages) -> None:
-    first, second = run_ranks(staged_count, world_size=2)
-    assert first == second
+def test_what_stages_may_not_read_and_targets_of_several_sizes_are_refused_on_every_rank(message: Messages) -> None:
+    (first, (off, targets)), second = run_ranks(staged_count, world_size=2)
+    assert (first, (off, targets)) == second
     message(first, "num_items_in_batch", "**kwargs", "loss_weight")
+    assert abs(off) < 1e-6
+    message(targets, "'targets' differs", "loss=lambda")
