@@ -47,7 +47,6 @@ _PRELOAD = [
     "torch._dynamo",  # by every optimizer
     "slapo_runtime.build",
     "slapo_core.schedule.creation",
-    "slapo_verify.session",
 ]
 _LEFT_TO_RANKS: set[str] = set()
 _GRACE = 2.0  # seconds that the other ranks get to report their own failure after the first one

@@ -130,6 +130,10 @@ def verify(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
             raise ArgumentError(f"{name} must not be negative (got {value!r})", hint=f"verify(sch, batch, {name}=1e-6)")
+    if timeout is not None and not timeout > 0:
+        raise ArgumentError(
+            f"timeout must be a positive number of seconds (got {timeout!r})", hint="verify(sch, batch, timeout=300)"
+        )
     import torch
 
     from slapo_verify.inputs import Inputs
@@ -179,7 +183,7 @@ def _verify_each(
                     siblings.require_same_model(one, model)
             further = tuple(batch.on_cpu() for batch in options.more_batches)
             on_cpu = dataclasses.replace(options, more_batches=further, autocast=autocast)
-            outcomes = check_in_processes(together, inputs, on_cpu, timeout=timeout or 120.0)
+            outcomes = check_in_processes(together, inputs, on_cpu, timeout=120.0 if timeout is None else timeout)
         found.update(zip(numbers, outcomes, strict=True))
     for number, outcome in found.items():
         if isinstance(outcome, VerifyReport):

@@ -25,6 +25,7 @@ from slapo_verify.trials import Options
 if TYPE_CHECKING:
     from slapo_core import Schedule
 
+_NO_LIMIT = 7 * 86400.0  # seconds: of a search that the user ends
 
 def check_in_processes(
     schedules: Sequence[Schedule], inputs: Inputs, options: Options, *, timeout: float
@@ -35,7 +36,7 @@ def check_in_processes(
         schedules: of one abstract mesh; each process repeats their steps on copies of the reference models.
         inputs: one batch, on the CPU.
         options: as for :func:`slapo_core.verify`.
-        timeout: seconds for the whole run.
+        timeout: seconds for the whole run, without the search for the steps to blame.
 
     Returns:
         for each schedule its report or its error.
@@ -57,6 +58,7 @@ def check_in_processes(
     except SerializationError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch
         raise SerializationError(f"{why}, but {error.message}", hint=hint) from error
+    preload_modules(check_each.__module__)
     for one in all_sent:
         preload_modules(*installed_modules(one.model))
     try:
@@ -67,7 +69,7 @@ def check_in_processes(
             (inputs.args, dict(inputs.kwargs)),
             options,
             world_size=mesh.world_size,
-            timeout=timeout + (options.blame_seconds or 0.0) + 2 * SECONDS,
+            timeout=timeout + 2 * SECONDS + (_NO_LIMIT if options.blame_seconds is None else options.blame_seconds),
         )
     except LaunchError as error:
         hint = f"{error.hint}; or {launch}" if error.hint else launch

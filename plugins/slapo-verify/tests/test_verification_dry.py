@@ -153,3 +153,21 @@ def test_a_class_of_the_users_script_takes_the_weights_over(factor: str, text: s
     )
     assert text in done.stdout + done.stderr
     assert (done.returncode == 0) == (factor == "1"), done.stderr
+
+
+def test_a_search_without_a_limit_is_not_ended_with_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def stop(*args: Any, timeout: float, **kwargs: Any) -> Any:
+        given.append(timeout)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slapo_verify.child_processes.run_ranks", stop)
+    for seconds in (120.0, None, 0.0):
+        with pytest.raises(KeyboardInterrupt):
+            slapo.verify(tensor_parallel(Fused), INPUTS, blame_seconds=seconds, timeout=50.0)
+    limited, unlimited, without = given
+    assert without + 120.0 == limited < 86400.0 < unlimited
+    for timeout in (0, -1.0, float("nan")):
+        with pytest.raises(slapo.ArgumentError, match="timeout must be a positive number"):
+            slapo.verify(tensor_parallel(Fused), INPUTS, timeout=timeout)
