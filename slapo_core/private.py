@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -101,23 +103,62 @@ def set_full_backward_flag(module: nn.Module, flag: bool | None) -> None:
 
 
 @contextmanager
-def module_calls_through(call: Callable[..., Any]) -> Iterator[None]:
+def module_calls_through(call: Callable[..., Any], root: nn.Module | None = None) -> Iterator[None]:
     """Let ``call(run, module, *args, **kwargs)`` make this thread's calls of modules while the block runs.
 
-    The method is replaced for the whole process: hold ``observers.PATCHING``.
+    The methods are replaced for the whole process: hold ``observers.PATCHING``.
+
+    Args:
+        call: makes a call; ``run`` is the method that was called.
+        root: where the class of a module at or below it overrides ``__call__``, ``run`` is the override, once; None
+            for ``nn.Module.__call__`` alone.
     """
-    run, thread = nn.Module.__call__, threading.get_ident()
+    thread = threading.get_ident()
+    overriding: set[int] = set()  # ids of modules whose override runs, and has not come to nn.Module.__call__
 
-    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return run(module, *args, **kwargs)
-        return call(run, module, *args, **kwargs)
+    def through(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread or not isinstance(module, nn.Module):
+                return run(module, *args, **kwargs)
+            is_override, key = run is not plain, id(module)
+            if key not in overriding:
+                if not is_override:
+                    return call(run, module, *args, **kwargs)
+                overriding.add(key)
+                try:
+                    return call(run, module, *args, **kwargs)
+                finally:
+                    overriding.discard(key)
+            if is_override:
+                return run(module, *args, **kwargs)
+            overriding.discard(key)
+            try:
+                return run(module, *args, **kwargs)
+            finally:
+                overriding.add(key)
 
-    nn.Module.__call__ = called  # type: ignore[method-assign]
+        return called
+
+    plain: Callable[..., Any] = nn.Module.__call__
+    classes = {cls for module in ([] if root is None else root.modules()) for cls in overrides_of_call(type(module))}
+    before = [(cls, vars(cls)["__call__"]) for cls in (*classes, nn.Module)]
+    for cls, own in before:
+        cls.__call__ = through(own)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module.__call__ = run  # type: ignore[method-assign]
+        for cls, own in before:
+            cls.__call__ = own  # type: ignore[method-assign]
+
+
+def overrides_of_call(cls: type) -> Iterator[type]:
+    """Yield the classes above ``nn.Module`` in the order of lookup that define ``__call__``."""
+    for each in cls.__mro__:
+        if each is nn.Module:
+            return
+        if isinstance(vars(each).get("__call__"), FunctionType):
+            yield each
 
 
 class SafeFakeTensorMode(FakeTensorMode):

@@ -132,6 +132,8 @@ def form(value: Any) -> Any:
     parts = children(value)
     if parts is not None:
         return (cls, tuple([(key, form(part)) for _, key, part in parts]))
+    if cls is set:
+        return (cls, frozenset(value)) if is_plain(value) else cls
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
 
 

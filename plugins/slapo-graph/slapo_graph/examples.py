@@ -14,7 +14,9 @@ from slapo_core.internals import deep_copy, forwards
 from slapo_core.layout import fork_rng
 from slapo_graph.fake import FakeMode, with_tensors
 from slapo_graph.leaves import inlined_modules
+from slapo_graph.outside import Outside
 from slapo_graph.private import TABLES, FakeTensor, SafeMetaTensors
+from slapo_graph.reads import GlobalNames
 from slapo_graph.session import caches_kept, drawn_back
 from slapo_graph.traced import TracedForward
 
@@ -159,6 +161,7 @@ def _run(
             return tensor.detach().clone()
         return mode.from_tensor(tensor.to("meta") if on_meta else tensor, static_shapes=True)
 
+    outside = Outside.of_call(copied, GlobalNames(type(copied).forward, copied.modules()), {})
     with mode or contextlib.nullcontext(), caches_kept(copied), drawn_back(), _noting(copied, calls, unseen):
         given, named = with_tensors((args, kwargs), own or copy_of)
         try:
@@ -167,6 +170,8 @@ def _run(
             return calls, error
         finally:
             torch.clear_autocast_cache()
+            if mode is not None or own is not None:  # they may hold tensors without values
+                outside.put_back()
     return calls, None
 
 

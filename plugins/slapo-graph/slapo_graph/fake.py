@@ -161,7 +161,7 @@ def with_tensors(value: Any, changed: Callable[[torch.Tensor], torch.Tensor]) ->
         if parts is not None:
             return rebuild(part, [of(below) for _, _, below in list(parts)])
         if is_plain(part) or isinstance(part, nn.Module):
-            return part
+            return part.copy() if type(part) is set else part
         with _Copying(of):
             return copy.deepcopy(part)
 

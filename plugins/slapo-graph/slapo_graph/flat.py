@@ -24,13 +24,14 @@ from slapo_graph.fake import FakeMode
 from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.match import Graph
+from slapo_graph.outside import refusing_changes
 from slapo_graph.private import buffers_of, write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_graph.reads import GlobalNames
 from slapo_graph.recording import Notes, left
 from slapo_graph.regions import State, set_state, state
-from slapo_graph.session import buffers_kept, refusing_changes
-from slapo_graph.specialization import compiled
+from slapo_graph.session import buffers_kept
+from slapo_graph.specialization import compiled, empty_graph, placeholder
 from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_graph.traced import TracedForward
 from slapo_graph.tracer import RecordTracer, after_first_call, recorded
@@ -46,11 +47,13 @@ __all__ = [
     "compiled",
     "concrete",
     "copied_model",
+    "empty_graph",
     "flat",
     "is_merely_traced",
     "is_plain",
     "is_rewritten",
     "left",
+    "placeholder",
     "rebuild",
     "set_state",
     "state",
@@ -216,7 +219,7 @@ def flat(
         names = GlobalNames(forward, inlined.values())
         try:
             with names.kept(), buffers_kept(module), _by_own_forwards(inlined.values()):
-                own, home = refusing_changes(forward), _device(module, arguments)
+                own, home = refusing_changes(forward, names), _device(module, arguments)
                 graph, notes = after_first_call(lambda: recorded(module, own, arguments, leaves, noted=True, home=home))
                 written = frozenset(name for name, buffer, version in versions if write_count(buffer) != version)
         except Exception as error:

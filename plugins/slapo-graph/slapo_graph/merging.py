@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node
 from slapo_core.hookspecs import hookimpl
+from slapo_core.internals import overrides_of_call
 from slapo_core.primitive import Violation
 from slapo_graph.private import parameters_of
 
@@ -69,8 +70,9 @@ class Parts:
                 below = node[path]
             except LookupError:
                 return Violation(f"module not found: '{path}' below '{node.path}'", "paths are relative to it")
-            if type(below.module).forward is not nn.Linear.forward:
-                return Violation(f"'{path}' is a {type(below.module).__name__}, no nn.Linear", "leave it out")
+            kind = type(below.module)
+            if kind.forward is not nn.Linear.forward or any(overrides_of_call(kind)):
+                return Violation(f"'{path}' is a {kind.__name__}, no nn.Linear", "leave it out")
             nodes.append(below)
         names = {tuple(name for name in ("weight", "bias") if name in each.parameters) for each in nodes}
         if len(names) > 1:

@@ -130,9 +130,14 @@ def compiled_calls_of(module: nn.Module) -> list[Any]:
     return [module._compiled_call_impl] if "_compiled_call_impl" in module.__dict__ else []
 
 
-def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module as without ``module.compile()``."""
-    return module._call_impl(*args, **kwargs)
+def call_uncompiled(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module by ``run``, its ``__call__``, as without ``module.compile()``."""
+    own = module.__dict__
+    compiled, own["_compiled_call_impl"] = own["_compiled_call_impl"], None
+    try:
+        return run(module, *args, **kwargs)
+    finally:
+        own["_compiled_call_impl"] = compiled
 
 
 class SafeMetaTensors(TorchDispatchMode):

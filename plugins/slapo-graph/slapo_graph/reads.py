@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.internals import module_index
+from slapo_core.internals import module_index, overrides_of_call
 from slapo_graph.diagnostics import is_of_the_model
 from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_graph.leaves import LeafRule, inlined_modules
@@ -24,7 +24,7 @@ from slapo_graph.private import TABLES, FakeTensor, methods_put_on
 from slapo_graph.protocol import Flag, Location, Untraceable
 from slapo_graph.session import attributes_kept, put_back
 from slapo_graph.sizes import is_symbolic
-from slapo_graph.structure import Opaque
+from slapo_graph.structure import Opaque, is_plain
 
 Place = tuple[str, ...]
 _DEPTH = 4
@@ -56,6 +56,7 @@ class AttributeReads:
         self._refuse, self._line, self._is_paused = refuse, line, is_paused
         self._by_code: set[tuple[Place, str]] = set()
         self._found: dict[tuple[Place, str], Any] = {}
+        self._set_below: dict[Any, Exception] = {}
         self._written: set[tuple[Place | None, str]] = set()  # what is read after that comes from the forward itself
         self._places: dict[int, Place] = {}
         self._watched: list[Any] = []  # an id stands for one object only as long as that lives
@@ -75,6 +76,20 @@ class AttributeReads:
             yield log
         finally:
             self._logs.remove(log)
+
+    def refuse_settings_of(self, called: Iterable[str]) -> None:
+        """Refuse plain values that recorded code set at modules which the graph calls.
+
+        Args:
+            called: paths of these modules.
+
+        Raises:
+            Untraceable: naming the first.
+        """
+        for below in map(_place, called):
+            for path, refused in self._set_below.items():
+                if below[: len(path)] == path or path[: len(below)] == below:
+                    raise refused
 
     @property
     def seen(self) -> tuple[Flag, ...]:
@@ -150,11 +165,14 @@ class AttributeReads:
                 return
             path = watch._places.get(id(this))
             # `self.count += 1` on a tensor sets what is there already
-            if path in watch._recorded and (old := getattr(this, name, watch)) is not new:
-                refused = watch._refuse(f"sets {'.'.join(('self', *path, name))}")
+            is_below = path is not None and path not in watch._recorded and not watch._is_paused()
+            if (path in watch._recorded or is_below) and (old := getattr(this, name, watch)) is not new:
+                refused = watch._refuse(f"sets {'.'.join(('self', *(path or ()), name))}")
                 if old is None and isinstance(new, (str, bool)):
                     refused.settles = this, name, new  # type: ignore[attr-defined]
-                raise refused
+                if not (is_below and is_plain(new)):
+                    raise refused
+                watch._set_below.setdefault(path, refused)
             watch._written.add((path, name))
             original_set(this, name, new)
 
@@ -257,18 +275,24 @@ class GlobalNames:
 
     def __init__(self, forward: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
         self._values: dict[tuple[str, Place, str], tuple[dict[str, Any], Any, Any, Any]] = {}
+        modules = list(modules)
         classes = {type(module) for module in modules}
         waiting = [*_functions_in(forward), *(_function(getattr(cls, "forward", None)) for cls in classes)]
+        waiting += [_function(vars(each)["__call__"]) for cls in classes for each in overrides_of_call(cls)]
         holders = (sys.modules.get(base.__module__) for cls in classes for base in cls.__mro__)
-        self._tables = {id(vars(each)): vars(each) for each in holders if each is not None and _is_source(each)}
+        self._tables = {id(vars(each)): vars(each) for each in holders if each is not None and is_source(each)}
+        self.functions: list[FunctionType] = []
+        self.tables: list[tuple[str, dict[str, Any], set[str]]] = []
         seen: set[int] = set()
         while waiting and len(seen) < _MOST_FUNCTIONS:
             function = waiting.pop()
-            if function is None or id(function.__code__) in seen or not _is_followed(function.__code__.co_filename):
+            if function is None or id(function.__code__) in seen or not is_followed(function.__code__.co_filename):
                 continue
             seen.add(id(function.__code__))
+            self.functions.append(function)
             names = _names(function.__code__)
             waiting += [_function(getattr(cls, name, None)) for cls in classes for name in names]
+            waiting += [_function(vars(module)[name]) for module in modules for name in names & vars(module).keys()]
             waiting += [*_functions_in(function), *self._note_all(function, names)]
             self._tables[id(function.__globals__)] = function.__globals__
 
@@ -304,11 +328,13 @@ class GlobalNames:
         holder = sys.modules.get(function.__module__ or "")
         if holder is None or holder.__dict__ is not function.__globals__:
             return
+        self.tables.append((holder.__name__, function.__globals__, names))
         for name in names.intersection(function.__globals__):
             value = function.__globals__[name]
             yield _function(value)
             self._note(holder.__name__, (), name, function.__globals__)
-            if isinstance(value, ModuleType) and _is_followed(getattr(value, "__file__", None) or "<"):
+            if isinstance(value, ModuleType) and is_followed(getattr(value, "__file__", None) or "<"):
+                self.tables.append((value.__name__, vars(value), names))
                 for own in names.intersection(vars(value)):
                     yield _function(vars(value)[own])
                     self._note(value.__name__, (), own, vars(value))
@@ -353,12 +379,12 @@ class _TypeOutside(type, metaclass=_AnswersOutside):
     """``type`` for recorded code: of what stands for a number or a tensor, the class outside."""
 
 
-def _is_source(holder: ModuleType) -> bool:
+def is_source(holder: ModuleType) -> bool:
     """Whether a Python module is the model's; an interactive ``__main__`` has no file."""
-    return _is_followed(getattr(holder, "__file__", None) or holder.__name__)
+    return is_followed(getattr(holder, "__file__", None) or holder.__name__)
 
 
-def _is_followed(file: str) -> bool:
+def is_followed(file: str) -> bool:
     is_of_python = file.startswith(_PYTHON) and "site-packages" not in file
     return is_of_the_model(file) and not is_of_python
 
@@ -368,7 +394,7 @@ def _is_compared(value: Any) -> bool:
     if isinstance(value, type | ModuleType):
         return False
     if isinstance(value, FunctionType):
-        return _is_followed(value.__code__.co_filename)
+        return is_followed(value.__code__.co_filename)
     return is_told(value) and (not isinstance(value, _CONTAINERS) or len(value) <= _MOST_PARTS)
 
 

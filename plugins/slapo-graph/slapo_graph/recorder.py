@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from slapo_core.internals import is_data_pointer_error, module_calls_through
 from slapo_core.observers import Origin
 from slapo_graph.diagnostics import model_location, raised_at
 from slapo_graph.effects import Observer
-from slapo_graph.leaves import LeafRule, is_predefined
+from slapo_graph.leaves import LeafRule, is_changed, is_predefined
+from slapo_graph.outside import ACTIVE
 from slapo_graph.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,7 +38,7 @@ from slapo_graph.recording import Recording, left
 from slapo_graph.regions import Regions
 from slapo_graph.session import drawn_back
 from slapo_graph.sharing import RepeatedCalls
-from slapo_graph.structure import concrete
+from slapo_graph.structure import Opaque, children, concrete, rebuild
 from slapo_graph.targets import query_of, writes_to_first
 
 if TYPE_CHECKING:
@@ -151,18 +153,21 @@ def checkpointing_refused(recorder: Recorder) -> AbstractContextManager[None]:
 # Calls of modules below the recorded one: one call in the graph, or looked into.
 
 
-def module_calls(recorder: Recorder, leaves: LeafRule) -> AbstractContextManager[None]:
+def module_calls(recorder: Recorder, root: nn.Module, leaves: LeafRule) -> AbstractContextManager[None]:
     """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
     recording = recorder.recording
 
     def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_compiled(module):  # as without module.compile(): compilers want tensors with values
-            run = call_uncompiled
+            run = functools.partial(call_uncompiled, run)
         if recorder.is_paused:
             return run(module, *args, **kwargs)
         path = recording.modules.get(id(module))
         if path == "":
-            raise recording.refusal("calls itself")
+            if recorder.is_in_root:
+                raise recording.refusal("calls itself")
+            recorder.is_in_root = True  # the recorded function is the module's own call
+            return run(module, *args, **kwargs)
         if path is None and any(True for _ in module.parameters()):
             raise recording.refusal(
                 f"calls a {type(module).__name__} outside the traced module",
@@ -178,7 +183,7 @@ def module_calls(recorder: Recorder, leaves: LeafRule) -> AbstractContextManager
             return out
         return recorder.record_module(path, run, module, args, kwargs)
 
-    return module_calls_through(call)
+    return module_calls_through(call, root)
 
 
 _SWITCHES = (set_grad_enabled,)
@@ -224,6 +229,7 @@ class Recorder(TorchFunctionMode):
         self.recording = recording
         self.regions = Regions(recording)
         self.alike: RepeatedCalls | None = None
+        self.is_in_root = True
         self._is_paused, self._thread = False, threading.get_ident()
         self._path = ""  # of the module below whose own code runs
 
@@ -256,7 +262,8 @@ class Recorder(TorchFunctionMode):
         with self.paused():
             guard_elements(self.recording, func, args, kwargs)
         caller = getattr(func, "__name__", "")
-        out = self._record(run, args, kwargs, lambda: self.recording.call(func, args, kwargs), caller=caller)
+        write = functools.partial(self.recording.call, func, args, kwargs)
+        out = self._record(run, args, kwargs, write, caller=caller, may_change=isinstance(func, ApplyFunction))
         if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
             return self.recording.know(args[0], self.recording.node(out))
         return out
@@ -275,6 +282,7 @@ class Recorder(TorchFunctionMode):
             caller=f"module '{path}'",
             may_vary=True,
             is_observed=is_observed,
+            may_change=not is_observed or is_changed(module),
         )
 
     def _record(
@@ -287,16 +295,25 @@ class Recorder(TorchFunctionMode):
         caller: str,
         may_vary: bool = False,
         is_observed: bool = True,
+        may_change: bool = False,
     ) -> Any:
         self.regions.enter()
         notes = self.recording.notes
         with self.paused():  # asking for a version is a call too
             before = notes.versions((args, kwargs)) if notes is not None else []
-        with self.paused(), drawn_back() if may_vary else contextlib.nullcontext():
+        outside = ACTIVE.get() if may_change else None
+        with (
+            self.paused(),
+            drawn_back() if may_vary else contextlib.nullcontext(),
+            outside.elsewhere() if outside is not None else contextlib.nullcontext(),
+        ):
             observer = Observer(self._memory_of)
+            given = concrete(args), concrete(kwargs)
+            containers = list(_mutable((args, kwargs), given)) if may_vary and not is_observed else ()
+            before_call = [(value, passed, _parts_of(passed)) for value, passed in containers]
             try:
                 with observer if is_observed else contextlib.nullcontext():
-                    out = run(*concrete(args), **concrete(kwargs))
+                    out = run(*given[0], **given[1])
             except DataDependentOutputException as error:
                 raise self._needs_values(f"branches on the values of a tensor ({error.func})") from error
             except DynamicOutputShapeException as error:
@@ -309,6 +326,13 @@ class Recorder(TorchFunctionMode):
                     raised_at(error) or model_location(),
                     f"give example inputs with values, and a model with values; or {_CUSTOM_OPERATOR}",
                 ) from error
+            changed = [each[:2] for each in before_call if _parts_of(each[1]) != each[2]]
+            for value, _ in changed:
+                if self.recording.known(value) is None:
+                    raise self.recording.refusal(
+                        f"calls {caller}, which changes a {type(value).__name__} made by the recorded code",
+                        "let that module return what it adds, or inline it (flatten=True), or trace a narrower node",
+                    )
             node = write()
             if is_observed:
                 node.meta["seen"] = observer.seen(args, kwargs, out)
@@ -318,7 +342,27 @@ class Recorder(TorchFunctionMode):
                 notes.note_writes(node, written)
             if may_vary:
                 guard_structure(self.recording, out, node)
+            for value, passed in changed:
+                self._take_over(value, passed)
             return None if out is None else self.recording.give(out, node)
+
+    def _take_over(self, value: Any, passed: Any) -> None:
+        """Take over what a module changed in a container of the caller, for the code that reads it after that.
+
+        Args:
+            value: the container, as the recorded code has it.
+            passed: the one that the module was given and changed.
+        """
+        node = self.recording.known(value)
+        assert node is not None
+        guard_structure(self.recording, passed, node)
+        parts = [
+            self.recording.give(part, self.recording.compute(operator.getitem, (node, key)))
+            for _, key, part in list(children(passed) or ())
+        ]
+        refilled = rebuild(passed, parts)
+        value.clear()
+        value.extend(refilled) if isinstance(value, list) else value.update(refilled)
 
     def _needs_values(self, problem: str) -> NeedsValues:
         refusal = self.recording.refusal(problem)
@@ -358,6 +402,21 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self._is_paused = before
+
+
+def _mutable(value: Any, passed: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the lists and mappings in arguments, each as the recorded code has it and as it is passed."""
+    if isinstance(value, (torch.Tensor, Opaque)):
+        return
+    if isinstance(value, (list, MutableMapping)):
+        yield value, passed
+    for (_, _, part), (_, _, other) in zip(children(value) or (), children(passed) or (), strict=True):
+        yield from _mutable(part, other)
+
+
+def _parts_of(container: Any) -> list[tuple[Any, int]]:
+    """Return keys and identities of the parts of a container."""
+    return [(key, id(part)) for _, key, part in children(container) or ()]
 
 
 def _running_hook() -> Any:

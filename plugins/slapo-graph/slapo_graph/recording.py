@@ -15,6 +15,7 @@ from slapo_graph.diagnostics import expression, model_location
 from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, write_count
 from slapo_graph.protocol import Guard, Untraceable, check
 from slapo_graph.sizes import is_symbolic, symbolic
+from slapo_graph.specialization import empty_graph, placeholder
 from slapo_graph.structure import Opaque, children, is_plain, rebuild, tensors_in
 from slapo_graph.targets import target_of
 
@@ -80,7 +81,7 @@ class Recording:
     def __init__(
         self, root: nn.Module, *, may_capture: bool = True, notes: Notes | None = None, home: torch.device | None = None
     ) -> None:
-        self.graph = fx.Graph()
+        self.graph = empty_graph()
         self.may_capture, self.notes, self.home = may_capture, notes, home
         self.captured: list[torch.Tensor] = []
         self.guards: list[Guard] = []
@@ -142,6 +143,10 @@ class Recording:
         made = rebuild(value, taken)
         return self.know(made, node)
 
+    def known(self, value: Any) -> fx.Node | None:
+        """The node that gives this very object, if any does."""
+        return self._nodes.get(id(value))
+
     def node(self, value: Any) -> Any:
         """What an argument is in the graph: a node, or a constant, or a container of such."""
         if is_symbolic(value):
@@ -173,7 +178,10 @@ class Recording:
         if isinstance(value, tuple | list):
             return self.compute(type(value), (list(inner),))
         keys = [key for _, key, _ in children(value) or ()]
-        return self.compute(type(value), (), dict(zip(keys, inner, strict=True)))
+        keyed = dict(zip(keys, inner, strict=True))
+        if all(isinstance(key, str) for key in keys):
+            return self.compute(type(value), (), keyed)
+        return self.compute(type(value), (keyed,))
 
     def _held_or_captured(self, tensor: torch.Tensor) -> fx.Node:
         name = self._held.get(id(tensor))
@@ -190,7 +198,7 @@ class Recording:
                 )
             if isinstance(tensor, FakeTensor) or not self.may_capture:
                 raise self.refusal("uses a tensor created outside the traced forward")
-            node = self.graph.placeholder(f"captured_{len(self.captured)}")
+            node = placeholder(self.graph, f"captured_{len(self.captured)}")
             first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
             if first is not node:  # behind those captured before: they are given in their order
                 first.prepend(node)

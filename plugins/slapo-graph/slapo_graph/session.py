@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import operator
 import random
 import sys
@@ -20,9 +19,6 @@ from torch import nn
 
 from slapo_core.internals import module_index
 from slapo_graph import private
-from slapo_graph.diagnostics import first_line
-from slapo_graph.protocol import Untraceable
-from slapo_graph.structure import Opaque, children
 
 _CONTAINERS = (list, dict, set)
 _NO_HOLDERS = (
@@ -237,40 +233,3 @@ def _name(keys: tuple[Any, ...]) -> str:
         elif isinstance(key, str) and key.isidentifier():
             name = f"{name}.{key}"
     return name
-
-
-def refusing_changes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a forward that changes container arguments or calls itself.
-
-    Args:
-        forward: takes the module first.
-    """
-    is_running = False
-
-    @functools.wraps(forward)
-    def kept(module: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [(container, container.copy()) for value in (*args, *kwargs.values()) for container in _within(value)]
-        nonlocal is_running
-        if is_running:
-            raise Untraceable("calls itself", first_line(forward))
-        is_running = True
-        try:
-            out = forward(module, *args, **kwargs)
-        finally:
-            is_running = False
-        for container, copied in before:
-            if not is_unchanged(container, copied):
-                given = inspect.signature(forward).bind(module, *args, **kwargs).arguments
-                holding = [name for name, value in given.items() if any(one is container for one in _within(value))]
-                raise Untraceable(f"changes the argument {holding[0]!r}", first_line(forward))
-        return out
-
-    return kept
-
-
-def _within(value: Any) -> Iterator[Any]:
-    if type(value) in (list, dict):
-        yield value
-    if type(value) is not Opaque and not hasattr(value, "shape"):
-        for _, _, part in children(value) or ():
-            yield from _within(part)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -97,11 +99,22 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
         return torch.Size(parts)
     if isinstance(value, tuple):
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is list:
+        return parts
     if isinstance(value, list):
-        return type(value)(parts)
+        made = copy.copy(value)  # with its attributes
+        list.__setitem__(made, slice(None), parts)
+        return made
     if isinstance(value, Mapping):
         keyed = dict(zip(value, parts, strict=True))
-        return keyed if type(value) is dict else type(value)(**keyed)
+        if type(value) is dict:
+            return keyed
+        if dataclasses.is_dataclass(value) or not isinstance(value, dict | UserDict):
+            return type(value)(**keyed)
+        like: Any = copy.copy(value)
+        for key in keyed:
+            like[key] = keyed[key]
+        return like
     names = [field.name for field in dataclasses.fields(value)]
     return type(value)(**dict(zip(names, parts, strict=True)))
 

@@ -24,6 +24,7 @@ from slapo_graph.diagnostics import refusal
 from slapo_graph.fake import FakeMode, without_values
 from slapo_graph.guards import describe, fingerprint
 from slapo_graph.leaves import Leaves, is_changed, is_predefined
+from slapo_graph.outside import refusing_changes
 from slapo_graph.printing import printed
 from slapo_graph.private import (
     disable_dynamo,
@@ -35,7 +36,7 @@ from slapo_graph.protocol import Flag, GuardViolation, Tracer
 from slapo_graph.reads import GlobalNames
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
-from slapo_graph.session import buffers_kept, refusing_changes
+from slapo_graph.session import buffers_kept
 from slapo_graph.sharing import Pool, exact_form
 from slapo_graph.specialization import Call, Plan, Snapshot, Specialization
 
@@ -585,7 +586,8 @@ class TracedForward(forwards.ReplacedForward):
             names = GlobalNames(self.forward, modules[: len(plan.paths)])
             try:
                 with names.kept(), buffers_kept(module):
-                    recorded = self.tracer.trace(module, refusing_changes(self.forward), arguments, self.leaves)
+                    forward = refusing_changes(self.forward, names)
+                    recorded = self.tracer.trace(module, forward, arguments, self.leaves)
             except Exception as error:
                 refused = refusal(error, self.tracer, self.path)
                 read = getattr(error, "slapo_read", None)

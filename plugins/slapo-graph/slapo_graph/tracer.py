@@ -23,6 +23,7 @@ from slapo_graph.recorder import NeedsValues, Recorder, autograd_functions, chec
 from slapo_graph.recording import Notes, Recording
 from slapo_graph.session import alone, caches_kept, drawn_back, generators
 from slapo_graph.sharing import RepeatedCalls
+from slapo_graph.specialization import placeholder
 
 # Take out of a recorded graph what nothing uses; only what certainly has no effect.
 
@@ -149,6 +150,7 @@ def record(
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
     mode = FakeMode(home) if fake else None
     recorder = Recorder(recording, mode.fake if mode is not None else None)
+    recorder.is_in_root = not getattr(forward, "slapo_calls_module", False)
     reads = AttributeReads(recording.refusal, first_line(forward), lambda: recorder.is_paused)
     signature = inspect.signature(forward)
     given: dict[str, Any] = {}
@@ -161,11 +163,11 @@ def record(
     ):
         own = without_values(mode, dict(arguments)) if mode else arguments
         for name, value in own.items():
-            given[name] = recording.give(value, recording.graph.placeholder(name))
+            given[name] = recording.give(value, placeholder(recording.graph, name))
         args, kwargs = call_of(signature, given)
         with (
             reads.watching(module, leaves) as is_unchanged,
-            module_calls(recorder, leaves),
+            module_calls(recorder, module, leaves),
             autograd_functions(recorder),
             checkpointing_refused(recorder),
             recorder,
@@ -185,6 +187,7 @@ def record(
         if notes is not None:
             notes.note_storages(mode)
     graph = recording.graph
+    reads.refuse_settings_of(str(node.target) for node in graph.nodes if node.op == "call_module")
     drop_unused(graph)
     graph.lint()
     return Recorded(graph, tuple(recording.guards), reads.seen, tuple(recording.captured), reads.read)

@@ -181,7 +181,7 @@ class WritesWhatMayBeEither(Model):
 
 REFUSED = [
     (PartsWrittenAndReadLater, ["b", "c"], ("stage 1 writes to 'a'", "'a' is read in stage 2")),
-    (ViewIsSentBesideItsBase, ["b"], ("stage 1 writes to 'a'", "'getitem_2' shares its memory")),
+    (ViewIsSentBesideItsBase, ["b"], ("stage 1 writes to 'a'", "'getitem' shares its memory")),
     (ViewOfTheBatch, ["a", "b"], ("stage 1 writes to 'x'", "'x' is read in stage 2")),
     (WritesPartsOfABuffer, ["a"], ("stage 0 writes to 'table'", "'table' is read in stage 1")),
     (WritesABufferReadBefore, ["a"], ("stage 1 writes to 'table'", "'table' is read in stage 0")),

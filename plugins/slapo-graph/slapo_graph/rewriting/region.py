@@ -16,7 +16,7 @@ from slapo_graph.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.guards import fingerprint
 from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.protocol import Flag
-from slapo_graph.specialization import compiled
+from slapo_graph.specialization import compiled, empty_graph, placeholder
 from slapo_graph.structure import is_plain
 
 # Where one call can stand for several nodes: what runs before it, and what after it.
@@ -284,8 +284,8 @@ class _Writer:
 def _function(
     writer: _Writer, operands: tuple[fx.Node | Read, ...], results: tuple[_Position, ...]
 ) -> Callable[..., Any]:
-    graph = fx.Graph()
-    given = {operand: graph.placeholder(_label(operand)) for operand in operands}
+    graph = empty_graph()
+    given = {operand: placeholder(graph, _label(operand)) for operand in operands}
     made: list[fx.Node] = []
 
     def real(value: Any) -> Any:

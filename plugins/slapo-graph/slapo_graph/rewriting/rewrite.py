@@ -17,6 +17,7 @@ from slapo_graph.private import is_erased
 from slapo_graph.protocol import Recorded, check
 from slapo_graph.rewriting.actions import Action, NewCall, Place, given_by
 from slapo_graph.rewriting.region import CannotPlace, Read, nodes_after
+from slapo_graph.specialization import empty_graph
 
 if TYPE_CHECKING:
     from slapo_graph.patterns.pattern import GraphPattern
@@ -52,7 +53,7 @@ def rewritten(
     Raises:
         CannotPlace: one of them is not a single call.
     """
-    graph = fx.Graph()
+    graph = empty_graph()
     twins: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(recorded.graph, twins)
     output = recorded.graph.output_node()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
+from slapo_core.internals import overrides_of_call
 from slapo_graph.flat import FlatGraph, compiled, flat, set_state
 from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
@@ -198,7 +200,21 @@ def recorded(root: nn.Module, inputs: Mapping[str, Any], cuts: Collection[str]) 
     """
     above = ancestors(cuts)
     with torch.enable_grad():
-        return flat(root, type(root).forward, _told_apart(inputs), lambda module, path: path not in above)
+        return flat(root, _called(root), _told_apart(inputs), lambda module, path: path not in above)
+
+
+def _called(root: nn.Module) -> Callable[..., Any]:
+    """Return what a call of the model computes: its class's forward, or an override of ``__call__`` around that."""
+    forward = type(root).forward
+    if not any(overrides_of_call(type(root))):
+        return forward
+
+    @functools.wraps(forward)
+    def called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    called.slapo_calls_module = True  # type: ignore[attr-defined]
+    return called
 
 
 def _told_apart(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,18 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from slapo_graph.flat import FlatGraph, Opaque, check, children, concrete, is_plain, rebuild, set_state
+from slapo_graph.flat import (
+    FlatGraph,
+    Opaque,
+    check,
+    children,
+    concrete,
+    empty_graph,
+    is_plain,
+    placeholder,
+    rebuild,
+    set_state,
+)
 from slapo_pipeline.partition.placement import (
     Constants,
     Places,
@@ -41,7 +52,7 @@ class Segment:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.graph = fx.Graph()
+        self.graph = empty_graph()
         self.known: dict[fx.Node, Any] = {}
         self.sources: dict[fx.Node, tuple[str, Any]] = {}
         self.uses: dict[fx.Node, fx.Node] = {}
@@ -50,7 +61,7 @@ class Segment:
 
     def given(self, node: fx.Node, captured: int | None) -> fx.Node:
         """An argument of the model, or a captured tensor."""
-        source = ("input", str(node.target)) if captured is None else ("captured", captured)
+        source = ("input", str(node.meta["parameter"])) if captured is None else ("captured", captured)
         return self._placeholder(node.name, source)
 
     def hold(self, value: Any) -> fx.Node:
@@ -82,10 +93,10 @@ class Segment:
     def _placeholder(self, name: str, source: tuple[str, Any]) -> fx.Node:
         first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
         if first is None:
-            made = self.graph.placeholder(name)
+            made = placeholder(self.graph, name)
         else:
             with self.graph.inserting_before(first):
-                made = self.graph.placeholder(name)
+                made = placeholder(self.graph, name)
         self.sources[made] = source
         return made
 
