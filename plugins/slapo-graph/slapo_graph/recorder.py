@@ -176,8 +176,11 @@ def module_calls(recorder: Recorder, root: nn.Module, leaves: LeafRule) -> Abstr
         if path is None:
             return run(module, *args, **kwargs)
         if not leaves(module, path):
+            begin = next(reversed(recording.graph.nodes), None)
             with recorder.inside(path):
                 out = run(module, *args, **kwargs)
+            if is_predefined(module):
+                recording.note_inlined(path, args, kwargs, out, begin)
             if recording.notes is not None:
                 recording.compute(left, (path,))
             return out

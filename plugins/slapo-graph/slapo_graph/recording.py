@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx, nn
 
 from slapo_core.internals import module_index
 from slapo_graph.diagnostics import expression, model_location
-from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, write_count
+from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, tree_leaves, write_count
 from slapo_graph.protocol import Guard, Untraceable, check
 from slapo_graph.sizes import is_symbolic, symbolic
 from slapo_graph.specialization import empty_graph, placeholder
@@ -66,6 +67,26 @@ Modules = Sequence[tuple[str, nn.Module]]
 _NO_CONTAINERS = frozenset([bool, int, float, str, type(None), set])
 _NO_HOLDERS = _NO_CONTAINERS | {dict, list, tuple, OrderedDict}
 _COMPARABLE = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a node uses, in the meta of others: copies of a graph keep names, and rewrites put other operands there.
+
+    Args:
+        node: the name of the node.
+        index: among its :func:`operands_of`.
+    """
+
+    node: str
+    index: int
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a node uses, each as often as it is used."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 class Recording:
@@ -235,6 +256,30 @@ class Recording:
         nodes = tuple(self.node(argument) for argument in args)
         named = {name: self.node(value) for name, value in kwargs.items()}
         return self._marked(self.graph.call_module(path, nodes, named))
+
+    def note_inlined(
+        self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, begin: fx.Node | None
+    ) -> None:
+        """Note at the last node of an inlined module which nodes its call consists of, to be found by its path.
+
+        Args:
+            path: of the module.
+            args: of its call.
+            kwargs: of its call.
+            out: the result.
+            begin: the last node before the call.
+        """
+        last = self.known(out)
+        inside: list[fx.Node] = []
+        for node in reversed(self.graph.nodes):
+            if node is begin:
+                break
+            if "example" in node.meta and node.op != "get_attr":  # a tensor
+                inside.insert(0, node)
+        uses = {used: Operand(node.name, index) for node in inside for index, used in enumerate(operands_of(node))}
+        given = [*map(self.node, args)], {name: self.node(value) for name, value in kwargs.items()}
+        if last in inside and all(node in uses for node in tree_leaves(given) if isinstance(node, fx.Node)):
+            last.meta["inlined"] = path, fx.map_arg(given, uses.__getitem__), tuple(node.name for node in inside)
 
     def guard(self, node: fx.Node | None, expected: Any) -> None:
         """The recorded code went on because ``node`` gave ``expected``: check that at every call."""

@@ -11,8 +11,9 @@ from torch.fx.node import map_aggregate
 
 from slapo_graph.patterns.data import Attribute, Call, Items, Slice, parts
 from slapo_graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
-from slapo_graph.private import children_of
+from slapo_graph.private import children_of, tree_map_only
 from slapo_graph.protocol import check
+from slapo_graph.recording import Operand, operands_of
 from slapo_graph.regions import set_state
 
 _KEPT = "_slapo_calls"
@@ -31,6 +32,7 @@ class IndexedCall:
         path: of that module.
         parameters: of that module's forward.
         given: to that module, by these names.
+        inside: positions of all nodes of that module's call, where its code is in the graph.
     """
 
     node: fx.Node
@@ -41,6 +43,7 @@ class IndexedCall:
     path: str = ""
     parameters: tuple[str, ...] = ()
     given: dict[str, Any] = field(default_factory=dict)
+    inside: tuple[int, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +80,8 @@ class Tables:
             self.calls[position] = found
             if found.call is not None:
                 self.by_operation.setdefault(found.call.operation, []).append(position)
-            for value in dict.fromkeys(found.values):
+            self._note_inlined(found, module)
+            for value in dict.fromkeys((*found.values, *values_in(found.given.values()))):
                 self.users.setdefault(value, []).append(position)
 
     def _call(self, node: fx.Node, position: int) -> IndexedCall:
@@ -91,6 +95,20 @@ class Tables:
         call, parameters, given = module_call(below, path, *_given(node))
         values = tuple(values_in(given.values() if call is None else call.arguments.values()))
         return IndexedCall(node, position, call, values, type(below).__name__, path, parameters, given)
+
+    def _note_inlined(self, found: IndexedCall, module: nn.Module) -> None:
+        """Note at the last node of an inlined module that it is a call of that module, if the graph has all of it."""
+        path, given, names = found.node.meta.get("inlined", ("", None, ()))
+        if not names:
+            return
+        known = {node.name: node for node in self.position}
+        if not all(name in known for name in names):
+            return
+        args, kwargs = tree_map_only(Operand, lambda each: operands_of(known[each.node])[each.index], given)
+        below = _module_at(module, path)
+        _, found.parameters, found.given = module_call(below, path, args, kwargs)
+        found.path, found.class_name = path, type(below).__name__
+        found.inside = tuple(sorted(self.position[known[name]] for name in names))
 
     def _kind(self, value: Any) -> str:
         if isinstance(value, Attribute):

@@ -477,6 +477,23 @@ class FormMatcher:
         return number, goals, tuple([bound.get(name) for name in names]), tuple([placed[step] for step in steps])
 
 
+def positions_of(form: Form, embedding: Embedding, index: Indexed) -> list[int]:
+    """Return the positions of all nodes of a match; of a module whose code is in the graph, all of its call."""
+    found = set(embedding.positions)
+    for step, position in zip(form.steps, embedding.positions, strict=True):
+        call = index.calls[position]
+        if call.inside and is_by_module(step, call):
+            found.update(call.inside)
+    return sorted(found)
+
+
+def is_by_module(step: Step, found: IndexedCall) -> bool:
+    """Whether ``step`` names the module that ``found`` calls, not the operation."""
+    if step.target.kind == "module":
+        return True
+    return step.target.kind in ("glob", "regex") and not has_target(step, replace(found, class_name=None))
+
+
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, fx.Node) or isinstance(other, fx.Node):
         return one is other
@@ -508,8 +525,8 @@ def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, E
             continue
         for number, step in sorted(starts[position]):
             embedding = matchers[number].first_at(position, step, taken)
-            if embedding is not None:
-                taken.update(embedding.positions)
+            if embedding is not None and taken.isdisjoint(covered := positions_of(forms[number], embedding, index)):
+                taken.update(covered)
                 found.append((number, embedding))
                 break
     return found, sum(matcher.tried for matcher in matchers.values())

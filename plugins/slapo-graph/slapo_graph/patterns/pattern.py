@@ -17,7 +17,7 @@ from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.internals import describe
 from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Target, Wildcard
 from slapo_graph.patterns.index import Indexed
-from slapo_graph.patterns.matcher import Embedding, embeddings, pairs_of
+from slapo_graph.patterns.matcher import Embedding, embeddings, pairs_of, positions_of
 
 # Patterns as what JSON can hold, and back.
 
@@ -248,7 +248,7 @@ class GraphPattern:
 
 
 def _found(form: Form, number: int, embedding: Embedding, index: Indexed) -> Found:
-    positions = sorted(embedding.positions)
+    positions = positions_of(form, embedding, index)
     nodes = tuple(index.calls[position].node for position in positions)
     inside = set(nodes)
 
@@ -259,7 +259,8 @@ def _found(form: Form, number: int, embedding: Embedding, index: Indexed) -> Fou
         return value
 
     if form.steps[0].target.kind in ("glob", "regex", "where"):
-        inputs = tuple(dict.fromkeys(given(value) for value in index.calls[positions[0]].values))
+        used = (value for position in positions if position in index.calls for value in index.calls[position].values)
+        inputs = tuple(dict.fromkeys(given(value) for value in used if value not in inside))
     else:
         inputs = tuple(given(embedding.bindings[name]) for name in form.inputs)
     captures = {}
