@@ -107,6 +107,8 @@ class Backend:
             settings = {"fallback_random": True, **of_mode, **dict(self.options)}
             compiled = compile_with_inductor(graph, inputs, settings)
             return _owning(compiled) if settings.get("triton.cudagraphs") else compiled  # type: ignore[no-any-return]
+        if callable(self.backend) or self.backend == "eager":
+            _refuse_second_derivatives(graph)
         if callable(self.backend):
             return self.backend(graph, inputs, **({"options": dict(self.options)} if self.options else {}))
         if self.backend == "eager":
@@ -256,6 +258,49 @@ def _keep_random_states(graph: fx.GraphModule) -> None:
                 if node.target is tagged:
                     node.target = _checkpointed
             below.recompile()
+
+
+def _refuse_second_derivatives(graph: fx.GraphModule) -> None:
+    """Let captured backwards of autograd functions refuse gradients of gradients, as AOTAutograd does.
+
+    ``torch.compile`` captures the operators of a backward without their derivatives.
+    """
+    applied = torch.ops.higher_order.autograd_function_apply
+    for below in [each for each in graph.modules() if isinstance(each, fx.GraphModule)]:
+        for node in below.graph.nodes:
+            backward = getattr(node.args[1], "target", None) if node.target is applied else None
+            if isinstance(backward, str):
+                captured: Any = below.get_submodule(backward)
+                inputs = [each for each in captured.graph.nodes if each.op == "placeholder"]
+                output = captured.graph.output_node()
+                with captured.graph.inserting_after(inputs[-1]):
+                    is_taped = captured.graph.call_function(torch.is_grad_enabled)
+                with captured.graph.inserting_before(output):
+                    once = captured.graph.call_function(_once, (is_taped, tuple(inputs), output.args[0]))
+                output.args = (once,)
+                captured.recompile()
+
+
+def _once(is_taped: bool, inputs: tuple[Any, ...], outputs: Any) -> Any:
+    """Return the gradients of a captured backward, which refuse to be differentiated."""
+    if not is_taped or not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
+        return outputs
+    return type(outputs)(
+        _Once.apply(each.detach().requires_grad_()) if isinstance(each, Tensor) else each for each in outputs
+    )
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "torch.compile does not support double backward through an autograd function, e.g. a collective: leave out "
+            "compile of modules that hold one"
+        )
 
 
 def _checkpointed(region: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | N
     # While a graph is recorded, a parameter has values and its results have none.
     if group.name is None and (tensor.is_meta or detect_fake_mode(tensor) is not None):
         return _without_ranks(name, tensor, group.size, axis, length)
-    if name == "all_reduce_" and tensor.is_contiguous():
+    if name == "all_reduce_" and tensor.is_contiguous() and not is_compiling():
         return _AllReduceInPlace.apply(tensor, group.running())
     if name in ("all_reduce", "all_reduce_"):
         return _AllReduce.apply(tensor, group.running())
