@@ -161,6 +161,11 @@ def overrides_of_call(cls: type) -> Iterator[type]:
             yield each
 
 
+def write_count(tensor: torch.Tensor) -> int | None:
+    """Return a number that changes with every in-place write to a tensor or its views; None in inference mode."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class SafeFakeTensorMode(FakeTensorMode):
     """Compute shapes and dtypes only; reading the data pointer of a fake tensor raises.
 

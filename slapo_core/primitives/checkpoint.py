@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from slapo_core.errors import ApplyError
 from slapo_core.observers import Forward
 from slapo_core.primitive import Equivalence, Primitive, Violation
-from slapo_core.private import buffers_of, children_of, non_persistent_buffers_of
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
 
@@ -21,7 +20,9 @@ class Checkpoint(Primitive):
 
     Non-reentrant ``torch.utils.checkpoint``: keyword arguments and nested outputs pass through unchanged, and it works
     with ``torch.autograd.grad``, hooks and ``torch.compile``. Without gradients (evaluation) the forward runs directly.
-    Buffers that the forward changes (running statistics) are changed once, by the first run.
+    The recompute sees the buffers, attributes and containers of the first run, and its changes to them are dropped:
+    running statistics, counters and lists are changed once. An input that was changed in place since is refused at the
+    recompute, by ArgumentError.
 
     Args:
         match: recomputed, each as one region: a match or a list of matches, or a pattern, as for ``find``, of
@@ -76,7 +77,7 @@ class Checkpoint(Primitive):
 
     def apply(self, node: Node, edit: Edit) -> None:
         if self.match is not None:
-            transform = CheckpointedRegion(self.preserve_rng_state)
+            transform = CheckpointedRegion(self.preserve_rng_state, node.path)
             self.match.outline(node, edit, transform, name="checkpointed")
             return
         edit.wrap_forward(
@@ -100,14 +101,22 @@ def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Fo
     import torch
     from torch.utils.checkpoint import checkpoint
 
+    from slapo_core.primitives.recomputation import ModuleState, Recomputation
+
+    changing: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+    states: list[tuple[Any, ModuleState]] = []
+
     @functools.wraps(forward)
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
-        _refuse_caches(path, args, kwargs)
+        call: Callable[..., Any] = _call
+        if not torch.compiler.is_compiling():
+            if not states or states[0][0] is not module or not states[0][1].is_current:
+                states[:] = [(module, ModuleState(list(module.modules()), changing))]
+            call = Recomputation(path, states[0][1], args, kwargs)
         # Arguments travel as one tuple and one dictionary: keywords of the module cannot clash with checkpoint's own,
         # and checkpoint still sees the tensors, from which it learns whose random state to keep.
-        call = _FirstRunCounts(module) if _has_buffers([module]) else _call
         return checkpoint(
             call, forward, module, args, kwargs, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
@@ -124,111 +133,38 @@ class CheckpointedRegion:
 
     Args:
         preserve_rng_state: as of :class:`Checkpoint`.
+        path: of the module, for messages.
     """
 
     preserve_rng_state: bool
+    path: str = field(compare=False)
 
     def __call__(self, region: Callable[..., Any]) -> Callable[..., Any]:
         import torch
         from torch import nn
         from torch.utils.checkpoint import checkpoint
 
-        preserve_rng_state = self.preserve_rng_state
+        from slapo_core.primitives.recomputation import ModuleState, Recomputation
 
-        def forward(_holder: Any, *args: Any) -> Any:
+        preserve_rng_state, path = self.preserve_rng_state, self.path
+        changing: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+        def forward(_module: None, *args: Any) -> Any:
             return region(*args)
 
         @functools.wraps(region)
         def run(*args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return region(*args)
-            holder = None
             call: Callable[..., Any] = _call
-            if _has_buffers([each for each in args if isinstance(each, nn.Module)]):
-                holder = _Holder(args)
-                call = _FirstRunCounts(holder)
-            return checkpoint(
-                call, forward, holder, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state
-            )
+            if not torch.compiler.is_compiling():
+                modules = [below for each in args if isinstance(each, nn.Module) for below in each.modules()]
+                state = ModuleState(list(dict.fromkeys(modules)), changing) if modules else None
+                call = Recomputation(path, state, args, {})
+            return checkpoint(call, forward, None, args, {}, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
         return run
 
 
-class _Holder:
-    """The modules among the arguments of a region, as one."""
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        from torch import nn
-
-        self._modules = {id(below): below for each in args if isinstance(each, nn.Module) for below in each.modules()}
-
-    def modules(self) -> Iterator[Any]:
-        return iter(self._modules.values())
-
-
-def _has_buffers(modules: list[Any]) -> bool:
-    """Return whether one of the modules, or one below, has a buffer; asked at every call, as modules may change."""
-    while modules:
-        module = modules.pop()
-        table = buffers_of(module)
-        if table and any(buffer is not None for buffer in table.values()):
-            return True
-        modules += [child for child in children_of(module).values() if child is not None]
-    return False
-
-
 def _call(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return forward(module, *args, **kwargs)
-
-
-class _FirstRunCounts:
-    """Call the forward; the recompute sees the buffers of the first run, and its changes to them are dropped.
-
-    Args:
-        module: the state in its state dict (running statistics) is copied now; other buffers are constants.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._state = {
-            id(buffer): buffer.detach().clone()
-            for below in module.modules()
-            for name, buffer in buffers_of(below).items()
-            if buffer is not None and name not in non_persistent_buffers_of(below)
-        }
-        self._ran = False
-
-    def __call__(self, forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._ran:
-            self._ran = True
-            return forward(module, *args, **kwargs)
-        tables = [buffers_of(below) for below in module.modules() if buffers_of(below)]
-        kept = [dict(table) for table in tables]
-        # Other tensors in their place: writing to the originals would invalidate what autograd saved of them.
-        copies: dict[int, Any] = {}
-        for table in tables:
-            for name, buffer in table.items():
-                if buffer is not None:
-                    seen = self._state.get(id(buffer), buffer)
-                    table[name] = copies.setdefault(id(buffer), seen.detach().clone())
-        try:
-            return forward(module, *args, **kwargs)
-        finally:
-            for table, before in zip(tables, kept, strict=True):
-                table.clear()
-                table.update(before)
-
-
-def _refuse_caches(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A key-value cache is changed by forward, so that a second run would change it again."""
-    from torch import Tensor
-
-    for value in (*args, *kwargs.values()):
-        if value is None or isinstance(value, Tensor):
-            continue
-        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-            raise ApplyError(
-                f"checkpoint at '{path}': the forward is given a {type(value).__name__}, which running it twice would "
-                "fill twice",
-                path=path,
-                hint="call the model with use_cache=False while training (or set model.config.use_cache = False)",
-            )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.errors import ApplyError, PreconditionError
+from slapo_core.errors import ArgumentError, PreconditionError
 from slapo_testing.models import MLP, bert, cnn, gpt2
 from tests.messages import Messages
 
@@ -248,7 +248,7 @@ def test_key_value_cache_is_refused_with_the_way_out(message: Messages) -> None:
     expected = _gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss)
     sch = slapo.create_schedule(model)
     sch["model.layers.*"].checkpoint()
-    message(_refusal(lambda: model(input_ids=ids, labels=ids), ApplyError), "DynamicCache", "use_cache=False")
+    message(_refusal(lambda: model(input_ids=ids, labels=ids), ArgumentError), "DynamicCache", "use_cache=False")
     _assert_same(_gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss), expected)
     model.config.use_cache = False
     _assert_same(_gradients(model, model(input_ids=ids, labels=ids).loss), expected)
@@ -331,3 +331,133 @@ def test_running_statistics_are_updated_once() -> None:
     for (name, one), other in zip(plain.named_buffers(), model.buffers(), strict=True):
         assert torch.equal(one, other), name
     assert model.blocks[0].bn1.num_batches_tracked == 1
+
+
+class Recurrent(nn.Module):
+    """A cell with a state that its forward reads and changes, called several times before the backward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.cell, self.last = nn.Linear(4, 6), Cell(kind), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.last(self.cell(self.first(x[:, t]))) for t in range(x.shape[1])).square().mean()
+
+
+def _count(cell: Any) -> None:
+    cell.count += 1
+
+
+class Cell(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(6, 6)
+        self.count, self.counts, self.log = 0, {"calls": [0]}, list[torch.Tensor]()
+        self.value = torch.zeros(6)
+        self.register_buffer("temporary", torch.zeros(6), persistent=False)
+        self.register_buffer("assigned", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = x.detach().mean(0)
+        if self.kind == "temporary":
+            self.temporary.copy_(0.5 * self.temporary + seen)
+            return torch.tanh(self.linear(x) + self.temporary.clone())
+        if self.kind == "assigned":
+            self.assigned = 0.5 * self.assigned + seen
+            return torch.tanh(self.linear(x) + self.assigned)
+        if self.kind == "value":
+            self.value = 0.5 * self.value + seen
+            return torch.tanh(self.linear(x) + self.value)
+        if self.kind == "value in place":
+            self.value += seen
+            return torch.tanh(self.linear(x) + self.value.clone())
+        if self.kind == "containers":
+            self.log.append(x.detach())
+            self.counts["calls"][0] += 1
+            return torch.tanh(self.linear(x) * (len(self.log) + self.counts["calls"][0]))
+        _count(self)
+        return torch.tanh(self.linear(x) * self.count)
+
+    def state(self) -> tuple[Any, ...]:
+        tensors = torch.stack([self.temporary, self.assigned, self.value])
+        return tensors.tolist(), self.count, self.counts, len(self.log)
+
+
+@pytest.mark.parametrize("kind", ["temporary", "assigned", "value", "value in place", "containers", "count"])
+def test_state_that_the_forward_changes_is_recomputed_as_seen_and_changed_once(kind: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Recurrent(kind), torch.randn(3, 4, 4)
+    model = copy.deepcopy(plain)
+    slapo.create_schedule(model)["cell"].checkpoint()
+    for _ in range(2):
+        _assert_same(_gradients(model, model(x)), _gradients(plain, plain(x)))
+        assert model.cell.state() == plain.cell.state()
+    twin, other = copy.deepcopy(model), copy.deepcopy(plain)
+    _assert_same(_gradients(twin, twin(x)), _gradients(other, other(x)))
+
+
+def test_state_first_changed_by_a_later_call_is_refused_at_the_recompute(message: Messages) -> None:
+    model = Recurrent("later")
+    slapo.create_schedule(model)["cell"].checkpoint()
+    x = torch.randn(3, 2, 4)
+    model(x).backward()
+    model.cell.kind = "temporary"
+    with pytest.raises(ArgumentError) as refused:
+        model(x).backward()
+    assert refused.value.path == "cell"
+    message(str(refused.value), "'temporary'", "persistent=True")
+
+
+class InPlace(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.act, self.linear = kind, nn.SiLU(inplace=True), nn.Linear(6, 6)
+
+    def forward(self, x: Any, more: Any = None) -> torch.Tensor:
+        if self.kind == "view":
+            x[:, :3].mul_(2)
+        elif self.kind == "keyword":
+            return self.linear(self.act(more["inner"][0]))
+        elif self.kind == "positional":
+            x = self.act(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("kind", ["positional", "view", "keyword", "afterwards"])
+def test_input_changed_in_place_is_refused_at_the_recompute(kind: str, message: Messages) -> None:
+    first, block = nn.Linear(6, 6), InPlace(kind)
+    slapo.create_schedule(nn.ModuleDict({"block": block}))["block"].checkpoint()
+    x = first(torch.randn(3, 6))
+    out = block(None, more={"inner": [x]}) if kind == "keyword" else block(x)
+    if kind == "afterwards":
+        x.mul_(2)
+    with pytest.raises(ArgumentError) as refused:
+        out.sum().backward()
+    assert refused.value.path == "block"
+    message(str(refused.value), "a nested input" if kind == "keyword" else "input 0 (3, 6)", "inplace=False")
+
+
+def test_containers_that_the_forward_fills_are_filled_once() -> None:
+    class Filling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, terms: list[torch.Tensor], *, out: dict[str, Any]) -> torch.Tensor:
+            y = torch.tanh(self.linear(x)) * (1 + len(terms) + len(out["all"]))
+            terms.append(y.square().mean())
+            out["all"].append(y)
+            return y
+
+    torch.manual_seed(0)
+    plain, x = nn.ModuleList(Filling() for _ in range(2)), torch.randn(3, 6)
+    model = copy.deepcopy(plain)
+    slapo.create_schedule(model)["*"].checkpoint()
+    gradients = []
+    for each in (plain, model):
+        terms, out, y = list[torch.Tensor](), {"all": list[torch.Tensor]()}, x
+        for block in each:
+            y = block(y, terms, out=out)
+        gradients.append(_gradients(each, y.sum() + sum(terms) + sum(z.mean() for z in out["all"])))
+        assert (len(terms), len(out["all"])) == (2, 2)
+    _assert_same(gradients[1], gradients[0])

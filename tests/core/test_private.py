@@ -88,6 +88,16 @@ def test_modules_keep_their_tensors_and_hooks_in_these_tables() -> None:
     assert [len(table) for table in private.call_hooks_of(module)] == [2, 1, 1, 1]
 
 
+def test_in_place_writes_are_counted_through_views_and_not_in_inference_mode() -> None:
+    tensor = torch.zeros(3)
+    before = private.write_count(tensor)
+    assert private.write_count(tensor) == before
+    tensor[1:].add_(1)
+    assert private.write_count(tensor) != before
+    with torch.inference_mode():
+        assert private.write_count(torch.zeros(3)) is None
+
+
 def test_tensors_keep_their_hooks_in_these_tables() -> None:
     for table, register in private.TENSOR_HOOK_TABLES.items():
         weight = nn.Parameter(torch.ones(2))

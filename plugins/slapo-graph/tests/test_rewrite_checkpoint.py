@@ -101,6 +101,36 @@ def test_several_outputs_and_modules_that_stay_modules() -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(untouched.named_buffers()), rtol=0, atol=0)
 
 
+def test_a_leaf_that_counts_its_calls_is_recomputed_as_seen() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return torch.tanh(self.linear(x) * self.calls)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Counting()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x * 2) * 3
+
+    model = nn.Sequential(Around()).double()
+    untouched = copy.deepcopy(model)
+    schedule = slapo.create_schedule(model, example_inputs=X)
+    schedule["0"].trace().checkpoint(lambda x: patterns.call_module("inner", x * 2) * 3)
+    for each in (model, untouched):
+        (each(X).sum() + each(X).square().sum()).backward()
+    for one, other in zip(model.parameters(), untouched.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+    assert model[0].inner.calls == untouched[0].inner.calls == 2
+
+
 def test_without_the_random_state_verify_objects_to_dropout() -> None:
     _, _, schedule = stack()
     pattern = lambda x, y: patterns.call_module("norm", patterns.call_module("drop", x) + y)  # noqa: E731
