@@ -113,6 +113,13 @@ class ArgumentError(SlapoError, TypeError):
     """
 
 
+class InputError(ArgumentError):
+    """The model gives a module inputs, or the module gives an output, that a step there cannot work with.
+
+    What to do: follow the call in the message; ``verify`` raises this error as it is.
+    """
+
+
 class PreconditionError(SlapoError):
     """A primitive was refused before anything was touched; ``violations`` holds every reason.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_core.errors import ArgumentError
+from slapo_core.errors import InputError
 from slapo_core.observers import Forward
 from slapo_core.private import buffers_of, children_of, non_persistent_buffers_of, write_count
 
@@ -39,7 +39,7 @@ class Recomputation:
         kwargs: of the forward.
 
     Raises:
-        ArgumentError: a key-value cache is among the inputs; at the recompute: an input was changed in place since the
+        InputError: a key-value cache is among the inputs; at the recompute: an input was changed in place since the
             first run, or the first run was the first to change a tensor of the module in place.
     """
 
@@ -85,7 +85,7 @@ class Recomputation:
             if write_count(tensor) != count:
                 named = {**{f"input {number}": value for number, value in enumerate(args)}, **kwargs}
                 name = next((name for name, value in named.items() if value is tensor), "a nested input")
-                raise ArgumentError(
+                raise InputError(
                     f"checkpoint at '{self._path}': {name} {tuple(tensor.shape)} was changed in place after the "
                     "forward began, so that the recompute would start from other values",
                     path=self._path,
@@ -93,7 +93,7 @@ class Recomputation:
                     "around the one that makes this input",
                 )
         if self._changed:
-            raise ArgumentError(
+            raise InputError(
                 f"checkpoint at '{self._path}': its forward changed {self._changed} in place, and did not in its first "
                 "call, so that its value from before is lost for the recompute",
                 path=self._path,
@@ -305,7 +305,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _refuse_cache(path: str, value: Any) -> None:
     """A key-value cache is changed by forward, so that a second run would change it again."""
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-        raise ArgumentError(
+        raise InputError(
             f"checkpoint at '{path}': the forward is given a {type(value).__name__}, which running it twice would "
             "fill twice",
             path=path,

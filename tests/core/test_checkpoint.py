@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.errors import ArgumentError, PreconditionError
+from slapo_core.errors import InputError, PreconditionError
 from slapo_testing.models import MLP, bert, cnn, gpt2
 from tests.messages import Messages
 
@@ -248,7 +248,7 @@ def test_key_value_cache_is_refused_with_the_way_out(message: Messages) -> None:
     expected = _gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss)
     sch = slapo.create_schedule(model)
     sch["model.layers.*"].checkpoint()
-    message(_refusal(lambda: model(input_ids=ids, labels=ids), ArgumentError), "DynamicCache", "use_cache=False")
+    message(_refusal(lambda: model(input_ids=ids, labels=ids), InputError), "DynamicCache", "use_cache=False")
     _assert_same(_gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss), expected)
     model.config.use_cache = False
     _assert_same(_gradients(model, model(input_ids=ids, labels=ids).loss), expected)
@@ -402,7 +402,7 @@ def test_state_first_changed_by_a_later_call_is_refused_at_the_recompute(message
     x = torch.randn(3, 2, 4)
     model(x).backward()
     model.cell.kind = "temporary"
-    with pytest.raises(ArgumentError) as refused:
+    with pytest.raises(InputError) as refused:
         model(x).backward()
     assert refused.value.path == "cell"
     message(str(refused.value), "'temporary'", "persistent=True")
@@ -431,7 +431,7 @@ def test_input_changed_in_place_is_refused_at_the_recompute(kind: str, message: 
     out = block(None, more={"inner": [x]}) if kind == "keyword" else block(x)
     if kind == "afterwards":
         x.mul_(2)
-    with pytest.raises(ArgumentError) as refused:
+    with pytest.raises(InputError) as refused:
         out.sum().backward()
     assert refused.value.path == "block"
     message(str(refused.value), "a nested input" if kind == "keyword" else "input 0 (3, 6)", "inplace=False")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_unary
 
 from slapo_core import ArgumentError
+from slapo_core.errors import InputError
+from slapo_core.observers import is_recording
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, gives_fresh_output
-from slapo_tp.private import has_global_forward_hooks, hooks_of, tree_flatten, tree_map_only, tree_unflatten
+from slapo_tp.private import has_global_forward_hooks, hooks_of, tree_flatten, tree_unflatten
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -67,6 +71,8 @@ class OutputHook:
     def _positions(self, leaves: list[Any]) -> tuple[int, ...]:
         floating = [position for position, leaf in enumerate(leaves) if _is_floating(leaf)]
         if self.outputs is None:
+            for leaf in leaves:
+                _refuse_held(leaf, _requires_grad, "the output", self.path, f"outputs=({_first(floating)},)")
             if len(floating) != 1:
                 _refuse(
                     f"the output has {len(floating)} floating-point tensors, at the positions {floating}",
@@ -110,15 +116,17 @@ class InputHook:
         if self.inputs is None and len(args) == 1 and not kwargs and _is_floating(args[0]):  # the usual call
             return (self._communicate(args[0]),), kwargs
         if self.inputs is None:
-            count = sum(_is_floating(leaf) for leaf in tree_flatten((args, kwargs))[0])
-            if count != 1:
+            count = sum(_is_floating(tensor) for tensor in _tensors_in((args, kwargs)))
+            if count > 1 or (count == 0 and not any(_held(value) for value in (*args, *kwargs.values()))):
                 _refuse(
                     f"the module got {count} floating-point tensors as inputs",
                     self.path,
                     f'name those to synchronize: sync("fwd_pre", "{self.op}", inputs=(0,))',
                 )
-            return _change_all(self._communicate, args, kwargs)
-        return _change_named(self._communicate, self.inputs, self.parameters, args, kwargs, self.path)
+        is_meant = _requires_grad if self.inputs is None and count else _is_floating
+        return InputChange(self._communicate, is_meant, self.path).of(
+            module, args, kwargs, self.inputs, self.parameters
+        )
 
     def _communicate(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -153,52 +161,118 @@ class GradientHook:
             return args, kwargs
         if self.inputs is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual call
             return ((collectives.copy(args[0], self.group),) if args[0].is_floating_point() else args), kwargs
-        done: list[tuple[Tensor, Tensor]] = []
+        change = InputChange(self._communicate, _requires_grad, self.path)
+        return change.of(module, args, kwargs, self.inputs, self.parameters)
 
-        def communicate(tensor: Tensor) -> Tensor:
-            # While a graph is recorded, do not read requires_grad: the graph would hold for one value only.
-            if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
-                return tensor
-            for before, after in done:  # attention may get one tensor as query, key and value
-                if before is tensor:
+    def _communicate(self, tensor: Tensor) -> Tensor:
+        # While a graph is recorded, do not read requires_grad: the graph would hold for one value only.
+        if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
+            return tensor
+        return collectives.copy(tensor, self.group)
+
+
+class InputChange:
+    """Change the tensors among the inputs of one call.
+
+    Lists and mappings stay the same objects, because the module may add to them: they hold the changed tensors during
+    the call, and the original ones again after it.
+
+    Args:
+        change: of one tensor.
+        is_meant: whether a tensor inside of an object, where it cannot be changed, should be.
+        path: of the module, for messages.
+    """
+
+    __slots__ = ("_change", "_containers", "_done", "_is_meant", "_path")
+
+    def __init__(self, change: Callable[[Tensor], Tensor], is_meant: Callable[[Tensor], bool], path: str) -> None:
+        self._change, self._is_meant, self._path = change, is_meant, path
+        self._done: list[tuple[Tensor, Tensor]] = []
+        self._containers: list[Any] = []
+
+    def of(
+        self,
+        module: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
+        inputs: tuple[int | str, ...] | None,
+        parameters: tuple[str, ...],
+    ) -> tuple[Args, Kwargs]:
+        """Change ``inputs``, by position or name, or all, before a call of ``module``."""
+        if inputs is None:
+            args = tuple([self._changed(value, position) for position, value in enumerate(args)])
+            kwargs = {name: self._changed(value, name) for name, value in kwargs.items()}
+        else:
+            args, kwargs = self._changed_named(inputs, parameters, args, kwargs)
+        if self._containers and self._done:
+            handle = module.register_forward_hook(lambda *_: self._undo(handle), prepend=True, always_call=True)
+        return args, kwargs
+
+    def _changed_named(
+        self, inputs: tuple[int | str, ...], parameters: tuple[str, ...], args: Args, kwargs: Kwargs
+    ) -> tuple[Args, Kwargs]:
+        positional, named = list(args), dict(kwargs)
+        for key in inputs:
+            position, name = _place(key, parameters)
+            if position is not None and position < len(positional):
+                positional[position] = self._changed(positional[position], key)
+            elif name in named:
+                named[name] = self._changed(named[name], key)
+            else:
+                hint = f"inputs={inputs} must be given"
+                _refuse(f"the module was called without its input {key!r}", self._path, hint)
+        # The module may put what it is given into the containers that were not named.
+        self._containers += [value for value in (*args, *kwargs.values()) if _is_container(value)]
+        return tuple(positional), named
+
+    def _changed(self, value: Any, key: int | str) -> Any:
+        if type(value) in _ATOMS:
+            return value
+        if isinstance(value, Tensor):
+            for before, after in self._done:  # attention may get one tensor as query, key and value
+                if before is value:
                     return after
-            done.append((tensor, collectives.copy(tensor, self.group)))
-            return done[-1][1]
+            changed = self._change(value)
+            if changed is not value:
+                self._done.append((value, changed))
+            return changed
+        if isinstance(value, tuple):
+            return _rebuilt(value, [self._changed(part, key) for part in value])
+        if not _is_container(value):
+            name = f"input {key!r}" if isinstance(key, str) else f"input {key}"
+            _refuse_held(value, self._is_meant, name, self._path, 'inputs=("x",)')
+        elif not any(value is container for container in self._containers):
+            self._containers.append(value)
+            for name, part in _entries(value):
+                changed = self._changed(part, key)
+                if changed is not part:
+                    value[name] = changed
+        return value
 
-        if self.inputs is None:
-            return _change_all(communicate, args, kwargs)
-        return _change_named(communicate, self.inputs, self.parameters, args, kwargs, self.path)
+    def _undo(self, handle: Any) -> None:
+        handle.remove()
+        seen: list[Any] = []
+
+        def original(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return next((before for before, after in self._done if after is value), value)
+            if isinstance(value, tuple):
+                return _rebuilt(value, [original(part) for part in value])
+            if _is_container(value) and not any(value is one for one in seen):
+                seen.append(value)
+                for name, part in _entries(value):
+                    before = original(part)
+                    if before is not part:
+                        value[name] = before
+            return value
+
+        for container in self._containers:
+            original(container)
 
 
 def _is_alone(module: nn.Module) -> bool:
     """Whether only this hook has seen the output: no other hook or forward may have kept it."""
     return len(hooks_of(module)[0]) == 1 and not has_global_forward_hooks() and gives_fresh_output(module)
-
-
-def _change_all(change: Callable[[Tensor], Tensor], args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    return tuple([_change(change, value) for value in args]), {
-        name: _change(change, value) for name, value in kwargs.items()
-    }
-
-
-def _change_named(
-    change: Callable[[Tensor], Tensor],
-    inputs: tuple[int | str, ...],
-    parameters: tuple[str, ...],
-    args: Args,
-    kwargs: Kwargs,
-    path: str,
-) -> tuple[Args, Kwargs]:
-    positional, named = list(args), dict(kwargs)
-    for key in inputs:
-        position, name = _place(key, parameters)
-        if position is not None and position < len(positional):
-            positional[position] = _change(change, positional[position])
-        elif name in named:
-            named[name] = _change(change, named[name])
-        else:
-            _refuse(f"the module was called without its input {key!r}", path, f"inputs={inputs} must be given")
-    return tuple(positional), named
 
 
 def _place(key: int | str, parameters: tuple[str, ...]) -> tuple[int | None, str | None]:
@@ -207,12 +281,71 @@ def _place(key: int | str, parameters: tuple[str, ...]) -> tuple[int | None, str
     return key, parameters[key] if key < len(parameters) else None
 
 
-def _change(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
+_CONTAINERS = (list, dict, MutableSequence, MutableMapping)
+_CODE = (nn.Module, type, FunctionType)
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) not in _ATOMS and not isinstance(value, Tensor) and isinstance(value, _CONTAINERS)
+
+
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if isinstance(container, Mapping) else enumerate(container))
+
+
+def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
+    """Return a tuple of the parts, the same one if they are."""
+    if all(part is before for part, before in zip(parts, value, strict=True)):
+        return value
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples, lists and mappings."""
     if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list, Mapping)):
-        return tree_map_only(Tensor, change, value)
-    return value
+        yield value
+    elif isinstance(value, (tuple, *_CONTAINERS)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(part)
+
+
+def _held(value: Any, depth: int = 0) -> list[tuple[str, Tensor]]:
+    """Return the tensors that an object holds, with their names: a dataclass, or another object with attributes.
+
+    None are those of modules, and of key-value caches, which hold what each rank computed of its own heads.
+    """
+    if type(value) in _ATOMS or isinstance(value, _CODE) or depth > 3:
+        return []
+    if isinstance(value, Tensor):
+        return [("", value)] if depth else []
+    if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        return []
+    if isinstance(value, (tuple, set, frozenset, Mapping, MutableSequence)):
+        parts = _entries(value)
+    else:
+        slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+        own = {**getattr(value, "__dict__", {}), **{name: getattr(value, name, None) for name in slots}}
+        parts = list(own.items())
+    return [(f"{name}.{below}".rstrip("."), tensor) for name, part in parts for below, tensor in _held(part, depth + 1)]
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    # While a graph is recorded, do not read it: the graph would hold for one value only.
+    return not (has_torch_function_unary(tensor) and is_recording()) and tensor.requires_grad
+
+
+def _refuse_held(value: Any, is_meant: Callable[[Tensor], bool], what: str, path: str, named: str) -> None:
+    """Refuse an object that holds tensors to synchronize, which would be left as they are."""
+    for name, tensor in [] if isinstance(value, Tensor) else _held(value):
+        if is_meant(tensor):
+            raise InputError(
+                f"tp.sync at '{path}': {what} is a {type(value).__name__}, and the collective does not reach its "
+                f"tensor '{name}' {tuple(tensor.shape)}",
+                path=path,
+                hint="call sync at the layers below that take the tensors themselves, or give the module the tensors "
+                f"as arguments, or in a tuple, list or dict; if none of them is meant, name the others: {named}",
+            )
 
 
 def _is_floating(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import ArgumentError, VerifyError
+from slapo_core.errors import ArgumentError, InputError, VerifyError
 from slapo_core.internals import describe
 from slapo_runtime.consistency import SAME_SCRIPT, obligations, schedule_facts
 from slapo_runtime.schedule_copies import repeated
@@ -429,7 +429,12 @@ class Session:
         """
         Raises:
             VerifyError: that names the steps which make the scheduled model differ, or raise.
+            InputError: every rank raised it; it names the step's place and the way out itself.
         """
+        failures = tried.raised.failures if tried.raised is not None else []
+        if len(failures) == self.world.size and all(failure.kind == InputError.__name__ for failure in failures):
+            assert tried.raised is not None
+            reraise(tried.raised)
         phases = reference.phases if tried.first is None else phases_for(tried.first[1].kind)
         again = self.trials.again(reference, phases)
         fault: CutFault | None = None
