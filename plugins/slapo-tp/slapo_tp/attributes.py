@@ -110,6 +110,6 @@ class ShardAttribute(Primitive):
         if kind is not None and sized is not None:
             axis = split_axis(node, sized, self.mesh_dim)
             part = kind.axes[axis] if axis is not None else None
-            if part is not None and part.attribute == name:
+            if part is not None and name in (part.attribute, *part.divided):
                 return f"tp.shard of its {sized}"
         return None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import ArgumentError
+from slapo_core.errors import InputError
 from slapo_core.observers import Forward
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
@@ -86,6 +87,10 @@ class OwnRows:
         return self
 
     def __call__(self, module: Any, input: Tensor) -> Tensor:
+        return self.look_up(module, input)[0]
+
+    def look_up(self, module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of the ids, and which ids are those of other ranks."""
         rows = module.weight.shape[0]
         stop = self.start + rows
         others = ((input >= 0) & (input < self.start)) | ((input >= stop) & (input < self.vocabulary))
@@ -96,7 +101,63 @@ class OwnRows:
         if stop > self.vocabulary:  # an id in the padding is an error, as on the other ranks
             own = own.masked_fill(input >= self.vocabulary, rows)
         found = F.embedding(own, module.weight, padding, sparse=module.sparse)
-        return found.masked_fill(others.unsqueeze(-1), 0.0)
+        return found.masked_fill(others.unsqueeze(-1), 0.0), others
+
+
+def look_up_own_rows_below(start: int, vocabulary: int) -> Callable[[Forward], Forward]:
+    """For a subclass of nn.Embedding: its forward, in which ``super().forward`` looks up this rank's rows.
+
+    The result is zero for the ids of other ranks, whatever the subclass does with a row.
+
+    Args:
+        start: the first id of this rank.
+        vocabulary: the number of ids of all ranks.
+    """
+    return functools.partial(own_rows_looked_up_below, start, vocabulary)
+
+
+def own_rows_looked_up_below(start: int, vocabulary: int, forward: Forward) -> Forward:
+    rows = OwnRows(start, vocabulary)
+
+    @functools.wraps(forward)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        own: Any = type(module)
+        cls = _with_rows(own)
+        view = cls.__new__(cls)
+        view.__dict__ = module.__dict__
+        lookups: list[tuple[Tensor, Tensor]] = []
+
+        def look_up(ids: Tensor) -> Tensor:
+            lookups.append(rows.look_up(view, ids))
+            return lookups[-1][0]
+
+        object.__setattr__(view, "look_up", look_up)
+        output = forward(view, *args, **kwargs)
+        others = lookups[0][1] if len(lookups) == 1 else None
+        if others is None or not isinstance(output, Tensor) or output.shape[: others.dim()] != others.shape:
+            raise InputError(
+                f"shard of the rows of a {type(module).__name__}: its forward must look up ids once and give a tensor "
+                f"with their axes first (got {len(lookups)} lookups)",
+                hint="split its features, axis=1",
+            )
+        return output.masked_fill(others.view(*others.shape, *[1] * (output.dim() - others.dim())), 0.0)
+
+    run.slapo_is_inlined = run  # type: ignore[attr-defined]
+    return run
+
+
+class _Rows(nn.Embedding):
+    __slots__ = ("look_up",)
+    look_up: Callable[[Tensor], Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.look_up(input)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_rows(cls: Any) -> Any:
+    """Return a class whose ``super().forward`` in the methods of ``cls`` is that of `_Rows`, not of nn.Embedding."""
+    return type(cls.__name__, (cls, _Rows), {"__module__": cls.__module__})
 
 
 Args = tuple[Any, ...]

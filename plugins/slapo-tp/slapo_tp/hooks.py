@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from slapo_core import Node, Primitive, Record, Schedule, Suggestion, Violation, hookimpl
 from slapo_tp.obligations import (
+    OWN_HOOKS,
     cut_heads,
     doubled_reductions,
+    full_biases,
     missing_gradient_reductions,
     missing_reductions,
 )
 from slapo_tp.splits import split_axis
 from slapo_tp.suggestions import suggestions
+from slapo_tp.sync import Sync
 
 
 def carried_sync_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
@@ -32,7 +34,7 @@ def carried_sync_violations(node: Node, primitive: Primitive) -> Iterator[Violat
             place = f"sch['{node.path}']"
             yield Violation(
                 f"it drops {shown}, split over mesh_dim '{mesh_dim}', but the collective of {syncs[0]} would go on "
-                "with the new module, which is whole",
+                "with the new module, whose tensors are full",
                 f"replace first, split then: {place}.replace(...), {place}.shard(...), {place}.sync(...)",
             )
 
@@ -48,10 +50,10 @@ def _is_split(node: Node, name: str, mesh_dim: str) -> bool:
 
 def _is_in_force(node: Node, record: Record, mesh_dim: str) -> bool:
     """Whether the collective of an earlier step is still there: a replacement before may have taken its place."""
-    sync: Any = record.primitive
-    if record.name != "tp.sync" or sync.mesh_dim != mesh_dim:
+    sync = record.primitive
+    if not isinstance(sync, Sync) or sync.mesh_dim != mesh_dim:
         return False
-    return bool(node.hooks)
+    return any(isinstance(hook, OWN_HOOKS) or hook is sync.op for _, hook in node.hooks)
 
 
 @hookimpl
@@ -65,6 +67,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]
 def slapo_check(schedule: Schedule) -> Iterator[Violation]:
     """Refuse partial sums and gradients reduced never or twice, lost biases, and cut heads."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
+        yield from full_biases(schedule, mesh_dim)
         yield from missing_reductions(schedule, mesh_dim)
         yield from doubled_reductions(schedule, mesh_dim)
         yield from missing_gradient_reductions(schedule, mesh_dim)

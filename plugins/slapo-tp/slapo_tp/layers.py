@@ -1,13 +1,18 @@
 """Register the known layer types: the role of each axis of their weight.
 
-A module is of a type only when it runs the type's own forward: a subclass with another forward is of no type, until
-:func:`register_layer` names it; of a layer of no type only the tensors are split.
+A module is of a type only when it runs the type's own forward, or, of torch's classes, that of a subclass which calls
+theirs by ``super()``. A subclass with another forward is of no type, until :func:`register_layer` names it; of a layer
+of no type only the tensors are split.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -31,10 +36,12 @@ class Axis:
             ``"channel"``s of a layer that computes each of them separately: features of its input and of its output.
         attribute: the module's attribute that gives its size, e.g. ``"out_features"``, which is divided with it; None
             where there is none.
+        divided: other attributes that are divided by the ranks with it.
     """
 
     role: Role
     attribute: str | None = None
+    divided: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,6 @@ class LayerType:
                 f"{self.name} adds its bias on every rank, and its layer type gives no forward without it",
                 "register_layer(..., LayerType(..., without_bias=lambda layer, x: ...))",
             )
-        if getattr(module, "groups", 1) != 1:
-            yield Violation(f"{self.name} with groups={module.groups} cannot be split", "only groups=1 can")
         if getattr(module, "max_norm", None) is not None:
             yield Violation(
                 f"{self.name} with max_norm={module.max_norm} rescales rows by their norm while it runs",
@@ -102,12 +107,47 @@ class LayerType:
 
 def layer_type_of(module: nn.Module) -> LayerType | None:
     """The kind of a module; None if its forward is not one that this plugin knows."""
-    cls = type(module)
+    cls: Any = type(module)
     same = vars(cls).get("slapo_same_as", cls)  # its own way to compute what that class does
     kind = _BY_FORWARD.get(same.forward)
     if kind is None and cls.__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
         return CONV1D  # transformers' own, recognized by name so that transformers is not needed
-    return kind
+    if kind is None:
+        kind = _type_below(cls)
+    return _of_groups(kind) if kind is not None and getattr(module, "groups", 1) != 1 else kind
+
+
+class SubclassType(LayerType):
+    """The type of a subclass whose forward calls that of its base class by ``super()``, and may change the result.
+
+    It may read size attributes for that, so that they stay.
+    """
+
+
+@functools.lru_cache(maxsize=1024)
+def _type_below(cls: Any) -> SubclassType | None:
+    for base in cls.__mro__:
+        forward = vars(base).get("forward")
+        known = _BY_FORWARD.get(forward)
+        if known is not None and base.__module__.startswith("torch.nn."):
+            own = {field.name: getattr(known, field.name) for field in dataclasses.fields(known)}
+            return SubclassType(**{**own, "without_bias": None, "is_fresh": False})
+        if forward is not None and not _calls_base(forward):
+            return None
+    return None
+
+
+def _calls_base(forward: Any) -> bool:
+    function = inspect.unwrap(forward)
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    return code is not None and "__class__" in code.co_freevars and "forward" in code.co_names
+
+
+@functools.lru_cache(maxsize=64)
+def _of_groups(kind: LayerType) -> LayerType:
+    """Return the type of a convolution whose output channels each depend on the input channels of their group only."""
+    channels = Axis("channel", "out_channels", ("in_channels", "groups"))
+    return LayerType(f"{kind.name} with groups", (channels, None), kind.feature_axis, together=("weight", "bias"))
 
 
 def register_layer(layer_class: type[nn.Module], layer_type: LayerType) -> None:

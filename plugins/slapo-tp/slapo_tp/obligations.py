@@ -24,7 +24,7 @@ from slapo_tp.splits import (
 )
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 
-_OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
+OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
 _SUMS = ("all_reduce", "reduce_scatter")
 
 
@@ -47,6 +47,20 @@ def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
             yield _unreduced(node, mesh_dim, in_sequence=in_sequence)
         elif bias_is_left_out(node, mesh_dim) and not _adds_bias(node):
             yield _bias_lost(node, _reducer(schedule.root, node, group), mesh_dim)
+
+
+def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
+    """Yield each layer whose weight is split on its output axis, and whose bias is not: it cannot run."""
+    for node in schedule.root.walk():
+        if output_state(node, mesh_dim) != "split" or not node.runs_own_forward or "bias" not in node.parameters:
+            continue
+        axis = split_axis(node, weight_name(node), mesh_dim)
+        if axis is not None and split_axis(node, "bias", mesh_dim) is None:
+            yield Violation(
+                f"{_cause(node, mesh_dim)} split the output axis of {_where(node.path)}, whose 'bias' is still full",
+                f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}), or add '
+                f'{_address(node.path)}.shard("bias", axis=0)',
+            )
 
 
 def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
@@ -255,7 +269,7 @@ def _is_unknown_code(node: Node) -> bool:
 def _may_reduce_elsewhere(node: Node, partial: Sequence[Node], group: RankGroup) -> bool:
     """Whether a collective here may sum what reaches the module as an input."""
     for kind, hook in node.hooks:
-        if kind == "forward_pre" and not isinstance(hook, _OWN_HOOKS):
+        if kind == "forward_pre" and not isinstance(hook, OWN_HOOKS):
             return True
         if isinstance(hook, InputHook) and hook.op in _SUMS:
             return True
@@ -283,7 +297,7 @@ def _reduces(hook: Any, group: RankGroup) -> bool:
         return hook.op in _SUMS and hook.group == group
     if isinstance(hook, FunctionHook):
         return hook.group == group
-    return not isinstance(hook, _OWN_HOOKS)  # a function of the user's may be any collective
+    return not isinstance(hook, OWN_HOOKS)  # a function of the user's may be any collective
 
 
 def _adds_bias(node: Node) -> bool:

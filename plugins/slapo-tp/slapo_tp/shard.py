@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
-from slapo_tp.forwards import leave_bias_out, look_up_own_rows
-from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, layer_type_of, reads_weights_itself
+from slapo_tp.forwards import leave_bias_out, look_up_own_rows, look_up_own_rows_below
+from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, SubclassType, layer_type_of, reads_weights_itself
 from slapo_tp.preconditions import Distributed, Divisible
 from slapo_tp.private import buffers_of, is_traceable_wrapper_subclass, parameters_of
 from slapo_tp.splits import (
@@ -101,7 +101,7 @@ def _can_be_padded(node: Node, name: str, axis: int) -> bool:
     return (
         bool(known)
         and axis == 0
-        and all(kind in (LINEAR, EMBEDDING) and own in ("weight", "bias") for kind, own in known)
+        and all(kind.name in (LINEAR.name, EMBEDDING.name) and own in ("weight", "bias") for kind, own in known)
     )
 
 
@@ -208,7 +208,13 @@ def _module_refuses(
         return
     kind = layer_type_of(place.module)
     if kind is None:
-        if place is not node:
+        if isinstance(place.module, nn.Embedding) and name == "weight" and axis == 0:
+            yield Violation(
+                f"the forward of {type(place.module).__name__} does not call that of nn.Embedding by super(), and "
+                "would look up the ids of all ranks in the rows of one",
+                f"split its features, axis=1, or write sch['{place.path}'].replace(...) with an nn.Embedding",
+            )
+        elif place is not node:
             yield Violation(
                 f"'{name}' of '{place.path}' is the same tensor, and what {type(place.module).__name__} does with it "
                 "is not known",
@@ -239,6 +245,8 @@ def output_axis_is_not_split(place: Node, kind: LayerType, mesh_dim: str) -> boo
 
 def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, mesh_dim: str) -> Iterator[Violation]:
     role, bias = kind.role(axis), own_tensor(place, "bias")
+    if role == "channel" and hasattr(place.module, "groups"):
+        yield from _groups_refuse(place, kind, packed, mesh_dim)
     if role == "vocabulary" and packed != 1:
         yield Violation(f"the vocabulary of {kind.name} is one matrix (got packed={packed})", "leave packed out")
     if kind.sums_over(axis) and bias is not None and split_axis(place, "bias", mesh_dim) is not None:
@@ -253,13 +261,33 @@ def _forward_refuses(place: Node, kind: LayerType, axis: int, packed: Packed, me
         )
 
 
+def _groups_refuse(place: Node, kind: LayerType, packed: Packed, mesh_dim: str) -> Iterator[Violation]:
+    """Refuse to split inside of a group of a convolution, or to leave a rank a single group."""
+    module, size = place.module, mesh_size(place, mesh_dim)
+    groups, channels = int(module.groups), int(module.out_channels)  # type: ignore[arg-type]
+    if isinstance(packed, int) and (packed < 1 or channels % packed):
+        return  # said by _indivisible
+    if any(extent % (channels // groups * size) for extent in packed_sizes(packed, channels)):
+        of = "" if packed == 1 else f" in packed={packed}"
+        yield Violation(
+            f"{kind.name} has {groups} groups{of}, not divisible by {mesh_dim} size {size}",
+            f"a {mesh_dim} size that divides the groups",
+        )
+    elif groups == size > 1:
+        yield Violation(
+            f"each rank would hold one of the {groups} groups, a layer without groups to every later step",
+            f"a {mesh_dim} size below {groups}",
+        )
+
+
 @dataclass(frozen=True)
 class Shard(Primitive):
     """Keep only this rank's shard of a parameter or buffer, split evenly along one axis.
 
     Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d,
     nn.BatchNorm1d/2d/3d, transformers' Conv1D and what ``slapo_tp.register_layer`` names, the size attributes and the
-    forward follow; of any other module only the tensor is cut, and the record says so.
+    forward follow; of a subclass of torch's whose forward calls theirs by ``super()``, that call. Of any other module
+    only the tensor is cut, and the record says so.
 
     Args:
         names: the module's own parameters or buffers, e.g. ``"weight"`` or ``["weight", "bias"]``; of nn.BatchNorm
@@ -293,6 +321,8 @@ class Shard(Primitive):
 
         ``BatchNorm, axis 0``: ``x (n, c, ...) -> y (n, c, ...)`` -> ``x[r] (n, c/n, ...) -> y[r] (n, c/n, ...)``: each
         channel separately, with its running statistics; between layers split on their output and on their input axis
+
+        ``Conv with groups, axis 0``: as BatchNorm: each rank convolves the channels of its groups
 
         ``pad=True``: as above with ``w`` of ``v`` rows followed by zeros up to ``n ceil(v/n)`` rows
 
@@ -390,12 +420,19 @@ class Shard(Primitive):
         assert weight is not None
         active = mesh_size(node, self.mesh_dim) > 1
         part = kind.axes[axis]
-        if part is not None and part.attribute is not None:
+        if isinstance(kind, SubclassType):
+            edit.note(
+                f"{type(node.module).__name__} calls the forward of {kind.name}; its size attributes are unchanged"
+            )
+        elif part is not None and part.attribute is not None:
             edit.set_attribute(node, part.attribute, weight.shape[axis])
+        for attribute in part.divided if part is not None else ():
+            edit.set_attribute(node, attribute, getattr(node.module, attribute) // mesh_size(node, self.mesh_dim))
         bias, role = own_tensor(node, "bias"), kind.role(axis)
         if role == "vocabulary":
             start = weight.shape[0] * (node.mesh.rank(self.mesh_dim) if node.mesh else 0)
-            edit.wrap_forward(node, look_up_own_rows(start, node.layout(name).shape[0]), active=active, inside=True)
+            rows = look_up_own_rows_below if isinstance(kind, SubclassType) else look_up_own_rows
+            edit.wrap_forward(node, rows(start, node.layout(name).shape[0]), active=active, inside=True)
         elif kind.sums_over(axis) and bias is not None and kind.without_bias is not None:
             edit.wrap_forward(node, leave_bias_out(kind.without_bias), active=active, inside=True)
         elif (

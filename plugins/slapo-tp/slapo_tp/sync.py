@@ -47,7 +47,8 @@ def unpadded_features(node: Node) -> int | None:
     """
     for below in node.walk():
         gathered = below.path != node.path and any(isinstance(hook, OutputHook) for _, hook in below.hooks)
-        if layer_type_of(below.module) is LINEAR and not gathered:
+        kind = layer_type_of(below.module)
+        if kind is not None and kind.name == LINEAR.name and not gathered:
             layouts = [below.layout(name) for name in ("weight", "bias") if own_tensor(below, name) is not None]
             padded = [layout.shape[0] for layout in layouts if layout.padding]
             if padded:

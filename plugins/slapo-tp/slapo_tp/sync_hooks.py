@@ -205,7 +205,7 @@ class InputChange:
         else:
             args, kwargs = self._changed_named(inputs, parameters, args, kwargs)
         if self._containers and self._done:
-            handle = module.register_forward_hook(lambda *_: self._undo(handle), prepend=True, always_call=True)
+            handle: Any = module.register_forward_hook(lambda *_: self._undo(handle), prepend=True, always_call=True)
         return args, kwargs
 
     def _changed_named(

@@ -12,6 +12,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import MeshError
+from slapo_runtime.consistency import obligations
 from tests.messages import Messages
 
 
@@ -178,16 +179,86 @@ def test_what_only_cuts_a_tensor_says_so() -> None:
     assert sch.records[-1].effects[-1] == "the bias of 'fc1' is whole still: shard('bias', axis=0) belongs to this"
 
 
-def test_a_subclass_with_its_own_forward_is_only_cut() -> None:
-    class Scaled(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return super().forward(input) * 2
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
 
-    sch = slapo.create_schedule(nn.Sequential(Scaled(8, 4)), mesh={"tp": 2})
-    sch["0"].shard("weight", axis=1)
-    assert sch["0"].module.in_features == 8
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.t() + self.bias
+
+
+class OwnEmbedding(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
+
+
+def test_a_subclass_that_calls_the_forward_of_its_base_class_is_of_its_type(message: Messages) -> None:
+    sch = slapo.create_schedule(nn.Sequential(Scaled(8, 4), Scaled(4, 8, bias=False)), mesh={"tp": 2})
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["0"].shard("weight", axis=1)
+    message(refused, "adds its bias on every rank")
+    sch["0"].shard(["weight", "bias"], axis=0).sync("backward")
+    sch["1"].shard("weight", axis=1).sync("forward")
+    assert (sch["0"].module.out_features, sch["1"].module.in_features) == (4, 4)  # its own forward may read them
     assert "forward" not in sch["0"].module.__dict__
-    assert sch.records[-1].effects[-1].startswith("unknown layer type Scaled: only the tensor was sharded")
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_only_cut(message: Messages) -> None:
+    sch = slapo.create_schedule(nn.Sequential(OwnEmbedding(6, 8), OwnLinear(8, 4)), mesh={"tp": 2})
+    sch["1"].shard("weight", axis=1)
+    assert sch["1"].module.in_features == 8
+    assert "forward" not in sch["1"].module.__dict__
+    assert sch.records[-1].effects[-1].startswith("unknown layer type OwnLinear: only the tensor was sharded")
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["0"].shard("weight", axis=0)
+    message(refused, "OwnEmbedding does not call that of nn.Embedding", "axis=1")
+    sch["0"].shard("weight", axis=1)
+
+
+def test_a_weight_sharded_without_its_bias_is_refused_before_it_runs(message: Messages) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 4), nn.Conv1d(4, 8, 1)), mesh={"tp": 2})
+    sch["0"].shard("weight", axis=0)
+    sch["1"].shard("weight", axis=0).sync("forward")
+    (first, _) = obligations(sch)
+    message(str(first), "#1 shard", "'bias' is still full", 'sch[\'0\'].shard(["weight", "bias"], axis=0)')
+    sch["1"].shard("bias", axis=0)  # in a step of its own, and behind another one
+    sch["0"].shard("bias", axis=0)
+    assert not obligations(sch)
+
+
+class Inverted(nn.Module):
+    def __init__(self, groups: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(4, 16, 1), nn.Conv2d(32, 4, 1)
+        self.grouped, self.norm = nn.Conv2d(16, 32, 3, padding=1, groups=groups), nn.BatchNorm2d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.norm(self.grouped(torch.relu(self.up(x))))))
+
+
+def test_a_convolution_with_groups_is_split_by_groups(message: Messages) -> None:
+    sch = slapo.create_schedule(Inverted(), mesh={"tp": 2})
+    grouped = sch["grouped"]
+    grouped.shard(["weight", "bias"], axis=0)
+    sizes = ("groups", "in_channels", "out_channels")
+    assert [getattr(grouped.module, name) for name in sizes] == [8, 8, 16]
+    assert grouped.module(torch.zeros(1, 8, 2, 2)).shape == (1, 16, 2, 2)
+    with pytest.raises(slapo.PreconditionError) as refused:
+        grouped.sync("backward")
+    message(refused, "the channels are split")
+    sch.undo()
+    assert [getattr(grouped.module, name) for name in sizes] == [16, 16, 32]
+    for axis, names, tp, groups, word in (
+        (1, "weight", 2, 16, "axis=0 (channel)"),
+        (0, "weight", 2, 16, '["weight", "bias"]'),
+        (0, ["weight", "bias"], 4, 2, "2 groups, not divisible by tp size 4"),
+        (0, ["weight", "bias"], 2, 2, "one of the 2 groups"),
+    ):
+        with pytest.raises(slapo.PreconditionError) as refused:
+            slapo.create_schedule(Inverted(groups), mesh={"tp": tp})["grouped"].shard(names, axis=axis)
+        message(refused, word)
 
 
 def test_a_saved_schedule_is_the_same_at_another_world_size() -> None:

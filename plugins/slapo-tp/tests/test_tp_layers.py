@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.errors import InputError
 from slapo_testing import run_ranks
 
 from .checks import CLOSE, differs_from_untouched, rand, same_as_untouched
@@ -95,6 +97,46 @@ def check_single_layers() -> None:
     for bias in (True, False):
         same_as_untouched(functools.partial(convolutions, bias), split_convolutions, (rand(2, 4, 5, 5),))
     same_as_untouched(convolution_in_time, gather_channels, (rand(2, 4, 9),))
+    for groups, packed in ((4, 1), (8, 1), (8, 2)):
+        steps = functools.partial(split_with_groups, packed=packed)
+        same_as_untouched(functools.partial(with_groups, groups), steps, (rand(2, 4, 7),))
+    same_as_untouched(subclasses, split_subclasses, (rand(3, 5),))
+
+
+def with_groups(groups: int) -> nn.Module:
+    """Between two layers without groups, as in inverted residuals and in the convolutions of speech encoders."""
+    grouped = nn.Conv1d(8, 16, 3, padding=1, groups=groups)
+    return nn.Sequential(nn.Conv1d(4, 8, 1), nn.GELU(), grouped, nn.BatchNorm1d(16), nn.SiLU(), nn.Conv1d(16, 4, 1))
+
+
+def split_with_groups(sch: slapo.Schedule, packed: int) -> None:
+    sch["0"].shard(["weight", "bias"], axis=0, packed=packed).sync("backward")
+    sch["2"].shard(["weight", "bias"], axis=0, packed=packed)
+    sch["3"].shard(STATISTICS, axis=0, packed=packed)
+    sch["5"].shard("weight", axis=1, packed=packed).sync("forward")
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+class LowRank(nn.Linear):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.a, self.b = nn.Parameter(torch.randn(2, self.in_features)), nn.Parameter(torch.randn(self.out_features, 2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input @ self.a.t() @ self.b.t()
+
+
+def subclasses() -> nn.Module:
+    return nn.Sequential(LowRank(5, 8), nn.Tanh(), ScaledLinear(8, 6, bias=False))
+
+
+def split_subclasses(sch: slapo.Schedule) -> None:
+    sch["0"].shard(["weight", "bias"], axis=0).shard("b", axis=0).sync_gradient("a").sync("backward")
+    sch["2"].shard("weight", axis=1).sync("forward")
 
 
 def convolutions(bias: bool) -> nn.Module:
@@ -203,8 +245,43 @@ def test_batch_norms_of_all_axes_follow_their_layer_and_gather_channels() -> Non
     run_ranks(check_batch_norms, world_size=2)
 
 
-def embedding(padding: int | None, rows: int = 10) -> nn.Module:
-    return nn.Sequential(nn.Embedding(rows, 6, padding_idx=padding))
+def embedding(padding: int | None, rows: int = 10, cls: type[nn.Embedding] = nn.Embedding) -> nn.Module:
+    return nn.Sequential(cls(rows, 6, padding_idx=padding))
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's and BART's embedding of words."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype)
+
+
+class Shifted(Scaled):
+    """Not zero for a row of zeros."""
+
+    def forward(self, ids: torch.Tensor, shift: float = 1.5) -> torch.Tensor:
+        return super().forward(ids).cos() + shift
+
+
+class Positions(nn.Embedding):
+    """As BART's embedding of positions: the ids are not those that it is given."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.arange(ids.shape[-1]).expand_as(ids) + 2)
+
+
+class Twice(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) + super().forward(ids.flip(0))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Scaled(11, 6, padding_idx=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words(ids=x)
 
 
 def check_embeddings() -> None:
@@ -218,6 +295,14 @@ def check_embeddings() -> None:
         for apply in (by_vocabulary, by_features):
             same_as_untouched(functools.partial(embedding, padding), apply, (IDS,))
     same_as_untouched(functools.partial(embedding, None), by_vocabulary, (torch.tensor(7),))
+    for cls, padding in ((Scaled, 3), (Shifted, None), (Positions, None)):
+        same_as_untouched(functools.partial(embedding, padding, cls=cls), by_vocabulary, (IDS,))
+    same_as_untouched(functools.partial(embedding, 3, cls=Scaled), by_features, (IDS,))
+    same_as_untouched(Named, lambda sch: sch["words"].shard("weight", axis=0, pad=True).sync("forward"), (IDS,))
+    sch = slapo.create_schedule(embedding(None, cls=Twice), mesh={"tp": 2})
+    by_vocabulary(sch)
+    with pytest.raises(InputError, match="2 lookups"):
+        sch.model(IDS)
     sch = slapo.create_schedule(embedding(None), mesh={"tp": 2})
     by_vocabulary(sch)
     for unknown in (10, -1):

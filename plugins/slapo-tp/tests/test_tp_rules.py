@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.odd = nn.Linear(16, 7)
         self.conv1d = Conv1D(48, 16)
         self.conv = nn.Conv2d(4, 8, 3)
-        self.grouped = nn.Conv2d(4, 8, 3, groups=2)
+        self.grouped = nn.Conv2d(4, 8, 3, groups=4)
         self.norm, self.bare = nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)
         self.words = nn.Embedding(20, 8)
         self.normed = nn.Embedding(20, 8, max_norm=1.0)
@@ -67,7 +67,7 @@ SHARD = [
     (lambda s: s["conv"].shard("weight", axis=0, pad=True), "'conv'", "axis 0 of 'weight' of Conv2d"),
     (lambda s: s["conv1d"].shard("bias", axis=0, pad=True), "'conv1d'", "axis 0 of 'bias' of Conv1D"),
     (lambda s: s["conv"].shard("weight", axis=3), "'conv'", "kernel axis of nn.Conv2d"),
-    (lambda s: s["grouped"].shard("weight", axis=0), "'grouped'", "groups=2"),
+    (lambda s: s["grouped"].shard("weight", axis=0), "'grouped'", '["weight", "bias"]'),
     (lambda s: s["normed"].shard("weight", axis=1), "'normed'", "max_norm=1.0"),
     (lambda s: s["counted"].shard("weight", axis=0), "'counted'", "scale_grad_by_freq=True"),
     (lambda s: s["words"].shard("weight", axis=1), "'words'", "sch['tied'].shard('table', axis=1)"),
