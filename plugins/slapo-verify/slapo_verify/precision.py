@@ -26,7 +26,7 @@ def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a plain one: of a quantized tensor dequantized, of a nested one its parts in a row."""
+    """Return the values as a plain tensor: of a quantized one dequantized, of a nested one its parts in a row."""
     parts = parts_of(tensor)
     if parts is None:
         return tensor
