@@ -8,7 +8,7 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from slapo_core.errors import BuildError, HookError, RankMismatchError
 from slapo_core.internals import describe
 from slapo_core.layout import accelerator
 from slapo_core.primitive import Violation
+from slapo_runtime.skipped_forwards import ForwardWatch
 from slapo_runtime.world import RankFact, World, describe_tensor, first_difference, ranks_along
 
 if TYPE_CHECKING:
@@ -343,6 +344,22 @@ class FirstSteps:
                     "tensor-parallel ranks will diverge",
                     hint="random.seed(0) and numpy.random.seed(0) on every rank of a replica (same place along 'dp')",
                 )
+
+    @contextlib.contextmanager
+    def forward(self, schedule: Schedule) -> Iterator[Callable[[Any], None]]:
+        """Give a check of the loss, around one call of the model in the first training step.
+
+        Raises:
+            MeshError: from the check: steps around a module were skipped.
+        """
+        if not (self._training and torch.is_grad_enabled()):
+            yield lambda loss: None
+            return
+        watch = ForwardWatch(schedule)
+        try:
+            yield watch.check
+        finally:
+            watch.close()
 
     def _compare(self, world: World, batch: Any, *, is_training: bool) -> None:
         with world.together("looking at the batch"):

@@ -427,7 +427,9 @@ class BuildContext:
         with self._first.watched(batch):
             own, scales, number = self._weights.of(batch)
             given = self._weights.probe(own)
-            loss, output = self._loss_call(given, forward)
+            with self._first.forward(self.schedule) as check:
+                loss, output = self._loss_call(given, forward)
+                check(loss)
             self._weights.check_divided(loss, given)
         return trained(loss if scales is None else scales.apply(loss, number)), output
 

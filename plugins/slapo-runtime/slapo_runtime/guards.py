@@ -1,9 +1,9 @@
 """Guards on a live split model: stop plain tools that would silently train, save or load it wrongly.
 
-Two state-dict hooks and one forward hook are on the root while a tensor is split. The forward hook goes away with the
-first training forward that it finds right: wrappers over ranks with different shards, shards copied between ranks,
-changes outside of the schedule, unfinished partial sums, and what the ranks of ``tp`` must share. Optimizers that hold
-parameters of before a step are refused at their next step.
+Two state-dict hooks and one forward hook are on the root while a tensor is split. In the first training forward it
+checks wrappers over ranks with different shards, shards copied between ranks, changes outside of the schedule,
+unfinished partial sums, and what the ranks of ``tp`` must share; in the first few, that no weight is read past its
+module. Then it goes away. Optimizers that hold parameters of before a step are refused at their next step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, Weig
 from slapo_core.internals import journal, module_index
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
+from slapo_runtime.skipped_forwards import ForwardWatch
 from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from slapo_core.schedule.transaction import Step
 
 _NUMBERS = itertools.count()
+_WATCHED = 3  # training forwards: what reads weights past their modules may come after a first one
 _SAMPLE = 16  # shards that are compared: a tool that copies one rank's shards over the others copies them all
 _OUT = "slapo_core.state_dict(sch), slapo_core.save_pretrained(sch, directory)"
 _IN = "slapo_core.load_state_dict(sch, state)"
@@ -76,6 +78,7 @@ class Guards:
             tensors of which the ranks of ``tp`` hold replicas.
         names: the shards by full name.
         has_warned: whether ``state_dict()`` has warned.
+        watch: called in the first training forwards: begins to watch which modules run.
     """
 
     name = "live"  # of the kind "guards"
@@ -88,14 +91,16 @@ class Guards:
         check: Callable[[], dict[str, torch.Tensor]] = dict,
         names: dict[str, Shard] | None = None,
         has_warned: bool = False,
+        watch: Callable[[], ForwardWatch | None] = lambda: None,
     ) -> None:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else lambda: None
-        self._mesh, self._check = mesh, check
+        self._mesh, self._check, self._watch = mesh, check, watch
         self._shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._names, self._has_warned = names or {}, has_warned
         self._dims: set[str] = set()  # of several ranks, along which tensors were split
         self._splits = self._gathers = 0  # in force: edits that split, and steps that may gather parts of a batch
-        self._is_due = True  # the next training forward is to be checked
+        self._is_due = True  # training forwards are to be checked
+        self._passed = 0  # of them
         self._has_evaluated = self._was_traced = False
         self._number = str(next(_NUMBERS))
         self._placed = (False, False)  # the state-dict hooks, and that of the forward
@@ -105,7 +110,7 @@ class Guards:
     @classmethod
     def of(cls, schedule: Schedule) -> Guards:
         """Make the guards of a live schedule, which is not kept alive."""
-        return cls(schedule.model, schedule.mesh, _checked(schedule))
+        return cls(schedule.model, schedule.mesh, _checked(schedule), watch=_watched(schedule))
 
     def follow(self, step: Step, *, undone: bool = False, is_new: bool = False) -> None:
         """Note a step that was applied or ``undone``; ``is_new`` unless it was redone."""
@@ -117,7 +122,8 @@ class Guards:
             _EXCHANGES.note(model, entry, undone=undone)
             if self._note_layouts(entry, undone=undone):
                 self._splits += change
-                self._is_due = self._is_due or is_new
+                if is_new:
+                    self._is_due, self._passed = True, 0
         self._place_hooks(model)
 
     def hand_over(self) -> None:
@@ -237,10 +243,27 @@ class Guards:
             if not all(map(_is_plain, tensors.values())):
                 return
             if torch.is_grad_enabled():
-                self._look(model, tensors, self._mesh)
-                self.hand_over()
+                if not self._passed:
+                    self._look(model, tensors, self._mesh)
+                self._follow_forward(model)
             else:
                 self._share_rng_state(model, self._mesh)
+
+    def _follow_forward(self, model: nn.Module) -> None:
+        """Check what the model has run when its forward ends; the hooks go away after some that were right."""
+        watch = self._watch()
+
+        def end(_: nn.Module, args: Any, output: Any) -> None:
+            handle.remove()
+            if watch is not None:
+                watch.close()
+                if output is not None:  # else it raised
+                    watch.check(output)
+            self._passed += output is not None
+            if self._passed == _WATCHED:
+                self.hand_over()
+
+        handle = model.register_forward_hook(end, always_call=True)
 
     def look_while_compiling(self, number: str) -> bool:
         """Run the checks while torch.compile traces the model, not in the compiled code: no graph break, no cost.
@@ -549,6 +572,17 @@ def _exchanged(entry: journal.Entry) -> list[tuple[str, nn.Parameter | None, nn.
 
 # About models and not about plugins or settings: an entry goes with its model, so nothing leaks from test to test.
 _EXCHANGES = _Exchanges()
+
+
+def _watched(schedule: Schedule) -> Callable[[], ForwardWatch | None]:
+    """Return what begins to watch a training forward of a schedule, which is held weakly."""
+    reference = weakref.ref(schedule)
+
+    def begin() -> ForwardWatch | None:
+        live = reference()
+        return ForwardWatch(live) if live is not None and live._core.history.in_force is None else None
+
+    return begin
 
 
 def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:

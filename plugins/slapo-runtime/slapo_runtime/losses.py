@@ -324,7 +324,7 @@ def require_items_read(model: nn.Module, inputs: Mapping[str, Any], read: Collec
 
 def _depends_on(value: torch.Tensor, leaf: torch.Tensor) -> bool:
     """Whether autograd has a way from a value to a leaf."""
-    return any(getattr(node, "variable", None) is leaf for node in _graph(value))
+    return any(getattr(node, "variable", None) is leaf for node in graph_of(value))
 
 
 class Scales:
@@ -387,10 +387,10 @@ def _silenced(loss: torch.Tensor) -> torch.Tensor:
 
     The backward pass runs as ever, with its hooks and collectives.
     """
-    for node in _graph(loss):
+    for node in graph_of(loss):
         following = [one for one, _ in node.next_functions if one is not None]
         # A function in Python may run a backward pass of its own, as reentrant checkpointing does.
-        if isinstance(node, BackwardCFunction) or any(one.name() == _LEAF for one in following):
+        if isinstance(node, BackwardCFunction) or any(map(is_leaf, following)):
             node.register_prehook(_zeros)
             node.register_hook(lambda inputs, _: _zeros(inputs))
     return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0)
@@ -400,12 +400,20 @@ def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | N
     return tuple(None if one is None else torch.zeros_like(one) for one in gradients)
 
 
-_LEAF = "torch::autograd::AccumulateGrad"
+def is_leaf(node: Any) -> bool:
+    """Return whether a node of autograd accumulates the gradient of a leaf, its ``variable``."""
+    is_custom = isinstance(node, BackwardCFunction)  # whose attributes are the function's own
+    return not is_custom and bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
-def _graph(value: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes of a value's graph, down to the leaves, in no order."""
-    waiting, seen = [value.grad_fn], set()
+def graph_of(value: torch.Tensor, seen: set[Any] | None = None) -> Iterator[Any]:
+    """Yield the nodes of a value's graph, down to the leaves, in no order.
+
+    Args:
+        value: with a history.
+        seen: nodes to leave out; those that are yielded are added.
+    """
+    waiting, seen = [value.grad_fn], set() if seen is None else seen
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:

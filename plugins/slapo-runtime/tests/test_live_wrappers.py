@@ -371,7 +371,7 @@ def hooks_and_collectives() -> tuple[list[tuple[int, int]], list[list[str]]]:
     for name in originals:
         setattr(group_class, name, counted(name))
     hooks, steps = [], []
-    for _ in range(3):
+    for _ in range(4):
         with torch.no_grad():
             model(**batch)  # an evaluation is not looked at
         calls.clear()
@@ -384,10 +384,10 @@ def hooks_and_collectives() -> tuple[list[tuple[int, int]], list[list[str]]]:
 
 
 @pytest.mark.ranks
-def test_steps_after_the_first_have_the_schedule_s_own_hooks_and_collectives_only() -> None:
+def test_steps_after_the_first_three_have_the_schedule_s_own_hooks_and_all_its_collectives_only() -> None:
     for hooks, steps in run_ranks(hooks_and_collectives, world_size=2):
-        assert hooks == [(1, 1), (0, 0), (0, 0)]
-        assert steps == [["allreduce"]] * 3
+        assert hooks == [(1, 1)] * 3 + [(0, 0)]
+        assert steps == [["allreduce"]] * 4
 
 
 def after_going_back() -> list[int]:
@@ -402,7 +402,8 @@ def after_going_back() -> list[int]:
     with sch.reference():
         counts.append(count())
     counts.append(count())
-    model(**batch).backward()
+    for _ in range(3):
+        model(**batch).backward()
     counts.append(count())
     with sch.reference():
         counts.append(count())

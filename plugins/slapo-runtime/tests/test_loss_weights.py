@@ -241,7 +241,8 @@ class Detector(nn.Module):
 
     def forward(self, x: torch.Tensor, targets: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         boxes = self.head(self.up(x)).split(1)
-        return {"loss": torch.stack([(a - b["boxes"]).square().mean() for a, b in zip(boxes, targets)]).mean()}
+        losses = [(box - one["boxes"]).square().mean() for box, one in zip(boxes, targets, strict=True)]
+        return {"loss": torch.stack(losses).mean()}
 
 
 def staged_targets() -> tuple[float, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -276,3 +277,75 @@ def check_gradients_of_gradients() -> None:
 
 def test_gradients_of_gradients_are_synchronized_too() -> None:
     run_ranks(check_gradients_of_gradients, world_size=2)
+
+
+class Language(nn.Module):
+    """Embeds, and gives logits of its head; ``hidden`` leaves the head out."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 8, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, *, hidden: bool = False) -> dict[str, Tensor]:
+        found = self.norm(self.embed(ids))
+        output = found if hidden else self.head(found)
+        return {"loss": output.logsumexp(-1).mean(), "output": output}
+
+
+def reads_the_head(self: Language, ids: Tensor) -> dict[str, Tensor]:
+    output = self.norm(self.embed(ids)) @ self.head.weight.T
+    return {"loss": output.logsumexp(-1).mean(), "output": output}
+
+
+def forward_ways(tied: bool) -> dict[str, str | None]:
+    """Train in several ways; the words of the error, or None."""
+    found: dict[str, str | None] = {}
+    ids = torch.arange(8).view(2, 4)
+    for way in ("right", "around", "hidden", "no split", "instance", "class", "later", "built"):
+        sch = slapo.create_schedule(Language(tied=tied), mesh={"tp": 2})
+        model, own = sch.model, Language.forward
+        if way != "no split":
+            sch["embed"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
+            if not tied:
+                sch["head"].shard("weight", axis=0)
+            sch["head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        try:
+            if way == "later":
+                model(ids)["loss"].backward()
+            if way in ("instance", "later", "built", "no split"):
+                model.forward = MethodType(reads_the_head, model)  # type: ignore[method-assign]
+            elif way == "class":
+                Language.forward = reads_the_head  # type: ignore[assignment, method-assign]
+            elif way == "around":
+                inner = model.forward
+                model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+            if way == "built":
+                slapo.build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)).train_step((ids,))
+            for _ in range(4):
+                model(ids, **({"hidden": True} if way == "hidden" else {}))["loss"].backward()
+            found[way] = None
+            assert way in ("no split", "around") or len(model.head._forward_pre_hooks) == 1  # that of bwd_post
+        except slapo.MeshError as error:
+            found[way] = str(error)
+            model.forward = MethodType(own, model)
+            model(ids)["loss"].backward()  # nothing is left of the watch
+        finally:
+            Language.forward = own  # type: ignore[method-assign]
+    return found
+
+
+def check_reading_past() -> list[dict[str, str | None]]:
+    return [forward_ways(tied) for tied in (False, True)]
+
+
+def test_a_weight_that_is_read_past_its_synced_module_is_noticed(message: Messages) -> None:
+    first, second = run_ranks(check_reading_past, world_size=2)
+    assert first == second
+    wrong = {text for found in first for text in found.values() if text is not None}
+    assert [[way for way, text in found.items() if text is None] for found in first] == [
+        ["right", "around", "hidden", "no split"]
+    ] * 2
+    (text,) = wrong
+    message(text, "forward of 'head' did not run", "'weight'", "call the module")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _NO_LIMIT = 7 * 86400.0  # seconds: of a search that the user ends
 
+
 def check_in_processes(
     schedules: Sequence[Schedule], inputs: Inputs, options: Options, *, timeout: float
 ) -> list[Outcome]:

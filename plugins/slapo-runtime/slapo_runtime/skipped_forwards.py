@@ -1,0 +1,110 @@
+"""Notice code that reads the weight of a module past its forward, and so skips the steps around it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import MeshError
+from slapo_runtime.losses import graph_of, is_leaf
+from slapo_runtime.private import HOOK_TABLES, is_compiled, tree_leaves
+
+if TYPE_CHECKING:
+    from slapo_core import Schedule
+
+
+class ForwardWatch:
+    """Watch which modules with hooks of steps run in one training forward.
+
+    Hooks of compiled modules, and of modules inside of one whose forward a step or the user replaced, are not watched.
+
+    Args:
+        schedule: whose model is about to run.
+    """
+
+    slapo_only_looks = True  # slapo_core.tree.node: only_looks
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._model = schedule.model
+        self._synced = dict(_synced(schedule))
+        self._owners: dict[int, list[nn.Module]] = {}
+        for module in self._model.modules() if self._synced else ():
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), []).append(module)
+        tied = [owner for owners in self._owners.values() if len(owners) > 1 for owner in owners]
+        self._calls: Counter[int] = Counter()
+        self._watched = {id(module): module for module in (*self._synced.values(), *tied)}
+        self._handles = [one.register_forward_pre_hook(self, prepend=True) for one in self._watched.values()]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._calls[id(module)] += 1
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self, output: Any) -> None:
+        """Refuse an output to which a parameter contributes whose module did not run.
+
+        Args:
+            output: of the forward, or the loss.
+
+        Raises:
+            MeshError: the module and the parameter are named.
+        """
+        skipped = {path: module for path, module in self._synced.items() if not self._calls[id(module)]}
+        if not skipped:
+            return
+        inside = {id(module) for one in skipped.values() for module in one.modules()}
+        uses = _uses(output)
+        for path, module in skipped.items():
+            for name, parameter in module.named_parameters():
+                others = [one for one in self._owners[id(parameter)] if id(one) not in inside]
+                if not all(id(one) in self._watched for one in others):
+                    continue
+                if uses[id(parameter)] > sum(self._calls[id(one)] for one in others):
+                    raise MeshError(
+                        f"the forward of '{path}' did not run, but its '{name}' contributes to the output: code that "
+                        f"reads the parameter skips the steps around the module, and computes with what this rank "
+                        "holds",
+                        hint=f"call the module: model.{path}(...); for a loss fused with the head, or a forward put on "
+                        f"the model that reads it, leave out the steps at '{path}'",
+                    )
+
+
+def _synced(schedule: Schedule) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules below the root around which hooks of steps run, by path."""
+    hidden: tuple[str, ...] = ()  # below modules whose calls may be compiled, or a graph
+    calls = schedule._core.tree.calls
+    for path, module in schedule.model.named_modules():
+        forward = module.__dict__.get("forward")
+        if not path:
+            is_wrapped = bool(getattr(forward, "wrappers", None)) or hasattr(forward, "_torchdynamo_orig_callable")
+            if is_compiled(module) or is_wrapped:
+                return
+            continue
+        if path.startswith(hidden):
+            continue
+        if forward is not None or is_compiled(module):
+            hidden = (*hidden, f"{path}.")
+        functions = [function for _, function in calls.hooks(module)]
+        tables = [getattr(module, tables[0]).values() for tables in HOOK_TABLES.values()] if functions else []
+        if any(hook in functions for table in tables for hook in table):
+            yield path, module
+
+
+def _uses(output: Any) -> Counter[int]:
+    """Count how often each leaf of an output's graph is used, by its identity."""
+    found: Counter[int] = Counter()
+    seen: set[Any] = set()
+    for leaf in tree_leaves([output, vars(output) if hasattr(output, "__dict__") else None]):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            for node in graph_of(leaf, seen):
+                found.update(id(one.variable) for one, _ in node.next_functions if one is not None and is_leaf(one))
+    return found
