@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,3 +246,29 @@ def test_after_three_steps_that_used_all_parameters_no_hook_is_left_on_them() ->
         unused.step_begins()
         model(torch.ones(4, 6), torch.ones(4, 4)).backward()
         unused.step_is_over()
+
+
+class Rotated(nn.Module):
+    """Tokens with places in time, height and width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(11, 8), nn.Embedding(9, 8), nn.Linear(8, 11)
+
+    def forward(self, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        time, height, width = self.places(places)
+        logits = self.out((self.words(ids) + time - height * width).tanh())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+@pytest.mark.parametrize(("samples", "options"), [(2, {}), (3, {"batch_axes": {"places": 1}})])
+def test_positions_are_accumulated_as_in_a_step_of_the_whole_batch(samples: int, options: Any) -> None:
+    torch.manual_seed(0)
+    model = Rotated().double()
+    plain = copy.deepcopy(model)
+    batch = torch.randint(11, (samples, 6)), torch.randint(9, (3, samples, 6))
+    plain(*batch).backward()
+    sgd(plain.parameters()).step()
+    slapo.build(slapo.create_schedule(model), accumulate=samples, optimizer=sgd, **options).train_step(batch)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
