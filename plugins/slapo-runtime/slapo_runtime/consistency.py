@@ -19,7 +19,7 @@ from slapo_core.errors import BuildError, HookError, RankMismatchError
 from slapo_core.internals import describe
 from slapo_core.layout import accelerator
 from slapo_core.primitive import Violation
-from slapo_runtime.skipped_forwards import ForwardWatch
+from slapo_runtime._skipped_forwards import ForwardWatch
 from slapo_runtime.world import RankFact, World, describe_tensor, first_difference, ranks_along
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
 from slapo_core.internals import journal, module_index
+from slapo_runtime._skipped_forwards import ForwardWatch
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
-from slapo_runtime.skipped_forwards import ForwardWatch
 from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
