@@ -26,10 +26,11 @@ class Replace(Primitive):
 
     With a match, a function *is* the new computation: the graph calls it with the captures of the match, by its
     parameters' names, or else with the match's inputs in their order. A C function, e.g.
-    ``F.scaled_dot_product_attention``, says nothing of its parameters: it gets several inputs in the one order in which
-    it computes the same, which a trial in float64 on random values finds. A module becomes a child of the traced one,
-    and the graph calls it; the same object at every match, so that one with parameters can be in one traced module
-    only. Modules inside the match keep their paths and parameters. Several outputs are a tuple, in the graph's order.
+    ``F.scaled_dot_product_attention``, has no names of parameters: of a match with several inputs it is refused. A
+    pattern's own replacement is taken by its name, ``replace("fusion.sdpa", matches)``; else a lambda passes the inputs
+    in order. A module becomes a child of the traced one, and the graph calls it; the same object at every match, so
+    that one with parameters can be in one traced module only. Modules inside the match keep their paths and parameters.
+    Several outputs are a tuple, in the graph's order.
 
     Args:
         new_module: the new module, or a function ``fn(old) -> new`` that must not change the old one. A function at the

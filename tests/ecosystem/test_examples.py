@@ -70,7 +70,14 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed("slapo-fsdp", tmp_path_factory.mktemp("fsdp"))
 
 
-@pytest.mark.parametrize(("example", "most"), [("slapo-hello", 30), ("slapo-loop", 60), ("slapo-fsdp", 280)])
+@pytest.fixture(scope="module")
+def fx(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed("slapo-fx", tmp_path_factory.mktemp("fx"))
+
+
+@pytest.mark.parametrize(
+    ("example", "most"), [("slapo-hello", 30), ("slapo-loop", 60), ("slapo-fsdp", 280), ("slapo-fx", 110)]
+)
 def test_an_example_is_as_short_as_promised(example: str, most: int) -> None:
     lines = [line for path in (EXAMPLES / example / "src").rglob("*.py") for line in path.read_text().splitlines()]
     assert 0 < len([line for line in lines if line.strip()]) < most
@@ -108,6 +115,12 @@ def test_loop_is_listed_by_the_command_line(loop: Installed) -> None:
 @pytest.mark.breadth
 def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
     assert loop.run_own_tests() > 30  # the kit's checks
+
+
+@pytest.mark.slow
+def test_fx_is_a_tracer_that_passes_its_checks(fx: Installed) -> None:
+    assert fx.overlay.slapo("plugins", "check", "slapo-fx", cwd=fx.work).returncode == 0
+    assert fx.run_own_tests() == 7
 
 
 @pytest.mark.slow

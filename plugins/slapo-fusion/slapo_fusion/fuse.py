@@ -175,7 +175,10 @@ class Fuse(Primitive):
         try:
             node.plugin("compilers", self.compiler)
         except PluginError as error:
-            yield Violation(error.message, error.hint)
+            meant = self.compiler.lower().removeprefix("torch")
+            known = {"inductor": "inductor", "dynamo": "inductor", "script": "torchscript"}
+            call = f'fuse(match, compiler="{known[meant]}")' if meant in known else error.hint
+            yield Violation(error.message, call)
 
     def apply(self, node: Node, edit: Edit) -> None:
         compiler = node.plugin("compilers", self.compiler)

@@ -301,3 +301,34 @@ def test_with_cuda_graphs_gradients_of_micro_batches_add_up(path: str, monkeypat
         torch.testing.assert_close(*found)
         for each in (model, reference):
             each.zero_grad()
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradients[0]
+
+
+class Cube(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Cubed.apply(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", lambda graph, inputs: graph.forward])
+def test_a_captured_autograd_function_refuses_gradients_of_gradients(backend: Any) -> None:
+    """``torch.compile`` would give them as zero: it captures a backward without its derivative."""
+    sch = slapo.create_schedule(nn.Sequential(Cube(), nn.Tanh()))
+    sch.compile(backend=backend)
+    x = torch.randn(3, requires_grad=True)
+    plain = torch.tanh(x**3).sum()
+    (first,) = torch.autograd.grad(sch.model(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(first, torch.autograd.grad(plain, x)[0])
+    with pytest.raises(RuntimeError, match="double backward"):
+        first.sum().backward()
+    sch.model(x).sum().backward()  # once, as ever

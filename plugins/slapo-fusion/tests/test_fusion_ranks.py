@@ -129,6 +129,41 @@ def bert_layer() -> None:
     slapo.verify(sch, x)
 
 
+def penalty(model: nn.Module) -> float:
+    x = X.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    loss = out.sum() + gradient.norm(dim=-1).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def gradients_of_gradients_are_right_or_refused() -> None:
+    steps: list[Any] = [
+        lambda sch: None,
+        lambda sch: sch["0"].checkpoint(),
+        lambda sch: (sch["0"].trace(flatten=True), sch["0"].fuse("up", compiler="eager")),
+        lambda sch: sch.apply(Compile(backend="eager")),
+        lambda sch: sch.apply(Compile(backend="aot_eager")),
+    ]
+    expected = None
+    for number, step in enumerate(steps):
+        sch = scheduled(blocks=1)
+        sch.model.eval()
+        if expected is None:
+            reference = scheduled(blocks=1).model.eval()
+            expected = penalty(reference), reference[0].up.weight.grad
+        split(sch)
+        step(sch)
+        if number > 2:
+            with pytest.raises(RuntimeError, match="double backward"):
+                penalty(sch.model)
+            continue
+        assert penalty(sch.model) == pytest.approx(expected[0], rel=1e-5)
+        own = expected[1].chunk(2)[sch.mesh.rank("tp")]
+        torch.testing.assert_close(sch["0.up"].module.weight.grad, own)
+
+
 def check_compile() -> None:
     compiled_before_and_after_the_split()
     a_lost_collective_is_found_in_compiled_code()
@@ -139,6 +174,7 @@ def check_graphs() -> None:
     decomposed_before_it_is_split_or_synchronized()
     decomposed_and_fused()
     fused_beside_a_sync()
+    gradients_of_gradients_are_right_or_refused()
 
 
 @pytest.mark.breadth

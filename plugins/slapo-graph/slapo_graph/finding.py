@@ -179,7 +179,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
         untraced=tuple(untraced),
         closed=opaque_calls(searched),
         hooked=hooked_calls(searched),
-        expression=next((glob for glob in globs if set(glob) & set("\\()|^$+")), None),
+        expression=next((glob for glob in globs if set(glob) & set("\\()|^$+") or glob.startswith(".*")), None),
     )
 
 

@@ -245,6 +245,8 @@ class MatchReplacement:
         inputs = [named.get(value, f"input_{number}") for number, value in enumerate(match.inputs)]
         call = f"write lambda {', '.join((*inputs, *constants))}: {self.shown}(...)"
         name = match.pattern.name
+        if name is None and self.shown == "scaled_dot_product_attention":
+            call = f"find the attention by find('fusion.sdpa'), and replace('fusion.sdpa', matches); or {call}"
         return Violation(
             f"{self.shown} has no signature, and the match has several inputs: {', '.join((*inputs, *constants))}",
             call if name is None else f"replace(match={name!r}), with what the pattern brings along; or {call}",

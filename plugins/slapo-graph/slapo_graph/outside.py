@@ -81,7 +81,7 @@ class Outside:
         """
         made = cls()
         for name, value in arguments.items():
-            made._hold(value, f"the argument '{name}'", in_argument=True)
+            made._hold(value, f"the argument '{name}'")
         classes: dict[type, None] = {}
         for path, below in module_index.walk(module):
             where = f"self.{path}" if path else "self"
@@ -141,7 +141,7 @@ class Outside:
         self._places[key] = place()
         return True
 
-    def _hold(self, value: Any, name: str, depth: int = 0, *, in_argument: bool = False) -> None:
+    def _hold(self, value: Any, name: str, depth: int = 0) -> None:
         if depth > _DEPTH or value is None or isinstance(value, _NO_HOLDERS):
             return
         if isinstance(value, tuple):
@@ -155,7 +155,8 @@ class Outside:
             parts = ()
         own = getattr(value, "__dict__", None)
         if type(own) is dict and (
-            in_argument or isinstance(value, (nn.Module, *_CONTAINERS)) or _is_of_model(type(value))
+            isinstance(value, (nn.Module, collections.UserDict, collections.UserList, *_CONTAINERS))
+            or _is_of_model(type(value))
         ):
             self._hold_names(own, None, name)
             parts = (*parts, *(part for key, part in own.items() if key not in _OF_EVERY_MODULE))
@@ -164,7 +165,7 @@ class Outside:
             self._add(id(value), value, lambda: _of_attributes(value, slots, name))
             parts = (*parts, *(_attribute(value, slot) for slot in slots))
         for part in list(parts)[:_MOST]:
-            self._hold(part, name, depth + 1, in_argument=in_argument)
+            self._hold(part, name, depth + 1)
 
     def _hold_names(self, table: dict[str, Any], names: list[str] | None, owner: str) -> None:
         """Hold entries of a dictionary of attributes or global names; None for all."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Node
-from slapo_core.errors import PathError, SlapoError, TraceError
+from slapo_core.errors import PathError, SlapoError, TraceError, UnknownNameError
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
 from slapo_graph.example_calls import example_call, example_calls
@@ -72,7 +72,13 @@ class Trace(Primitive):
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from torch import nn
 
-        node.plugin("tracers", self.tracer)  # its error says what there is
+        try:
+            node.plugin("tracers", self.tracer)
+        except UnknownNameError as error:
+            plugins = node.schedule._core.registry.plugins
+            known = {entry.name for each in plugins for entry in each.entries if entry.kind == "tracers"}
+            error.hint = f"installed tracers: {', '.join(map(repr, sorted(known)))}; trace() takes 'record'"
+            raise
         for leaf in self._leaves():
             if isinstance(leaf, type) and not issubclass(leaf, nn.Module):
                 yield Violation(f"leaves= names modules, and {leaf.__qualname__} is not a module class", "nn.Linear")
