@@ -6,7 +6,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -279,7 +279,8 @@ class Recording:
         uses = {used: Operand(node.name, index) for node in inside for index, used in enumerate(operands_of(node))}
         given = [*map(self.node, args)], {name: self.node(value) for name, value in kwargs.items()}
         if last in inside and all(node in uses for node in tree_leaves(given) if isinstance(node, fx.Node)):
-            last.meta["inlined"] = path, fx.map_arg(given, uses.__getitem__), tuple(node.name for node in inside)
+            replaced = fx.map_arg(given, cast("Callable[[fx.Node], Any]", uses.__getitem__))
+            last.meta["inlined"] = path, replaced, tuple(node.name for node in inside)
 
     def guard(self, node: fx.Node | None, expected: Any) -> None:
         """The recorded code went on because ``node`` gave ``expected``: check that at every call."""
