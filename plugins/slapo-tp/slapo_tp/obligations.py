@@ -16,6 +16,7 @@ from slapo_tp.private import children_of, has_global_forward_hooks, has_gradient
 from slapo_tp.splits import (
     as_tuple,
     bias_is_left_out,
+    heads_of,
     makes_gradient_partial,
     output_state,
     sites,
@@ -173,10 +174,6 @@ def _is_at_or_below(node: Node, place: Node) -> bool:
     return node.path == place.path or node.path.startswith(f"{place.path}.")
 
 
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
-_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
-
-
 def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     """Yield each layer of an attention whose output is split inside of a head and not gathered."""
     assert schedule.mesh is not None
@@ -184,22 +181,17 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     for node in schedule.root.walk():
         if size == 1 or node.parent is None or output_state(node, mesh_dim) != "split" or _gathers(node):
             continue
-        attention, weight = node.parent.module, node.parameters.get("weight")
-        axis = split_axis(node, "weight", mesh_dim)
+        weight, axis = node.parameters.get("weight"), split_axis(node, "weight", mesh_dim)
         if weight is None or axis is None:
             continue  # a norm of channels without one
         whole = weight.shape[axis] * size
-        known = {**vars(getattr(attention, "config", None) or nn.Identity()), **vars(attention)}
-        widths = [known[name] for name in _HEAD_SIZES if type(known.get(name)) is int]
-        for name in _HEAD_COUNTS:
-            heads = known.get(name)
-            if type(heads) is int and heads > 0 and heads % size and any(whole == heads * width for width in widths):
-                yield Violation(
-                    f"{_cause(node, mesh_dim)} cuts a head: 'weight' holds {heads} heads ('{name}') of "
-                    f"{whole // heads} elements, not divisible by {mesh_dim} size {size}",
-                    f"a {mesh_dim} size that divides {heads}",
-                )
-                break
+        name, heads = next(((name, heads) for name, heads in heads_of(node, whole) if heads % size), (None, 1))
+        if name is not None:
+            yield Violation(
+                f"{_cause(node, mesh_dim)} cuts a head: 'weight' holds {heads} heads ('{name}') of "
+                f"{whole // heads} elements, not divisible by {mesh_dim} size {size}",
+                f"a {mesh_dim} size that divides {heads}",
+            )
 
 
 def _gathers(node: Node) -> bool:

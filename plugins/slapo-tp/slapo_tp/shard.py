@@ -18,6 +18,7 @@ from slapo_tp.preconditions import Distributed, Divisible
 from slapo_tp.private import buffers_of, is_traceable_wrapper_subclass, parameters_of
 from slapo_tp.splits import (
     as_tuple,
+    heads_of,
     mesh_size,
     own_tensor,
     sites,
@@ -105,6 +106,15 @@ def _can_be_padded(node: Node, name: str, axis: int) -> bool:
     )
 
 
+def _is_vocabulary(node: Node, rows: int) -> bool:
+    """Whether an embedding of the model has as many rows."""
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    embeddings = (each for each in root.walk() if isinstance(each.module, nn.Embedding))
+    return any(each.layout("weight").shape[0] == rows for each in embeddings if "weight" in each.parameters)
+
+
 def _missing(node: Node, name: str) -> Violation:
     module = node.module
     if name in parameters_of(module) or name in buffers_of(module):
@@ -187,9 +197,13 @@ def _indivisible(
     sizes = packed_sizes(packed, extent)
     for number, length in enumerate(sizes, start=1):
         part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
-        near = [near for near in (length - length % size, length - length % size + size) if near]
+        heads = heads_of(node, length)
+        step = size * length // heads[0][1] if heads else size  # whole heads
+        near = [near for near in (length - length % step, length - length % step + step) if near]
         hint = f"sizes that work: {' or '.join(map(str, near))}"
-        if packed == 1 and _can_be_padded(node, name, axis):
+        if heads:
+            hint += f", or a {mesh_dim} size that divides its {heads[0][1]} heads ('{heads[0][0]}')"
+        elif packed == 1 and _can_be_padded(node, name, axis) and _is_vocabulary(node, extent):
             hint += f'; a vocabulary can be padded: shard("{name}", axis={axis}, pad=True)'
         yield from Divisible(part, length, mesh_dim, hint)(node)
 

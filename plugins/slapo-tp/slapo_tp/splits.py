@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Node
@@ -117,6 +117,23 @@ def makes_gradient_partial(node: Node, mesh_dim: str) -> bool:
 def bias_is_left_out(node: Node, mesh_dim: str) -> bool:
     """Whether the module gives a partial sum without its bias, which ``sync`` has to add."""
     return own_tensor(node, "bias") is not None and output_state(node, mesh_dim) == "partial"
+
+
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+
+
+def heads_of(node: Node, extent: int) -> list[tuple[str, int]]:
+    """Return the attributes of the attention around a layer that say how many heads ``extent`` features are."""
+    attention = node.parent.module if node.parent is not None else nn.Identity()
+    known = {**vars(getattr(attention, "config", None) or nn.Identity()), **vars(attention)}
+    widths = [known[name] for name in _HEAD_SIZES if type(known.get(name)) is int]
+    counts = [(name, known.get(name)) for name in _HEAD_COUNTS]
+    return [
+        (name, heads)
+        for name, heads in counts
+        if type(heads) is int and heads > 0 and any(extent == heads * width for width in widths)
+    ]
 
 
 def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

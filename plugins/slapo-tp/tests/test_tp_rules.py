@@ -92,6 +92,18 @@ def test_shard_names_sizes_that_can_be_divided(message: Messages) -> None:
     message(packed, "matrix 2 of 3", "11 elements", "matrix 3 of 3", "5 elements", "tp size 8")
 
 
+def test_shard_names_whole_heads_and_padding_where_they_are_meant(message: Messages) -> None:
+    attention = nn.Module()
+    attention.num_heads, attention.head_dim, attention.query = 4, 16, nn.Linear(64, 64)
+    model = nn.ModuleDict({"attention": attention, "words": nn.Embedding(7, 64), "head": nn.Linear(64, 7)})
+    sch = slapo.create_schedule(model, mesh={"tp": 3})
+    for path, words in (("attention.query", ("48 or 96", "4 heads ('num_heads')")), ("head", ("6 or 9", "pad=True"))):
+        with pytest.raises(slapo.PreconditionError) as refused:
+            sch[path].shard("weight", axis=0)
+        assert ("vocabulary" in str(refused.value)) == (path == "head")
+        message(refused, *words)
+
+
 STATISTICS = ("weight", "bias", "running_mean", "running_var")
 
 
