@@ -21,6 +21,7 @@ __all__ = [
     "FitError",
     "GuardError",
     "HookError",
+    "InputError",
     "LaunchError",
     "MeshError",
     "OptimizerError",

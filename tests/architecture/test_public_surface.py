@@ -81,6 +81,7 @@ ERRORS = {
     "FitError",
     "GuardError",
     "HookError",
+    "InputError",
     "LaunchError",
     "MeshError",
     "OptimizerError",

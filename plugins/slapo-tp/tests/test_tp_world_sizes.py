@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -187,3 +188,21 @@ def test_one_rank_costs_nothing() -> None:
     assert sch["block.up"].layout("weight").shards() == (("tp", 1),)
     sch.undo(to=0)
     assert sch["block.up"].layout("weight").placements == ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks(slapo.Primitive):
+    name = "acme.looks"
+    equivalence = slapo.Equivalence.EXACT
+
+    def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
+        edit.add_hook(node, "forward", _unchanged)
+
+
+def test_another_hook_is_not_a_collective_that_would_go_on() -> None:
+    sch = slapo.create_schedule(Blocks(), mesh={"tp": 2})
+    sch["block.up"].shard(["weight", "bias"], axis=0).sync("forward")
+    sch["block.up"].replace(lambda old: nn.Sequential(old)).apply(Looks())  # the collective stays with the layer inside
+    with pytest.raises(slapo.PreconditionError) as refused:
+        sch["block.up"].replace(nn.Sequential(nn.Linear(8, 16)), drop=["0.weight", "0.bias"])
+    assert ["hooks, set by a step" in each.message for each in refused.value.violations] == [True]
