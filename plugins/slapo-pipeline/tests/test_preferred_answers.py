@@ -56,6 +56,40 @@ def test_each_of_the_two_hooks_can_be_a_third_partys() -> None:
     assert verified(own) > 0
 
 
+PARTITION = """
+from slapo_core import hookimpl
+
+ASKED = []
+
+@hookimpl
+def slapo_partition(schedule, inputs, batch_axes):
+    from slapo_pipeline.partition.hook import slapo_partition as default
+
+    ASKED.append(schedule)
+    found = default(schedule, inputs, batch_axes)
+    return None if LEFT else found
+
+LEFT = []
+"""
+
+
+def test_a_partition_of_a_third_party_replaces_the_default(fake_distributions: FakeEnvironment) -> None:
+    fake_distributions.install(with_hooks("part-slapo", PARTITION), with_hooks("more-slapo", PARTITION))
+    with use_registry(fake_distributions.registry(with_installed=True)):
+        own = slapo.create_schedule(reader(), plugins=["part-slapo"])
+        own["blocks.1"].pipeline_split()
+        verified(own)
+        theirs = sys.modules["part_slapo_hooks"]
+        assert theirs.ASKED
+        theirs.LEFT.append(True)  # it leaves this model to slapo-pipeline
+        verified(own)
+        both = slapo.create_schedule(reader(), plugins=["part-slapo", "more-slapo"])
+        both["blocks.1"].pipeline_split()
+        theirs.LEFT.clear()
+        with pytest.raises(HookError, match="by more-slapo .* and by part-slapo"):
+            slapo.verify(both, batch())
+
+
 def test_two_answers_are_an_error_that_says_how_to_name_one(message: Messages) -> None:
     schedule = cut(plugins=["cut-slapo", "acme-slapo", "beta-slapo", "slapo-pipeline"])
     with pytest.raises(HookError) as caught:

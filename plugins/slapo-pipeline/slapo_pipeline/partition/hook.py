@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slapo_core.primitive import Record
 
 
-@hookimpl
+@hookimpl(trylast=True)  # a plugin that names its own partition replaces this one
 def slapo_partition(
     schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
