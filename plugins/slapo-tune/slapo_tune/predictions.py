@@ -65,7 +65,8 @@ class Predictions:
         versions = {name: version(name) for name in ("slapo-core", "torch")}
         self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": versions, "seed": study.seed}
         self._header |= {"world_size": study.world_size, "device": study.device and str(study.device)}
-        self._header |= {"target": study.target, "options": repr(sorted(_given(study).items()))}
+        options = study.options.__qualname__ if callable(study.options) else repr(sorted(_given(study.options).items()))
+        self._header |= {"target": study.target, "options": options}
         try:
             self._read()
         except OSError as error:
@@ -139,14 +140,14 @@ _WITHOUT_EFFECT = ("lr_scheduler", "loss_weight", "seed", "weights")
 """Arguments of ``slapo_core.build`` that a step needs no memory for."""
 
 
-def _given(study: Study) -> dict[str, Any]:
-    """The options of the study that matter to an estimate."""
-    return {name: value for name, value in study.options.items() if name not in _WITHOUT_EFFECT}
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that matter to an estimate."""
+    return {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
 
 
 def _options(study: Study, point: Point) -> dict[str, Any]:
     """The options by which the estimated step of a point runs."""
-    given = _given(study)
+    given = _given(study.options_of(point))
     if study.target != "torch":
         return given
     if (study.mesh_of(point) or {}).get("pp", 1) == 1:  # the others are DistributedDataParallel's

@@ -386,7 +386,7 @@ class Report:
         started = len(course(self.trials))
         lines = [
             f"{len(self.points)} points ({len(self.refused)} more refused by the space); {started} started, "
-            f"{len(self.trials) - started} pruned, {self.untried} not tried; {duration(self.seconds)}"
+            f"{len(self.trials) - started} pruned, {self.untried} not tried; {duration(self.seconds)} in trials"
         ]
         if self.best is None:
             lines.append("no trial was ok")

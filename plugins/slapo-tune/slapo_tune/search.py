@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -177,11 +178,14 @@ class Result:
         trials: all of them, oldest first.
         winner: the best schedule, verified and kept; None where no trial was ``"ok"``.
         ended: why the search ended: ``"space"`` (the sampler proposes nothing more), ``"trials"`` or ``"budget"``.
+        seconds: what this run of the search spent on ``"trials"``, ``"predictions"`` (and on making schedules before a
+            trial is started) and ``"verification"``.
     """
 
     trials: tuple[Trial, ...]
     winner: Winner | None = None
     ended: str = "space"
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     counts: Mapping[str, int] = field(init=False)
     """How many trials have which status."""
 
@@ -253,6 +257,10 @@ def search(study: Study, *, resume: bool | None = None, tell: Callable[[Event], 
             raise
 
 
+PARTS = ("trials", "predictions", "verification")
+"""What a search spends time on."""
+
+
 @dataclass
 class _Search:
     study: Study
@@ -263,6 +271,7 @@ class _Search:
     predictions: Predictions
     tell: Callable[[Event], None]
     history: list[Trial] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def run(self) -> Result:
         before = time.monotonic()
@@ -286,7 +295,15 @@ class _Search:
                 break
             self._try(proposed)
         winner = self._winner()
-        return Result(tuple(self.history), winner, ended)
+        return Result(tuple(self.history), winner, ended, self.seconds)
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        before = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.monotonic() - before
 
     def _is_over(self, seconds: float) -> str:
         started = sum(trial.status not in ("refused", "over_memory") for trial in self.history)
@@ -303,8 +320,9 @@ class _Search:
         if point not in self.space:
             raise StudyError(f"{proposal}, which the space does not have: this is a fault of the sampler")
         number, before = len(self.history), time.monotonic()
-        status, reason = self._refusal(point)
-        prediction = Prediction() if status else self.predictions.of(point)
+        with self._timed("predictions"):
+            status, reason = self._refusal(point)
+            prediction = Prediction() if status else self.predictions.of(point)
         if not status:
             status, reason = self._excess(prediction)
         if status:
@@ -313,7 +331,9 @@ class _Search:
             return
         if prediction.problem:
             self.tell(Note(f"trial {number} is started without an estimate: {prediction.problem}"))
-        self._ended(self._measured(number, point, prediction))
+        with self._timed("trials"):
+            trial = self._measured(number, point, prediction)
+        self._ended(trial)
 
     def _refusal(self, point: Point) -> tuple[str, str]:
         """Return the status and the reason of a point whose schedule cannot be made; both empty where it can.
@@ -321,10 +341,13 @@ class _Search:
         Raises:
             StudyError: the study cannot be run at any point.
         """
-        try:
-            mesh = self.study.mesh_of(point)
-        except Exception as error:  # noqa: BLE001 - the user's function: the point is refused, and the reason shown
-            return "refused", f"mesh: {type(error).__name__}: {error}"
+        of_point: dict[str, Callable[[Point], Any]] = {"mesh": self.study.mesh_of, "options": self.study.options_of}
+        for name, function in of_point.items():
+            try:
+                function(point)
+            except Exception as error:  # noqa: BLE001 - the user's function: the point is refused, and the reason shown
+                return "refused", f"{name}: {type(error).__name__}: {error}"
+        mesh = self.study.mesh_of(point)
         timeout, output = max(_PATIENCE, self.study.timeout), output_file(self.study.log, 0).with_name("checks.txt")
         outcome = self.trials.run("check", point, mesh, output=output, timeout=timeout)
         if outcome.status in ("crash", "oom"):  # once more: its process may have been killed for no fault of the point
@@ -376,7 +399,8 @@ class _Search:
                 if kept.right and self.log.log.verified != kept.number:
                     self.log.verified(kept.number, right=True)
                 return kept
-            winner = prove(self.study, trial, trials=self.trials)
+            with self._timed("verification"):
+                winner = prove(self.study, trial, trials=self.trials)
             self.tell(Verified(trial, winner.right, winner.reason))
             if winner.right is not False:
                 save(winner, self.study.log)

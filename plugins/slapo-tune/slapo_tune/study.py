@@ -51,7 +51,8 @@ class Study:
         optimizer: as for ``slapo_core.build``.
         loss: as for ``slapo_core.build``.
         target: the dialect of the default ``evaluate``.
-        options: further arguments of ``slapo_core.build`` in the default ``evaluate``, e.g. ``{"max_grad_norm": 1.0}``.
+        options: further arguments of ``slapo_core.build`` in the default ``evaluate``, e.g. ``{"max_grad_norm": 1.0}``;
+            or a function that gives those of a point, e.g. ``lambda p: {"accumulate": p["accumulate"]}``.
         memory: of a rank: bytes, or as in ``"70GiB"``; points that need more by the estimate are not started. None for
             no limit.
         process_memory: what a trial's process on the CPU may take beyond what it has before the model is made, kept by
@@ -86,7 +87,7 @@ class Study:
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     target: str = "torch"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | Callable[[Point], Mapping[str, Any]] = field(default_factory=dict)
     memory: int | str | None = None
     process_memory: int | str | None = None
     accelerator: str | None = None
@@ -118,10 +119,8 @@ class Study:
         fits = self.budget is None or _is_seconds(self.budget)
         _check(fits, "budget", "a positive number of seconds, or None", self.budget, "budget=3600")
         _check(self.accelerator in (None, "cpu", "cuda"), "accelerator", "'cpu', 'cuda' or None", self.accelerator)
-        _check(isinstance(self.options, Mapping), "options", "a mapping", self.options, "options={}")
-        for name in ("target", "optimizer", "loss", "device"):
-            if name in self.options:
-                raise StudyError(f"options has {name!r}, which is an argument of its own", hint=f"{name}=")
+        if not callable(self.options):
+            _check_options(self.options)
         for name in ("memory", "process_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name=name)
@@ -190,6 +189,16 @@ class Study:
                 hint=f"s.require({size} == {self.world_size}, ...) in the space, or world_size={size}",
             )
         return dict(mesh)
+
+    def options_of(self, point: Point) -> Mapping[str, Any]:
+        """Return the options of a point.
+
+        Raises:
+            StudyError: the function gives something else.
+        """
+        if not callable(self.options):
+            return self.options
+        return _check_options(self.options(point))
 
     @property
     def unit(self) -> str:
@@ -285,6 +294,15 @@ def _is_seconds(value: object) -> bool:
 def _check(fits: bool, name: str, required: str, got: object, hint: str | None = None) -> None:
     if not fits:
         raise StudyError(f"{name} must be {required} (got {got!r})", hint=hint)
+
+
+def _check_options(options: Any) -> Mapping[str, Any]:
+    required = "a mapping, or a function of the point that gives one"
+    _check(isinstance(options, Mapping), "options", required, options, "options={}")
+    for name in ("target", "optimizer", "loss", "device"):
+        if name in options:
+            raise StudyError(f"options has {name!r}, which is an argument of its own", hint=f"{name}=")
+    return options  # type: ignore[no-any-return]
 
 
 def load_study(path: str | os.PathLike[str], name: str = "study") -> Study:

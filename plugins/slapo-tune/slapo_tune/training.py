@@ -72,7 +72,7 @@ class Run:
                 optimizer=study.optimizer,
                 loss=study.loss,
                 device=None if self.device == "cpu" else self.device,
-                **study.options,
+                **study.options_of(self.point),
             )
             with meter.steps():
                 losses = [_step(engine, self)[1] for _ in range(max(2, study.warmup))]

@@ -121,7 +121,9 @@ def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, stud
 
 def test_the_report_says_what_the_log_says(searched: Path, message: Messages) -> None:
     printed = slapo_tune("report", searched, "--top", "2").output
-    assert printed.startswith("16 points (1 more refused by the space); 8 started, 3 pruned, 5 not tried; 32 s\n")
+    assert printed.startswith(
+        "16 points (1 more refused by the space); 8 started, 3 pruned, 5 not tried; 32 s in trials\n"
+    )
     assert "the best 2 of 4 that were ok" in printed
     assert "a batch has at least 2 samples" in printed
     answer = json.loads(slapo_tune("report", searched, "--json").output)
@@ -210,17 +212,21 @@ def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypat
 
     def ended(winner: Any, trials: Any) -> Any:
         monkeypatch.setattr(
-            searching, "search", lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space")
+            searching,
+            "search",
+            lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space", seconds=seconds),
         )
         return slapo_tune("run", study)
 
+    seconds = {"trials": 45.0, "predictions": 60.0, "verification": 33.0}
     right = ended(SimpleNamespace(right=True, reason=""), TRIALS)
+    assert ": trials 45 s, predictions 1 min 0 s, verification 33 s, the rest 0.0 s\n" in right.output
     assert (right.exit_code, "the best schedule is verified" in right.output) == (0, True)
     unknown = ended(SimpleNamespace(right=None, reason="timeout"), TRIALS)
     assert (unknown.exit_code, "not verified: timeout" in unknown.output) == (0, True)
     none = ended(None, TRIALS[2:6])
     assert none.exit_code == 1
-    assert "no trial was ok\nthe search ended: the sampler proposes nothing more\n  1 oom: rank 1 ran" in none.output
+    assert "the search ended: the sampler proposes nothing more\n  1 oom: rank 1 ran" in none.output
 
 
 def test_the_best_schedule_is_that_of_an_ok_trial(

@@ -129,6 +129,8 @@ def test_a_model_that_cannot_be_made_ends_the_search(
         ({"schedule": "fast"}, "got 'fast'"),
         ({"accelerator": "tpu"}, "'cpu', 'cuda' or None"),
         ({"accelerator": "cuda", "process_memory": "4GiB"}, "memory='4GiB'"),
+        ({"options": 3}, "a function of the point"),
+        ({"options": {"loss": 3}}, "an argument of its own"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], word: str, message: Messages) -> None:
@@ -229,3 +231,16 @@ def test_ranks_are_launched_again_only_if_their_server_ended(
     with pytest.raises(LaunchError) if launches == 1 else contextlib.nullcontext():
         runs.run("check", {}, None, output=tmp_path / "output" / "0001.txt", timeout=10.0)
     assert len(calls) == launches
+
+
+def options(point: Any) -> Any:
+    return {"microbatches": 2, "target": "torch"} if point["cut"] == 1 else {"loss_weight": None}
+
+
+def test_wrong_options_of_a_point_refuse_it(settings: dict[str, Any]) -> None:
+    searched = study(settings, options=options)
+    trials = search(searched).trials
+    refused = [trial for trial in trials if trial.status == "refused"]
+    assert [trial.point["cut"] for trial in refused] == [1] * 4
+    assert all("options: StudyError: options has 'target'" in trial.reason for trial in refused)
+    assert searched.options_of({"cut": 2}) == {"loss_weight": None}

@@ -94,7 +94,7 @@ def test_the_report_is_json_and_says_what_its_tables_say(capsys: pytest.CaptureF
     FOUND.print()
     printed = capsys.readouterr().out
     assert printed.splitlines()[:2] == [
-        "16 points (2 more refused by the space); 8 started, 3 pruned, 5 not tried; 32 s",
+        "16 points (2 more refused by the space); 8 started, 3 pruned, 5 not tried; 32 s in trials",
         "best  30 samples/s  batch=2 checkpoint=0 kernel=flash  (trial 1)",
     ]
     for words in ("needs 3.2GiB of 3GiB", "memory  4       1.000   0.900   1.500    0.800", "too small"):

@@ -52,6 +52,7 @@ def evaluate(run):
 study = slapo_tune.Study(
     Net, space, schedule, evaluate, world_size=2, mesh=lambda p: {"tp": 2}, memory="2MiB", sampler="exhaustive",
     batch=lambda p: torch.randn(p["batch"], 64), optimizer=lambda q: torch.optim.AdamW(q), log="run.jsonl",
+    options=lambda p: {"accumulate": 2} if p["batch"] == 6 else {},
 )
 """
 
@@ -122,6 +123,7 @@ def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
     assert {tuple(point.values()) for point in started} == {("well", 4), ("well", 6), ("wrong", 4)}
     assert [type(event) for event in events if not isinstance(event, Started)] == [Finished] * 5 + [Verified] * 2
     assert read_log("run.jsonl").trials == result.trials
+    assert all(result.seconds[part] > 0 for part in ("trials", "predictions", "verification"))
 
     winner = best("run.jsonl")
     assert winner == result.winner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -110,6 +111,7 @@ def run_study(
         as_json: the report as JSON.
         resume: go on with the log that is there; else there must be none.
     """
+    before = time.monotonic()
     study = load(file, log=log, trials=trials, sampler=sampler)
     option = f" --log {log}" if log is not None else ""
     again = option + (f" --sampler {sampler}" if sampler is not None else "")
@@ -123,9 +125,10 @@ def run_study(
     found = study.report(result.trials)
     if as_json:
         winner = {"reason": result.winner.reason, "right": result.winner.right} if result.winner else None
-        print_json({**found.as_json(), "ended": result.ended, "log": str(study.log), "winner": winner})
+        spent = {**result.seconds, "all": time.monotonic() - before}
+        print_json({**found.as_json(), "ended": result.ended, "log": str(study.log), "spent": spent, "winner": winner})
     else:
-        _print_search(found, result, f"{file}{option}")
+        _print_search(found, result, f"{file}{option}", time.monotonic() - before)
     if result.winner is None or result.winner.right is False:
         raise typer.Exit(1)
 
@@ -146,8 +149,10 @@ def _require_log(study: Study, file: Path, option: str, *, resume: bool) -> None
         raise ArgumentError(f"log not found: {log}", hint=f"slapo tune run {file}{option}")
 
 
-def _print_search(found: Report, result: Result, words: str) -> None:
+def _print_search(found: Report, result: Result, words: str, seconds: float) -> None:
     print(found.summary())
+    parts = {**result.seconds, "the rest": max(0.0, seconds - sum(result.seconds.values()))}
+    print(f"this run took {duration(seconds)}: " + ", ".join(f"{name} {duration(parts[name])}" for name in parts))
     print(f"the search ended: {_ENDS.get(result.ended, result.ended)}")
     if found.best is None:
         for one in found.reasons[:5]:
