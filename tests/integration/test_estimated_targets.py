@@ -174,6 +174,63 @@ def test_peaks_of_deepspeed_are_those_of_two_real_processes() -> None:
     assert all(abs(plain - real[name]) > 0.02 * real[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-1, bf16"))
 
 
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(super().forward(x.to(self.weight.dtype)))
+
+
+class Deep(nn.Module):
+    """Layers of one size, of which a step gathers few at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(256, 256) for _ in range(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+LIVE = {"stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 100_000, "overlap_comm": False}
+BUCKETS = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000, "stage3_param_persistence_threshold": 1}
+PARTITIONED: dict[str, Any] = {"zero_optimization": {"stage": 3, **LIVE, **BUCKETS}}
+
+
+def replicas(dp: int = 4) -> slapo.Schedule:
+    torch.manual_seed(0)
+    return slapo.create_schedule(Deep(), mesh={"dp": dp}, example_inputs=few())
+
+
+def few() -> torch.Tensor:
+    return torch.ones(2, 256)
+
+
+SGD: dict[str, Any] = {"optimizer": functools.partial(torch.optim.SGD, lr=1e-3), "loss": loss}
+
+
+def peak_of_replicas() -> int:
+    return counted("deepspeed", {"config": PARTITIONED, **SGD}, replicas, few)
+
+
+def of_replicas(dp: int, **config: Any) -> int:
+    config = {**PARTITIONED, **config}
+    return slapo.estimate(replicas(dp), few(), target="deepspeed", config=config, rank=0, **SGD).memory.total
+
+
+@pytest.mark.ranks
+def test_a_step_of_zero_3_takes_less_with_more_replicas() -> None:
+    """The whole model is there before its parameters are partitioned, and is not part of a step."""
+    real = run_ranks(peak_of_replicas, world_size=4)[0]
+    assert of_replicas(4) == pytest.approx(real, rel=0.02)
+    assert of_replicas(64) < 0.5 * real
+
+
+def test_fp16_is_estimated_where_nothing_computes_in_it() -> None:
+    half = [of_replicas(2, **{name: {"enabled": True}}) for name in ("fp16", "bf16")]
+    assert half[0] == pytest.approx(half[1], rel=0.001)
+
+
 @pytest.mark.ranks
 def test_peaks_of_megatron_are_those_of_two_real_processes() -> None:
     real = run_ranks(peaks_of_megatron, world_size=2)[0]

@@ -55,7 +55,15 @@ class DeepSpeedDialect(Dialect):
         return ZeroEngine(plan, context)
 
     def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
-        """Without stages, which tell each other what they send, and where everything stays on the device."""
+        """Without stages, which tell each other what they send, and where everything stays on the device.
+
+        The dtypes are those of the configuration, whether or not this machine computes in them.
+        """
         zero = plan.config["config"].get("zero_optimization") or {}
         offloads = [(zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")]
-        return None if context.stage_ranks or set(offloads) != {"none"} else self.build(plan, context).train_step
+        if context.stage_ranks or set(offloads) != {"none"}:
+            return None
+        from slapo_deepspeed.private import all_dtypes_supported
+
+        with all_dtypes_supported():
+            return self.build(plan, context).train_step

@@ -63,6 +63,26 @@ def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
             wrapper._lazy_init_hp_params_optimizer_state()
 
 
+@contextlib.contextmanager
+def all_dtypes_supported() -> Iterator[None]:
+    """Let DeepSpeed's accelerator support fp16 and bf16 in the block: nothing is computed there."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    answers: dict[str, Any] = {
+        "is_fp16_supported": lambda: True,
+        "is_bf16_supported": lambda: True,
+        "supported_dtypes": lambda: [torch.float, torch.float16, torch.bfloat16],
+    }
+    before = dict(vars(accelerator))
+    vars(accelerator).update(answers)
+    try:
+        yield
+    finally:
+        vars(accelerator).clear()
+        vars(accelerator).update(before)
+
+
 def partition_rank(wrapper: Any, parameter: Any) -> int:
     """Return this rank's position in the group over which ZeRO stage 3 shards a parameter."""
     return int(wrapper._get_param_partition_rank(parameter))

@@ -385,6 +385,10 @@ class MemoryTracker:
                         self._held[kind] = self._held.get(kind, 0) + held.size
         self._look()
 
+    def forget_peak(self) -> None:
+        """Leave out of the peak what has run so far: a runtime's construction."""
+        self._earlier, self._peak, self._most = Memory(), Memory(), 0
+
     def settle(self) -> None:
         """Count what is held of activations and temporaries as optimizer state: a runtime keeps it between steps."""
         for held in self._storages.values():

@@ -233,6 +233,7 @@ def train_by_target(
             step = simulated_step(schedule, request.target, **arguments, **request.config)
             memory.settle()
             hold_all(model, [batch], trackers)
+            memory.forget_peak()  # the whole model is there before it is partitioned: a build makes it tensor by tensor
             for _ in range(2):
                 gc.collect()  # what only cycles of the runtime's objects hold is not its state
                 memory.settle()

@@ -21,6 +21,7 @@ from slapo_core.observers import PATCHING
 from slapo_graph.diagnostics import refusal
 from slapo_graph.examples import copied_model
 from slapo_graph.fake import FakeMode
+from slapo_graph.given import contents_after, sets_variables
 from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.match import Graph
@@ -46,6 +47,7 @@ __all__ = [
     "children",
     "compiled",
     "concrete",
+    "contents_after",
     "copied_model",
     "empty_graph",
     "flat",
@@ -56,6 +58,7 @@ __all__ = [
     "placeholder",
     "rebuild",
     "set_state",
+    "sets_variables",
     "state",
 ]
 

@@ -168,7 +168,7 @@ class AttributeReads:
             is_below = path is not None and path not in watch._recorded and not watch._is_paused()
             if (path in watch._recorded or is_below) and (old := getattr(this, name, watch)) is not new:
                 refused = watch._refuse(f"sets {'.'.join(('self', *(path or ()), name))}")
-                if old is None and isinstance(new, (str, bool)):
+                if (old is None and isinstance(new, (str, bool))) or (old is watch and new is True):
                     refused.settles = this, name, new  # type: ignore[attr-defined]
                 if not (is_below and is_plain(new)):
                     raise refused

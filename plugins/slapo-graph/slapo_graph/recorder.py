@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from slapo_core.internals import is_data_pointer_error, module_calls_through
 from slapo_core.observers import Origin
 from slapo_graph.diagnostics import model_location, raised_at
 from slapo_graph.effects import Observer
+from slapo_graph.given import Given
 from slapo_graph.leaves import LeafRule, is_changed, is_predefined
 from slapo_graph.outside import ACTIVE
 from slapo_graph.private import (
@@ -38,12 +38,8 @@ from slapo_graph.recording import Recording, left
 from slapo_graph.regions import Regions
 from slapo_graph.session import drawn_back
 from slapo_graph.sharing import RepeatedCalls
-from slapo_graph.structure import Opaque, children, concrete, rebuild
+from slapo_graph.structure import concrete
 from slapo_graph.targets import query_of, writes_to_first
-
-if TYPE_CHECKING:
-    from torch import fx
-
 
 # Into how many parts a value is taken apart: a decision of the recorded code, held by a guard.
 
@@ -73,19 +69,6 @@ def guard_elements(recording: Recording, func: Any, args: tuple[Any, ...], kwarg
             by = 1
     chunks = length if name == "unbind" else -(-length // by)
     recording.guard(getattr(chunks.node, "node", None), int(concrete(chunks)))
-
-
-def structure_of(value: Any) -> Any:
-    """The kind of a result of several parts, and which: ``("tuple", 2)``, ``("dict", ("hidden", "weights"))``."""
-    if isinstance(value, Mapping):
-        return type(value).__name__, tuple(value)
-    return type(value).__name__, len(value) if isinstance(value, tuple | list) else None
-
-
-def guard_structure(recording: Recording, value: Any, node: fx.Node) -> None:
-    """Keep the structure of a result that a module may give otherwise at another call."""
-    if isinstance(value, tuple | list | Mapping):
-        recording.guard(recording.compute(structure_of, (node,)), structure_of(value))
 
 
 # What autograd does that torch-function modes do not see: custom functions, and hooks on what is saved.
@@ -233,6 +216,7 @@ class Recorder(TorchFunctionMode):
         self.regions = Regions(recording)
         self.alike: RepeatedCalls | None = None
         self.is_in_root = True
+        self.given: Given | None = None  # of the call that runs now
         self._is_paused, self._thread = False, threading.get_ident()
         self._path = ""  # of the module below whose own code runs
 
@@ -277,8 +261,9 @@ class Recorder(TorchFunctionMode):
         """Run a module below the recorded one, and write it down as one call."""
         is_observed = is_predefined(module)
         alike = None if is_observed else self.alike
+        run = functools.partial(call, module)
         return self._record(
-            functools.partial(call, module) if alike is None else functools.partial(alike.call, call, path, module),
+            run if alike is None else functools.partial(self._alike, alike, call, path, module),
             args,
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),
@@ -287,6 +272,12 @@ class Recorder(TorchFunctionMode):
             is_observed=is_observed,
             may_change=not is_observed or is_changed(module),
         )
+
+    def _alike(self, alike: RepeatedCalls, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.given is not None
+        if self.given.has_variables:  # which the call may read and fill
+            return call(*args[1:], **kwargs)
+        return alike.call(call, *args, **kwargs)
 
     def _record(
         self,
@@ -304,6 +295,8 @@ class Recorder(TorchFunctionMode):
         notes = self.recording.notes
         with self.paused():  # asking for a version is a call too
             before = notes.versions((args, kwargs)) if notes is not None else []
+        given = Given(self.recording, args, kwargs) if may_vary else None
+        self.given = given
         outside = ACTIVE.get() if may_change else None
         with (
             self.paused(),
@@ -311,12 +304,12 @@ class Recorder(TorchFunctionMode):
             outside.elsewhere() if outside is not None else contextlib.nullcontext(),
         ):
             observer = Observer(self._memory_of)
-            given = concrete(args), concrete(kwargs)
-            containers = list(_mutable((args, kwargs), given)) if may_vary and not is_observed else ()
-            before_call = [(value, passed, _parts_of(passed)) for value, passed in containers]
             try:
                 with observer if is_observed else contextlib.nullcontext():
-                    out = run(*given[0], **given[1])
+                    if given is None:
+                        out = run(*concrete(args), **concrete(kwargs))
+                    else:
+                        out = run(*given.args, **given.kwargs)
             except DataDependentOutputException as error:
                 raise self._needs_values(f"branches on the values of a tensor ({error.func})") from error
             except DynamicOutputShapeException as error:
@@ -329,13 +322,9 @@ class Recorder(TorchFunctionMode):
                     raised_at(error) or model_location(),
                     f"give example inputs with values, and a model with values; or {_CUSTOM_OPERATOR}",
                 ) from error
-            changed = [each[:2] for each in before_call if _parts_of(each[1]) != each[2]]
-            for value, _ in changed:
-                if self.recording.known(value) is None:
-                    raise self.recording.refusal(
-                        f"calls {caller}, which changes a {type(value).__name__} made by the recorded code",
-                        "let that module return what it adds, or inline it (flatten=True), or trace a narrower node",
-                    )
+            changed = given if given is not None and given.is_changed() else None
+            if changed is not None:
+                changed.before_call(out)
             node = write()
             if is_observed:
                 node.meta["seen"] = observer.seen(args, kwargs, out)
@@ -344,28 +333,11 @@ class Recorder(TorchFunctionMode):
                     written = [self.recording.node(one) for one, version in before if write_count(one) != version]
                 notes.note_writes(node, written)
             if may_vary:
-                guard_structure(self.recording, out, node)
-            for value, passed in changed:
-                self._take_over(value, passed)
-            return None if out is None else self.recording.give(out, node)
-
-    def _take_over(self, value: Any, passed: Any) -> None:
-        """Take over what a module changed in a container of the caller, for the code that reads it after that.
-
-        Args:
-            value: the container, as the recorded code has it.
-            passed: the one that the module was given and changed.
-        """
-        node = self.recording.known(value)
-        assert node is not None
-        guard_structure(self.recording, passed, node)
-        parts = [
-            self.recording.give(part, self.recording.compute(operator.getitem, (node, key)))
-            for _, key, part in list(children(passed) or ())
-        ]
-        refilled = rebuild(passed, parts)
-        value.clear()
-        value.extend(refilled) if isinstance(value, list) else value.update(refilled)
+                self.recording.guard_structure(out, node)
+            out = None if out is None else self.recording.give(out, node)
+            if changed is not None:
+                changed.after_call(node)
+            return out
 
     def _needs_values(self, problem: str) -> NeedsValues:
         refusal = self.recording.refusal(problem)
@@ -405,21 +377,6 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self._is_paused = before
-
-
-def _mutable(value: Any, passed: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the lists and mappings in arguments, each as the recorded code has it and as it is passed."""
-    if isinstance(value, (torch.Tensor, Opaque)):
-        return
-    if isinstance(value, (list, MutableMapping)):
-        yield value, passed
-    for (_, _, part), (_, _, other) in zip(children(value) or (), children(passed) or (), strict=True):
-        yield from _mutable(part, other)
-
-
-def _parts_of(container: Any) -> list[tuple[Any, int]]:
-    """Return keys and identities of the parts of a container."""
-    return [(key, id(part)) for _, key, part in children(container) or ()]
 
 
 def _running_hook() -> Any:

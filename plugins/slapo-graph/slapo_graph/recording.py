@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,6 +61,13 @@ class Notes:
             if isinstance(value, torch.Tensor):
                 own = value if mode is None else mode.fake(value)
                 self.storages[node] = storage_id(own)
+
+
+def structure_of(value: Any) -> Any:
+    """The kind of a result of several parts, and which: ``("tuple", 2)``, ``("dict", ("hidden", "weights"))``."""
+    if isinstance(value, Mapping):
+        return type(value).__name__, tuple(value)
+    return type(value).__name__, len(value) if isinstance(value, tuple | list) else None
 
 
 Modules = Sequence[tuple[str, nn.Module]]
@@ -168,6 +175,23 @@ class Recording:
         """The node that gives this very object, if any does."""
         return self._nodes.get(id(value))
 
+    def stand_for(self, value: Any, node: Any) -> None:
+        """Let ``node``, or a container of nodes, give a container, until :meth:`forget`: what is in it may change."""
+        self._alive.append(value)
+        self._nodes[id(value)] = node
+
+    def forget(self, value: Any) -> None:
+        """Let no node give a container any more: its parts are known."""
+        self._nodes.pop(id(value), None)
+
+    def is_known(self, value: Any) -> bool:
+        """Return whether a node gives ``value``, or the module holds it."""
+        return id(value) in self._nodes or id(value) in self._held or id(value) in self._parts
+
+    def take(self, whole: fx.Node, key: Any) -> fx.Node:
+        """An item of a container that a node gives."""
+        return self.compute(operator.getitem, (whole, key))
+
     def node(self, value: Any) -> Any:
         """What an argument is in the graph: a node, or a constant, or a container of such."""
         if is_symbolic(value):
@@ -217,7 +241,13 @@ class Recording:
                     f"reads a parameter of shape {tuple(tensor.shape)} outside the traced module",
                     "trace the module that holds both",
                 )
-            if isinstance(tensor, FakeTensor) or not self.may_capture:
+            if isinstance(tensor, FakeTensor):  # another call's inside
+                raise self.refusal(
+                    "uses a tensor that a module below made, and neither returned nor put into a list, a dictionary or "
+                    "a dataclass that it is given",
+                    "return it from that module, or give the module a list, a dictionary or a dataclass for it",
+                )
+            if not self.may_capture:
                 raise self.refusal("uses a tensor created outside the traced forward")
             node = placeholder(self.graph, f"captured_{len(self.captured)}")
             first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
@@ -303,6 +333,11 @@ class Recording:
         node = self.compute(function, args)
         node.meta["is_size"] = True
         return node
+
+    def guard_structure(self, value: Any, node: fx.Node) -> None:
+        """Keep the structure of what a module may give otherwise at another call."""
+        if isinstance(value, tuple | list | Mapping):
+            self.guard(self.compute(structure_of, (node,)), structure_of(value))
 
     def length(self, tensor: torch.Tensor, dim: int) -> Any:
         """The size of a tensor along ``dim``, which the graph reads at every call."""

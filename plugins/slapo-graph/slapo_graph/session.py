@@ -182,6 +182,9 @@ def attributes_kept(
     try:
         yield lambda: next(_changed(held, of_others), None) is None
         completed = True
+    except Exception as error:
+        error.slapo_changes = _changes(_changed(held, of_others))  # type: ignore[attr-defined]
+        raise
     finally:
         changed = list(_changed(held, of_others))
         for value, before, _, _ in changed:
@@ -223,6 +226,16 @@ def _changed(held: dict[int, _Held], of_others: Collection[tuple[Any, str]]) -> 
         value, before, _, _ = each
         if (value or before) and not is_unchanged(value, before):  # most are tables of hooks, and empty
             yield each
+
+
+def _changes(changed: Iterable[_Held]) -> list[tuple[Any, dict[Any, Any]]] | None:
+    """Return the tables of hooks with the hooks that came to them; None if anything else changed, too."""
+    added = []
+    for value, before, keys, _ in changed:
+        if keys[-1] not in private.HOOK_TABLES or list(before) != list(value)[: len(before)]:
+            return None
+        added.append((value, {key: hook for key, hook in value.items() if key not in before}))
+    return added
 
 
 def _name(keys: tuple[Any, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain, repeat
@@ -13,6 +14,7 @@ from torch import fx, nn
 
 from slapo_core.internals import module_index
 from slapo_graph import regions
+from slapo_graph.given import sets_variables
 from slapo_graph.guards import BoundChecks, Checks
 from slapo_graph.leaves import LeafRule, inlined_modules, is_changed
 from slapo_graph.private import CHILDREN, FORWARDS, HOOKS, PARAMETERS, TENSOR_TABLES, children_of, parameters_of
@@ -266,6 +268,10 @@ class Call(NamedTuple):
 # `Specialization`: a recorded graph with the code that runs it.
 
 
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 class Specialization:
     """One graph of a traced module, as it runs.
 
@@ -288,7 +294,9 @@ class Specialization:
         self.code = compiled(recorded.graph)
         self._rewritten: dict[Any, Specialization] = {}
         self.used = 0  # when it was called last, as a number that grows
-        self.has_regions = any(node.target is regions.set_state for node in recorded.graph.nodes)
+        self._sets_variables = sets_variables(recorded.graph)
+        switches = any(node.target is regions.set_state for node in recorded.graph.nodes)
+        self.has_regions = switches or self._sets_variables
 
     def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Specialization | None:
         """Return the rewritten specialization of an equal module, if known."""
@@ -325,7 +333,8 @@ class Specialization:
         if not self.has_regions:
             return self.code(module, *self.recorded.captured, *given)
         before = regions.state()
+        run = contextvars.copy_context().run if self._sets_variables else _called
         try:
-            return self.code(module, *self.recorded.captured, *given)
+            return run(self.code, module, *self.recorded.captured, *given)
         finally:
             regions.set_state(*before)

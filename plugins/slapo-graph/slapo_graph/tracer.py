@@ -105,21 +105,28 @@ def recorded(
 def after_first_call(recording: Callable[[], T]) -> T:
     """Record a later call, where the first one sets state, e.g. the loss type by its labels.
 
-    Settled are texts and truth values in the place of None; they stay, as after a call of the model. What is set again
-    is refused.
+    Settled are texts and truth values in the place of None, and marks that were not there, with the hooks that the call
+    registered until then; they stay, as after a call of the model. What is set again is refused, and so is a call that
+    changed something else as well.
     """
-    settled: list[tuple[Any, str]] = []
+    settled: list[tuple[Any, str, bool, list[tuple[Any, dict[Any, Any]]]]] = []
     while True:
         try:
             return recording()
         except Untraceable as error:
             this, name, value = getattr(error, "settles", (None, "", None))
-            if this is None or any(this is one and name == other for one, other in settled):
-                for one, other in settled:
-                    setattr(one, other, None)
+            hooks = getattr(error, "slapo_changes", None)
+            if this is None or hooks is None or any(this is one and name == other for one, other, *_ in settled):
+                for one, other, was_there, added in settled:
+                    setattr(one, other, None) if was_there else delattr(one, other)
+                    for table, own in added:
+                        for key in own:
+                            del table[key]
                 raise
-            settled.append((this, name))
+            settled.append((this, name, hasattr(this, name), hooks))
             setattr(this, name, value)
+            for table, own in hooks:
+                table.update(own)
 
 
 def record(
@@ -173,7 +180,9 @@ def record(
             recorder,
         ):
             if fake and notes is not None:
-                recorder.alike = RepeatedCalls(reads, notes, is_unchanged)
+                recorder.alike = RepeatedCalls(
+                    reads, notes, lambda: is_unchanged() and not (recorder.given and recorder.given.is_changed())
+                )
             try:
                 with recorder.inside(""):
                     out = forward(module, *args, **kwargs)

@@ -86,7 +86,7 @@ def test_a_partition_of_a_third_party_replaces_the_default(fake_distributions: F
         both = slapo.create_schedule(reader(), plugins=["part-slapo", "more-slapo"])
         both["blocks.1"].pipeline_split()
         theirs.LEFT.clear()
-        with pytest.raises(HookError, match="by more-slapo .* and by part-slapo"):
+        with pytest.raises(HookError, match=r"by more-slapo .* and by part-slapo"):
             slapo.verify(both, batch())
 
 

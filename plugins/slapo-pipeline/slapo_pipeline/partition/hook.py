@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
 from slapo_core.internals import overrides_of_call
-from slapo_graph.flat import FlatGraph, compiled, flat, set_state
+from slapo_graph.flat import FlatGraph, compiled, flat, set_state, sets_variables
 from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
 from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
@@ -44,6 +44,7 @@ def slapo_partition(
         flat = recorded(schedule.model, inputs, cuts)
     except TraceError as error:
         raise _unrecorded(error, cuts) from error
+    _require_calls(schedule, cuts)  # a first call may register hooks
     try:
         return _Cutting(flat, list(cuts), inputs).partition()
     except Uncuttable as error:
@@ -64,6 +65,10 @@ def _require_calls(schedule: Schedule, cuts: Mapping[str, Record]) -> None:
             )
 
 
+_OF_MODULES_BELOW = (", which uses the data pointer", ", and neither returned nor ")
+"""What a module does that stays whole."""
+
+
 def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
     """Return the error for modules above cuts that cannot be recorded."""
     first, *others = dict.fromkeys(map(str, cuts.values()))
@@ -72,7 +77,7 @@ def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
     hint = f"what lies above a cut is spread over stages ({above}): cut elsewhere, so that what does this stays whole"
     if " sets self." in error.message:
         hint = f"if it does so at its first call only, call the model once before; else: {hint}"
-    elif ", which uses the data pointer" in error.message and error.hint is not None:  # a module that stays whole
+    elif error.hint is not None and any(part in error.message for part in _OF_MODULES_BELOW):
         hint = error.hint
     return TraceError(f"cannot cut the model ({first}{more}): {error.message}", location=error.location, hint=hint)
 
@@ -133,6 +138,7 @@ class _Cutting:
             lists=self._lists,
             last=cuts[segment.index] if segment.index < len(cuts) else None,
             switches=any(node.target is set_state for node in segment.graph.nodes),
+            sets_variables=sets_variables(segment.graph),
         )
 
     def _source(self, kind: str, what: Any) -> tuple[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_graph.flat import FlatGraph, Opaque, check, left, set_state
+from slapo_graph.flat import FlatGraph, Opaque, check, contents_after, left, set_state
 
 _QUERIES = frozenset([
     "size", "stride", "numel", "nelement", "dim", "ndimension", "is_contiguous", "is_floating_point", "is_complex",
@@ -106,6 +106,9 @@ class Places:
         self.cuts: list[str] = []
         self.position: dict[fx.Node, int] = {}
         for node in flat.graph.nodes:
+            if node.target is contents_after:  # with its call
+                self.position[node] = self.position[node.args[0]]
+                continue
             self.position[node] = len(self.cuts)
             path: Any = node.target if node.op == "call_module" else node.args[0] if node.target is left else None
             if path in cuts:

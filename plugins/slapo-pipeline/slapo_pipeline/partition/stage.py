@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Program:
         lists: paths of the lists and dictionaries of modules that code above the cuts may run through.
         last: path of the module after which it was cut; None for the last stage.
         switches: whether it switches gradients or autocast.
+        sets_variables: whether it sets context variables.
     """
 
     code: Callable[..., Any]
@@ -87,6 +89,7 @@ class Program:
     lists: Sequence[str]
     last: str | None
     switches: bool
+    sets_variables: bool = False
 
 
 class CutStage(StageModule):
@@ -149,7 +152,11 @@ class CutStage(StageModule):
         self._require(before)
         given = [self._given(program, kind, what, inputs, values, before) for kind, what in program.sources]
         try:
-            made: dict[str, torch.Tensor] = program.code(self, *given)
+            made: dict[str, torch.Tensor]
+            if program.sets_variables:
+                made = contextvars.copy_context().run(program.code, self, *given)
+            else:
+                made = program.code(self, *given)
         except GuardViolation as error:
             raise self._error(self.__dict__["_flat"].violated(error)) from None
         finally:

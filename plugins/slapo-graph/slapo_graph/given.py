@@ -1,0 +1,288 @@
+"""Containers that a module fills while its call is one node: arguments, and values of context variables."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_graph.sizes import is_symbolic
+from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from slapo_graph.recording import Recording
+
+# In the graph: what a call left in the containers that it was given, and the context variables that it was called with.
+
+
+def contents_after(result: Any, tokens: Any, *containers: Any) -> tuple[Any, ...]:
+    """In a graph: what is in containers after a call, as tuples and dictionaries.
+
+    Args:
+        result: of the call, which runs before.
+        tokens: of :class:`SetVariables`, whose variables are reset; None without any.
+        containers: that the call was given.
+    """
+    for variable, token in tokens or ():
+        variable.reset(token)
+    return tuple(_contents(container) for container in containers)
+
+
+class SetVariables:
+    """In a graph: set context variables for the next call, as the recorded code did.
+
+    Args:
+        variables: to set.
+    """
+
+    def __init__(self, variables: tuple[contextvars.ContextVar[Any], ...]) -> None:
+        self.variables = variables
+        self.__name__ = self.__qualname__ = "set_variables"
+        self.__module__ = __name__
+
+    def __call__(self, *values: Any) -> list[tuple[contextvars.ContextVar[Any], Any]]:
+        return [(variable, variable.set(value)) for variable, value in zip(self.variables, values, strict=True)]
+
+    def __deepcopy__(self, memo: Any) -> SetVariables:
+        return self
+
+
+def sets_variables(graph: fx.Graph) -> bool:
+    """Return whether a graph sets context variables, which must not stay set where it fails."""
+    return any(isinstance(node.target, SetVariables) for node in graph.nodes)
+
+
+def _contents(container: Any) -> Any:
+    if isinstance(container, list):
+        return tuple(container)
+    return {key: part for _, key, part in children(container) or ()}
+
+
+# While recording.
+
+
+class _Held:
+    """A container among the arguments of a call.
+
+    Args:
+        value: the recorded code's.
+        handed: what the call is given in its place.
+        before: the parts of ``value`` before the call: how they are reached, key, and part.
+        parts: the parts of ``handed`` before the call.
+    """
+
+    def __init__(self, value: Any, handed: Any, before: list[tuple[str, Any, Any]], parts: list[Any]) -> None:
+        self.value, self.handed, self.before, self.parts = value, handed, before, parts
+        self.after: list[tuple[str, Any, Any]] = []
+        self.node: Any = None
+        self.is_around: bool | None = None
+
+    def look(self) -> bool:
+        """Return whether the call has changed it."""
+        self.after = list(children(self.handed) or ())
+        is_same = len(self.after) == len(self.before) and all(
+            key == old and part is own
+            for (_, key, part), (_, old, _), own in zip(self.after, self.before, self.parts, strict=True)
+        )
+        return not is_same
+
+
+class Given:
+    """The arguments of a call that stays one node, and the containers among them.
+
+    Args:
+        recording: of the code that calls.
+        args: of the call.
+        kwargs: likewise.
+    """
+
+    def __init__(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._recording = recording
+        self._held: dict[int, _Held] = {}
+        self.args: tuple[Any, ...] = tuple([self._handed(value) for value in args])
+        self.kwargs: dict[str, Any] = {name: self._handed(value) for name, value in kwargs.items()}
+        self._arguments = len(self._held)
+        present = contextvars.copy_context().items()
+        self._variables = [(variable, value) for variable, value in present if _is_some(value)]
+        for _, value in self._variables:
+            self._handed(value)
+        self._changed: list[_Held] = []
+        self._are_set = False
+
+    @property
+    def has_variables(self) -> bool:
+        """Whether the recorded code set a context variable to a container that holds something."""
+        return bool(self._variables)
+
+    def is_changed(self) -> bool:
+        """Return whether the call has changed a container."""
+        self._changed = [held for held in self._held.values() if held.look()]
+        return bool(self._changed)
+
+    def before_call(self, out: Any) -> None:
+        """Write the nodes of the changed containers, as they were before the call.
+
+        Args:
+            out: the result of the call, as the module gave it.
+
+        Raises:
+            Untraceable: a container is of a class that a graph cannot make.
+        """
+        ambient = list(self._held.values())[self._arguments :]
+        known = set(map(id, _parts(out)))
+        self._are_set = any(
+            held in self._changed and not all(self._is_known(part, held, known) for _, _, part in held.after)
+            for held in ambient
+        )
+        if not self._are_set:  # what hooks note is what the graph has anyway
+            self._changed = [held for held in self._changed if held not in ambient]
+        for held in self._held.values():
+            self._recording.forget(held.value)
+        for held in self._changed:
+            _put(held.value, held.before)
+        for held in self._changed:
+            self._write(held)
+        for held in self._held.values():
+            self._write_around(held)
+        self._tokens = self._set() if self._are_set else None
+
+    def after_call(self, node: fx.Node) -> None:
+        """Write what the call left in the changed containers, and let the recorded code have it.
+
+        Args:
+            node: the call.
+        """
+        if not self._changed:
+            return
+        recording = self._recording
+        contents = recording.compute(contents_after, (node, self._tokens, *[held.node for held in self._changed]))
+        found = []
+        for number, held in enumerate(self._changed):
+            part = recording.take(contents, number)
+            now = {key: each for _, key, each in held.after}
+            own = {id(handed): each for handed, (_, _, each) in zip(held.parts, held.before, strict=True)}
+            recording.know(snapshot := tuple(now.values()) if isinstance(held.value, list) else now, part)
+            recording.guard_structure(snapshot, part)
+            parts = []
+            for how, key, each in held.after:
+                if id(each) in own:
+                    each = own[id(each)]
+                elif not recording.is_known(each):
+                    each = recording.give(each, recording.take(part, key))
+                parts.append((how, key, each))
+            found.append(snapshot)
+            _put(held.value, parts)
+        recording.know(tuple(found), contents)
+        for held in self._held.values():
+            recording.forget(held.value)
+
+    # ----------------------------------------------------------------------------------------------------------
+
+    def _handed(self, value: Any) -> Any:
+        """Return what the call is given for a value: without symbolic numbers and opaque objects."""
+        if isinstance(value, torch.Tensor) or is_symbolic(value) or type(value) is Opaque:
+            return concrete(value)
+        if id(value) in self._held:
+            return self._held[id(value)].handed
+        before = children(value)
+        if before is None:
+            return concrete(value)
+        own = list(before)
+        parts = [self._handed(part) for _, _, part in own]
+        is_same = all(part is handed for (_, _, part), handed in zip(own, parts, strict=True))
+        handed = value if is_same else rebuild(value, parts)
+        self._held[id(value)] = _Held(value, handed, own, parts)
+        return handed
+
+    def _is_known(self, part: Any, held: _Held, results: Collection[int]) -> bool:
+        is_old = any(part is each for each in held.parts)
+        return is_old or id(part) in results or is_plain(part) or self._recording.is_known(part)
+
+    def _write(self, held: _Held) -> None:
+        """Write the call that makes a container like one, with its parts."""
+        if held.node is not None:
+            return
+        for _, _, part in held.before:  # inner ones first
+            inner = self._held.get(id(part))
+            if inner is not None and inner in self._changed:
+                self._write(inner)
+        recording, value = self._recording, held.value
+        if not all(is_plain(key) for _, key, _ in (*held.before, *held.after)):
+            raise recording.refusal(f"calls a module that fills a {type(value).__name__} by keys that are objects")
+        parts = {key: recording.node(part) for _, key, part in held.before}
+        if isinstance(value, list):
+            held.node = recording.compute(type(value), (list(parts.values()),))
+        elif dataclasses.is_dataclass(value):
+            held.node = recording.compute(type(value), (), parts)
+        elif isinstance(value, dict | UserDict):
+            held.node = recording.compute(_class_like(value), (parts,))
+        else:
+            raise recording.refusal(
+                f"calls a module that changes the {type(value).__name__} that it is given",
+                "give it a list, a dictionary or a dataclass",
+            )
+        recording.stand_for(value, held.node)
+
+    def _write_around(self, held: _Held) -> bool:
+        """Let a container that holds a changed one be made of its parts; return whether it is or holds one."""
+        if held.is_around is None:
+            inner = [self._held[id(part)] for _, _, part in held.before if id(part) in self._held]
+            is_around = any(list(map(self._write_around, inner)))
+            held.is_around = is_around or held in self._changed
+            if is_around and held.node is None:
+                if type(held.value) in (list, tuple, dict):
+                    parts = [self._recording.node(part) for _, _, part in held.before]
+                    self._recording.stand_for(held.value, rebuild(held.value, parts))
+                elif not isinstance(held.value, tuple):
+                    self._write(held)
+        return held.is_around
+
+    def _set(self) -> fx.Node:
+        variables, values = zip(*self._variables, strict=True)
+        node: fx.Node = self._recording.compute(SetVariables(variables), tuple(map(self._recording.node, values)))
+        return node
+
+
+def _is_some(value: Any) -> bool:
+    return isinstance(value, list | dict) and bool(value)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    yield value
+    if not isinstance(value, torch.Tensor):
+        for _, _, part in children(value) or ():
+            yield from _parts(part)
+
+
+def _put(value: Any, parts: list[tuple[str, Any, Any]]) -> None:
+    """Let a container have these parts."""
+    if isinstance(value, list):
+        value[:] = [part for _, _, part in parts]
+    elif isinstance(value, dict | UserDict):
+        for key in [key for key in value if all(key != each for _, each, _ in parts)]:
+            del value[key]
+        for _, key, part in parts:
+            value[key] = part
+    else:
+        for _, key, part in parts:
+            setattr(value, key, part)
+
+
+def _class_like(value: Mapping[Any, Any]) -> Callable[..., Any]:
+    """Return a class that is called with the parts alone."""
+    if not isinstance(value, defaultdict):
+        return type(value)
+    factory = value.default_factory
+
+    class Filled(type(value)):  # type: ignore[misc]
+        def __init__(self, parts: Mapping[Any, Any]) -> None:
+            super().__init__(factory, parts)
+
+    Filled.__name__ = Filled.__qualname__ = type(value).__name__
+    return Filled
