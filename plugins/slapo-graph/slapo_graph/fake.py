@@ -29,10 +29,15 @@ class FakeMode(SafeFakeTensorMode):
     Args:
         home: the device for which tensors on the meta device stand that were not made in this mode: parameters without
             memory, such as those of other pipeline stages. None leaves them on the meta device.
+        sizes: whether tensors may have sizes that depend on values; an operation that makes one raises otherwise.
     """
 
-    def __init__(self, home: torch.device | None = None) -> None:
+    def __init__(self, home: torch.device | None = None, *, sizes: bool = False) -> None:
         super().__init__()
+        if sizes:
+            from torch.fx.experimental.symbolic_shapes import ShapeEnv  # which imports sympy
+
+            self.shape_env = ShapeEnv()
         self._home = home
         self._at_home: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
         self._was_disabled: list[bool] = []

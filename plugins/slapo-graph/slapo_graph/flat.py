@@ -80,6 +80,7 @@ class FlatGraph:
         written: buffers of the module, and of those below, that the run wrote to, by name.
         inlined: the modules whose own code is part of the graph, by path.
         state: gradients and autocast, as they were outside of the recording.
+        needs_values: the error of a recording on tensors without values, where there was one on values after it.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class FlatGraph:
         self._bound: BoundChecks | None = None  # of the last call
         self._default = torch.get_default_dtype()
         self._meta_device = meta_device
-        self._reads_values = notes.is_real or bool(notes.value_reads)
+        self._reads_values = notes.needs_values is not None or bool(notes.value_reads)
+        self.needs_values = None if notes.needs_values is None else refusal(notes.needs_values, RecordTracer(), "")
 
     def of_copy(self, module: nn.Module) -> FlatGraph | None:
         """Bind the graph to a copy of the module, by names.

@@ -36,7 +36,7 @@ class Notes:
         writes: for nodes that changed some of their arguments in place: which.
         storages: for nodes that give tensors: a number that those share which lie in the same memory.
         value_reads: how often the run looked into the values of a tensor that is there beside it: of a buffer, say.
-        is_real: whether the run was on values.
+        needs_values: why the run was on values; None of a run without.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Notes:
         self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.storages: dict[fx.Node, int] = {}
         self.value_reads = 0
-        self.is_real = False
+        self.needs_values: Exception | None = None
 
     def versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
         """The tensors among the arguments of a call, each with how often it was written to."""
@@ -138,6 +138,8 @@ class Recording:
         if self.notes is not None:
             self.notes.values[node] = value
         if isinstance(value, torch.Tensor):
+            if not all(type(size) is int for size in value.shape):
+                raise self.refusal("makes a tensor whose shape depends on values")
             node.meta["example"] = (tuple(value.shape), value.dtype)
             if isinstance(value, FakeTensor):
                 # Another object for each tensor, so that a device that is read from it is known again.

@@ -17,6 +17,7 @@ from slapo_graph.arguments import call_of
 from slapo_graph.diagnostics import first_line
 from slapo_graph.effects import is_inert
 from slapo_graph.fake import FakeMode, home_of, with_own_values, without_values
+from slapo_graph.private import DynamicOutputShapeException
 from slapo_graph.protocol import Recorded, Tracer, Untraceable, check
 from slapo_graph.reads import AttributeReads
 from slapo_graph.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
@@ -89,10 +90,15 @@ def recorded(
     try:
         return run(record, module, forward, arguments, leaves, notes=notes if noted else None, home=home), notes
     except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
+        if isinstance(fake_error.__cause__, DynamicOutputShapeException):  # within a call, it may be the size of a part
+            notes = Notes()
+            with contextlib.suppress(Untraceable, RuntimeError, NotImplementedError):
+                noting = notes if noted else None
+                return run(record, module, forward, arguments, leaves, notes=noting, home=home, sizes=True), notes
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise
         notes, real = Notes(), with_own_values(dict(arguments))
-        notes.is_real = True
+        notes.needs_values = fake_error
         try:
             with fork_rng():
                 return run(record, module, forward, real, leaves, fake=False, notes=notes if noted else None), notes
@@ -138,6 +144,7 @@ def record(
     fake: bool = True,
     notes: Notes | None = None,
     home: torch.device | None = None,
+    sizes: bool = False,
 ) -> Recorded:
     """Run ``forward`` once, on fake tensors like those of ``arguments``, and record it.
 
@@ -149,13 +156,14 @@ def record(
         fake: False runs on the tensors themselves, where an operation has no fake implementation.
         notes: filled with the values and writes of the run.
         home: tensors on the meta device are taken to be on this one; None takes them to be where the arguments are.
+        sizes: whether calls may compute with tensors inside whose sizes depend on values; their results may not.
 
     Raises:
         Untraceable: it cannot be recorded.
     """
     home = (home or home_of(module, dict(arguments))) if fake else None
     recording = Recording(module, may_capture=fake, notes=notes, home=home)
-    mode = FakeMode(home) if fake else None
+    mode = FakeMode(home, sizes=sizes) if fake else None
     recorder = Recorder(recording, mode.fake if mode is not None else None)
     recorder.is_in_root = not getattr(forward, "slapo_calls_module", False)
     reads = AttributeReads(recording.refusal, first_line(forward), lambda: recorder.is_paused)

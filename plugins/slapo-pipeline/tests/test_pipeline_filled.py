@@ -193,7 +193,7 @@ class Failing(Noted):
 
 def test_a_model_that_cannot_be_cut_keeps_no_hook_of_its_first_call() -> None:
     model = Failing()
-    with pytest.raises(TraceError, match="sets self.calls"):
+    with pytest.raises(TraceError, match=r"sets self\.calls"):
         cut(model, ["layers.0"], X)
     assert not hasattr(model, "_is_hooked")
     assert not any(layer[0]._forward_hooks for layer in model.layers)

@@ -45,6 +45,8 @@ def slapo_partition(
     except TraceError as error:
         raise _unrecorded(error, cuts) from error
     _require_calls(schedule, cuts)  # a first call may register hooks
+    if flat.needs_values is not None and schedule.mesh is not None and schedule.mesh.size("pp") > 1:
+        raise _unrecorded(flat.needs_values, cuts)  # no rank has the values of all stages
     try:
         return _Cutting(flat, list(cuts), inputs).partition()
     except Uncuttable as error:
@@ -77,6 +79,8 @@ def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
     hint = f"what lies above a cut is spread over stages ({above}): cut elsewhere, so that what does this stays whole"
     if " sets self." in error.message:
         hint = f"if it does so at its first call only, call the model once before; else: {hint}"
+    elif "whose shape depends on values" in error.message:
+        hint = "do it in a module that lies in one stage, and return tensors of known shapes there, e.g. by index_add"
     elif error.hint is not None and any(part in error.message for part in _OF_MODULES_BELOW):
         hint = error.hint
     return TraceError(f"cannot cut the model ({first}{more}): {error.message}", location=error.location, hint=hint)
