@@ -45,7 +45,7 @@ def slapo_partition(
     except TraceError as error:
         raise _unrecorded(error, cuts) from error
     _require_calls(schedule, cuts)  # a first call may register hooks
-    if flat.needs_values is not None and schedule.mesh is not None and schedule.mesh.size("pp") > 1:
+    if isinstance(flat.needs_values, TraceError) and schedule.mesh is not None and schedule.mesh.size("pp") > 1:
         raise _unrecorded(flat.needs_values, cuts)  # no rank has the values of all stages
     try:
         return _Cutting(flat, list(cuts), inputs).partition()
