@@ -61,3 +61,15 @@ def test_linear_is_what_it_was_although_the_block_set_another() -> None:
     with private.linear_restored():
         F.linear = torch.add  # type: ignore[assignment]
     assert F.linear is before
+
+
+def test_accelerators_are_asked_for_dtypes_by_these_methods() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    before = dict(vars(accelerator)), accelerator.supported_dtypes()
+    with private.all_dtypes_supported():
+        assert accelerator.is_fp16_supported()
+        assert accelerator.is_bf16_supported()
+        assert torch.float16 in accelerator.supported_dtypes()
+    assert (dict(vars(accelerator)), accelerator.supported_dtypes()) == before

@@ -227,7 +227,7 @@ class Given:
                 f"calls a module that changes the {type(value).__name__} that it is given",
                 "give it a list, a dictionary or a dataclass",
             )
-        recording.stand_for(value, held.node)
+        recording.represent(value, held.node)
 
     def _write_around(self, held: _Held) -> bool:
         """Let a container that holds a changed one be made of its parts; return whether it is or holds one."""
@@ -238,7 +238,7 @@ class Given:
             if is_around and held.node is None:
                 if type(held.value) in (list, tuple, dict):
                     parts = [self._recording.node(part) for _, _, part in held.before]
-                    self._recording.stand_for(held.value, rebuild(held.value, parts))
+                    self._recording.represent(held.value, rebuild(held.value, parts))
                 elif not isinstance(held.value, tuple):
                     self._write(held)
         return held.is_around

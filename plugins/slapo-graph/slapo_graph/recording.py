@@ -177,7 +177,7 @@ class Recording:
         """The node that gives this very object, if any does."""
         return self._nodes.get(id(value))
 
-    def stand_for(self, value: Any, node: Any) -> None:
+    def represent(self, value: Any, node: Any) -> None:
         """Let ``node``, or a container of nodes, give a container, until :meth:`forget`: what is in it may change."""
         self._alive.append(value)
         self._nodes[id(value)] = node
