@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slapo_core import Dialect, Plan
+from slapo_core import Dialect, Plan, Violation
 from slapo_core.dialect import arguments_as_options
 from slapo_deepspeed.config import NOTES, filled, steps_of
+from slapo_runtime.planning import complex_parameters
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
@@ -30,6 +31,9 @@ class DeepSpeedDialect(Dialect):
     supports: ClassVar[frozenset[str]] = frozenset({"dp", "pp", "tp"})
     takes_tensors: ClassVar[bool] = True
     accumulates: ClassVar[bool] = True
+
+    def check(self, schedule: Schedule) -> Iterable[Violation]:
+        return complex_parameters(schedule, "DeepSpeed")
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
         """The options with what else was given to ``build``, for the plan to fill in."""

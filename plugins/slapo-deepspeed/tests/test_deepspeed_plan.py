@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import slapo_core as slapo
 import slapo_deepspeed
@@ -77,3 +79,10 @@ def test_a_plan_can_be_asked_for_with_the_arguments_of_build() -> None:
 @pytest.mark.parametrize("mesh", [{"dp": 2, "pp": 2, "tp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}])
 def test_the_dimensions_of_the_mesh_come_in_any_order(mesh: dict[str, int]) -> None:
     assert "  ranks: 0: " in str(plan({}, mesh))
+
+
+def test_complex_parameters_are_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.spectrum = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(slapo.BuildError, match="'spectrum' is complex"):
+        slapo.build(slapo.create_schedule(model), target="deepspeed", loss=lambda output, batch: output.mean())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from slapo_core import Dialect, Plan, Violation
 from slapo_core.dialect import arguments_as_options
 from slapo_megatron.runtime import MEGATRON, require_device
+from slapo_runtime.planning import complex_parameters
 
 if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
@@ -21,6 +22,7 @@ def violations(schedule: Schedule) -> Iterator[Violation]:
     Args:
         schedule: to build.
     """
+    yield from complex_parameters(schedule, "Megatron")
     mesh = schedule.mesh
     for record in schedule.records:
         if getattr(record.primitive, "mesh_dim", None) == "dp" and mesh is not None and mesh.size("dp") > 1:

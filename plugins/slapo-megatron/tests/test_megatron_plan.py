@@ -148,3 +148,14 @@ def test_without_cuda_build_says_so_before_megatron_does() -> None:
 @pytest.mark.parametrize("options", [{"config": {}}, {"pipeline_schedule": "1f1b"}, {"bucket_cap_mb": 25}], ids=str)
 def test_options_of_other_targets_are_refused(options: dict[str, Any], message: Messages) -> None:
     message(refusal(**options), f"{next(iter(options))} is not an option", "optimizer_config")
+
+
+def test_complex_parameters_are_refused() -> None:
+    model: Any = nn.Linear(2, 2)
+    schedule = slapo.create_schedule(model)
+    assert list(violations(schedule)) == []
+    model.spectrum = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    (reason,) = violations(slapo.create_schedule(model))
+    assert "'spectrum' is complex" in str(reason)
+    model.spectrum.requires_grad_(False)
+    assert list(violations(slapo.create_schedule(model))) == []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_runtime.flat_shards import buckets
-from slapo_runtime.storage import sharded_over
+from slapo_runtime.storage import is_distributed, sharding_groups
 from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class GradientClipper:
     """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
 
-    Shards of a parameter are counted on every rank of the mesh dimensions that split it; replicas once, and so
-    is a parameter that several pipeline stages use.
+    Shards of a parameter are counted on every rank of the mesh dimensions that split it, those of a DTensor over the
+    groups of its own DeviceMesh; replicas once, and so is a parameter that several pipeline stages use.
 
     Args:
         correspondence: of the scheduled model; the parameters are those that it holds now.
@@ -47,26 +48,32 @@ class GradientClipper:
         self._max_norm, self._norm_type, self._error_if_nonfinite = max_norm, norm_type, error_if_nonfinite
         here = (live.tensor.device for live in correspondence.live() if live.is_local)
         self._device = next(here, torch.device("cpu"))
-        by_dims: dict[tuple[str, ...], list[nn.Parameter]] = {(): []}
+        self._counted: dict[tuple[str, ...], _Counted] = {(): _Counted([], [])}  # in one order on every rank
         self._again: list[nn.Parameter] = []  # copies that another rank counts
         self._dtypes: set[torch.dtype] | None = set() if correspondence.placement is not None else None
         for live in correspondence.live():
             if isinstance(live.tensor, nn.Parameter):
                 holders = correspondence.holders(live)
-                dims = {mesh_dim for mesh_dim, _ in live.layout.shards()}
-                dims.update(sharded_over(live.tensor))
-                counted = by_dims.setdefault(self._running(*dims, *holders), [])  # in one order on every rank
+                groups = self._groups(*(mesh_dim for mesh_dim, _ in live.layout.shards()), *holders)
+                groups |= {group.group_name: (group, device) for group, device in sharding_groups(live.tensor)}
+                counted = self._counted.setdefault(tuple(groups), _Counted(list(groups.values()), []))
                 if self._dtypes is not None and live.tensor.requires_grad:
                     self._dtypes.add(live.tensor.dtype)
                 if live.is_local:
-                    (counted if self._is_first(holders) else self._again).append(live.tensor)
-        self._by_dims = by_dims
+                    (counted.parameters if self._is_first(holders) else self._again).append(live.tensor)
 
     def _is_first(self, holders: Mapping[str, tuple[int, ...]]) -> bool:
         return self._mesh is None or all(self._mesh.rank(dim) == ranks[0] for dim, ranks in holders.items())
 
-    def _running(self, *mesh_dims: str) -> tuple[str, ...]:
-        return tuple(dim for dim in sorted(set(mesh_dims)) if self._mesh is not None and self._mesh.size(dim) > 1)
+    def _groups(self, *mesh_dims: str) -> dict[str, tuple[dist.ProcessGroup, torch.device]]:
+        """The process groups of the schedule's mesh along some dimensions, by name."""
+        found: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
+        for mesh_dim in sorted(set(mesh_dims)):
+            group = self._mesh.group(mesh_dim) if self._mesh is not None else None
+            if group is not None:
+                assert self._mesh is not None
+                found[group.group_name] = (group, exchange_device(self._mesh))
+        return found
 
     def clip(self) -> torch.Tensor:
         """Clip in place.
@@ -77,52 +84,83 @@ class GradientClipper:
         Raises:
             RuntimeError: the norm is not finite, and that is an error.
         """
-        norms = [self._norm_of(dims, parameters) for dims, parameters in self._by_dims.items()]
+        found = [counted.gradients() for counted in self._counted.values()]
+        rest, _ = _Counted([], self._again).gradients()
+        norms = [self._norm_of(one, own) for one, (_, own) in zip(self._counted.values(), found, strict=True)]
         device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
         total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), self._norm_type)
-        total = total.to(self._dtype())
+        total = total.to(self._dtype(one for local, _ in found for one in local))
         if self._error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
                 f"the {self._norm_type}-norm of all gradients over all ranks is {total.item()}, so they cannot be "
                 "clipped; error_if_nonfinite=False scales them nevertheless"
             )
-        everything = [parameter for parameters in (*self._by_dims.values(), self._again) for parameter in parameters]
-        held: Any = [SimpleNamespace(grad=gradient) for gradient in _gradients(everything)]
+        held: Any = [SimpleNamespace(grad=one) for local in (*(local for local, _ in found), rest) for one in local]
         nn.utils.clip_grads_with_norm_(held, self._max_norm, total)
         return total
 
-    def _norm_of(self, dims: tuple[str, ...], parameters: list[nn.Parameter]) -> torch.Tensor:
-        """The norm of gradients whose parameters are split over the same mesh dimensions, over those."""
-        gradients = _gradients(parameters)
+    @torch.no_grad()
+    def _norm_of(self, counted: _Counted, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The norm of gradients that are split over the same process groups, over those."""
         if gradients:
             norm = nn.utils.get_total_norm(gradients, self._norm_type)
         else:
             norm = torch.zeros((), device=self._device)  # torch's is on the CPU, and would be copied
-        if not dims or self._mesh is None:
+        if not counted.groups:
             return norm
         # In one type on every rank: one that holds none of these gradients does not know theirs, and takes part too.
-        home, norm = norm.device, norm.to(exchange_device(self._mesh), torch.float64)
+        home, norm = norm.device, norm.to(torch.float64)
         largest = math.isinf(self._norm_type)
         value = norm if largest else norm.pow(self._norm_type)
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        for mesh_dim in dims:
-            dist.all_reduce(value, operation, group=self._mesh.group(mesh_dim))
+        for group, device in counted.groups:
+            value = value.to(device)
+            dist.all_reduce(value, operation, group=group)
         return (value if largest else value.pow(1.0 / self._norm_type)).to(home)
 
-    def _dtype(self) -> torch.dtype:
-        """Return the norm's type, as torch's own function: the widest type of the gradients."""
+    def _dtype(self, gradients: Iterable[torch.Tensor]) -> torch.dtype:
+        """Return the norm's type, as torch's own function: the widest real type of the gradients."""
         dtype = torch.float32
-        here = (p.grad.dtype for parameters in self._by_dims.values() for p in parameters if p.grad is not None)
-        for one in here if self._dtypes is None else self._dtypes:
-            dtype = torch.promote_types(dtype, one)
+        for one in {gradient.dtype for gradient in gradients} if self._dtypes is None else self._dtypes:
+            dtype = torch.promote_types(dtype, one.to_real())
         return dtype
 
 
-@torch.no_grad()
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients as plain tensors: of parameters under ``fully_shard``, this rank's shards."""
-    found: Iterator[Any] = (parameter.grad for parameter in parameters)
-    return [one.to_local() if hasattr(one, "to_local") else one for one in found if one is not None]
+@dataclass(frozen=True)
+class _Counted:
+    """Parameters that are split over the same process groups: these, and the device that each sends from."""
+
+    groups: list[tuple[dist.ProcessGroup, torch.device]]
+    parameters: list[nn.Parameter]
+
+    @torch.no_grad()
+    def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return this rank's parts of the gradients as plain tensors, and in the placements of their parameters.
+
+        They differ where DTensors are partial, which takes a collective.
+        """
+        plain = (torch.Tensor, nn.Parameter)
+        if all(type(parameter) in plain for parameter in self.parameters):
+            own = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
+            return own, own
+        there: list[Any] = [parameter for parameter in self.parameters if parameter.grad is not None]
+        return [_local(one.grad) for one in there], [_local(_placed(one)) for one in there]
+
+
+def _local(gradient: Any) -> Any:
+    return gradient.to_local() if is_distributed(gradient) else gradient
+
+
+def _placed(parameter: Any) -> Any:
+    """Return a gradient in its parameter's placement: a collective for partial values."""
+    gradient = parameter.grad
+    if not is_distributed(gradient):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    own = parameter.placements if is_distributed(parameter) else gradient.placements
+    wanted = tuple(Replicate() if one.is_partial() else one for one in own)
+    return gradient if wanted == gradient.placements else gradient.redistribute(placements=wanted)
 
 
 _BUCKET = 32 << 20  # bytes that are sent at once; a larger gradient is sent alone, without a copy

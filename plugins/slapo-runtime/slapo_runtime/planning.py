@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.dialect import BuildArguments, Dialect, Plan
 from slapo_core.errors import ArgumentError, BuildError, HookError, TraceError
 from slapo_core.layout import Mesh
+from slapo_core.primitive import Violation
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -127,6 +128,17 @@ class ScheduleFacts:
         if self.pp > 1:
             return int(options.default(key, self.pp, f"one micro-batch for each of {self.pp} ranks of the pipeline"))
         return int(options.default(key, 1, "nothing is accumulated"))
+
+
+def complex_parameters(schedule: Schedule, runtime: str) -> Iterator[Violation]:
+    """Refuse trained complex parameters, for a runtime that reduces and clips real gradients only."""
+    found = [name for name, one in schedule.model.named_parameters() if one.is_complex() and one.requires_grad]
+    if found:
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        yield Violation(
+            f"'{found[0]}'{more} is complex, and {runtime} reduces gradients of real types only",
+            hint='target="torch", or a real parameter and torch.view_as_complex in the forward',
+        )
 
 
 def _split(schedule: Schedule) -> Iterator[str]:

@@ -18,7 +18,7 @@ from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.internals import describe
 from slapo_core.layout import DATA_DIMS
 from slapo_runtime.consistency import restore, torch_states
-from slapo_runtime.storage import InPlace, TorchOptimizer, optimizer_storage, sharded_over
+from slapo_runtime.storage import InPlace, TorchOptimizer, is_distributed, optimizer_storage
 from slapo_runtime.weights.exchange import exchange_device, spread
 from slapo_runtime.world import World, checksum, ranks_along
 
@@ -79,7 +79,7 @@ def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = 
     """
     found = []
     for live, over, among in _copied(correspondence):
-        if storage is None and not sharded_over(live.tensor):
+        if storage is None and not is_distributed(live.tensor):
             found.append(Replica(live.name, live.tensor, over, among))
             continue
         keeper = storage or InPlace()
@@ -347,7 +347,8 @@ def describe_copy(value: torch.Tensor | str | None) -> str:
         return value or "(anything)"
     described = f"{tuple(value.shape)}, {value.dtype}"
     if value.is_floating_point() or value.is_complex():
-        described += f", norm {float(torch.linalg.vector_norm(value.detach().cpu().double())):.7g}"
+        wide = value.detach().cpu().to(torch.promote_types(value.dtype, torch.float64))
+        described += f", norm {float(torch.linalg.vector_norm(wide)):.7g}"
     return f"{described}, checksum {checksum(value):016x}"
 
 

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 
 from slapo_core.errors import BuildError
+from slapo_core.layout import device_of
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from slapo_core.layout import Layout
 
 
@@ -26,10 +29,12 @@ class Placement:
         reference: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
             it, ascending; several for a parameter that several stages use. E.g. ``{"wte.weight": (0, 1)}``.
         added: the same of what steps made that no single reference tensor explains, by its name in the scheduled model.
+        modules: the ranks that run each module with a ``get_extra_state`` of its own, by path.
     """
 
     reference: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    modules: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holders(self, live: LiveTensor) -> tuple[int, ...]:
         """Return the pipeline ranks that hold a live tensor; none for one added after the build."""
@@ -248,7 +253,7 @@ class LiveTensor:
 class InPlace:
     """The implementation of :class:`slapo_runtime.storage.TensorStorage` where the model holds its own tensors.
 
-    Those that torch's ``fully_shard`` partitions over replicas are DTensors: full over these for who reads them.
+    DTensors, as torch's ``fully_shard`` makes them, are full over their own mesh for who reads them.
     """
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
@@ -279,7 +284,7 @@ class InPlace:
 class TorchOptimizer:
     """The implementation of :class:`slapo_runtime.storage.OptimizerStorage` by an optimizer of the model's tensors.
 
-    The state of a parameter under ``fully_shard`` is of DTensors, as the parameter itself.
+    The state of a DTensor is of DTensors, as the parameter itself.
 
     Args:
         optimizer: its parameters are the model's.
@@ -308,9 +313,9 @@ class TorchOptimizer:
 
     def state(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         state: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
-        if not sharded_over(parameter):
+        if not is_distributed(parameter):
             return state
-        return {key: _without_values(value) if _is_sharded(value) else value for key, value in state.items()}
+        return {key: _without_values(value) if is_distributed(value) else value for key, value in state.items()}
 
     def read(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
         return unsharded(self._optimizer.state[parameter][key])
@@ -354,38 +359,49 @@ class TorchOptimizer:
         return sharded_like(parameter, value) if is_of_its_shape else value
 
 
+def is_distributed(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor: of torch's ``fully_shard``, or the user's own."""
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "device_mesh")
+
+
 def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh dimensions over which ``fully_shard`` partitions a tensor; none of a plain one."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "device_mesh"):
+    """The mesh dimensions that partition a DTensor, by name in its own mesh, else by number; none of a plain one."""
+    if not is_distributed(tensor):
         return ()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return tuple(name for name, one in zip(names, tensor.placements, strict=True) if not one.is_replicate())  # type: ignore[attr-defined]
+    own: Any = tensor
+    names = own.device_mesh.mesh_dim_names or tuple(map(str, range(own.device_mesh.ndim)))
+    return tuple(name for name, one in zip(names, own.placements, strict=True) if not one.is_replicate())
+
+
+def sharding_groups(tensor: torch.Tensor) -> list[tuple[ProcessGroup, torch.device]]:
+    """The process groups over which a DTensor is split, and the devices that they send from; none of a plain one."""
+    if not is_distributed(tensor):
+        return []
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    split = [number for number, one in enumerate(tensor.placements) if not one.is_replicate() and not one.is_partial()]  # type: ignore[attr-defined]
+    return [(mesh.get_group(number), device_of(mesh.device_type)) for number in split if mesh.size(number) > 1]
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-    """All-gather a tensor under ``fully_shard``; a plain one is returned as it is."""
+    """Return the full plain tensor of a DTensor: a collective; a plain one is returned as it is."""
     own: Any = tensor
-    return own.detach().full_tensor() if sharded_over(own) else own  # type: ignore[no-any-return]
+    return own.detach().full_tensor() if is_distributed(own) else own  # type: ignore[no-any-return]
 
 
 def sharded_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Shard a full value as ``fully_shard`` shards a tensor: this rank's part alone is kept, without communication.
+    """Shard a full value as a DTensor is sharded: this rank's part alone is kept, without communication.
 
     Args:
         tensor: of the same shape; a plain one leaves the value as it is.
         value: the same on every rank that shares the tensor.
     """
-    if not sharded_over(tensor):
+    if not is_distributed(tensor):
         return value
     from torch.distributed.tensor import distribute_tensor
 
     like: Any = tensor
     own = value.detach().to(like.device)
     return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None).clone()
-
-
-def _is_sharded(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(sharded_over(value))
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -442,3 +442,67 @@ def test_steps_that_put_parts_together_may_be_given_parts(message: Messages) -> 
     [first], [second] = run_ranks(parts_of_a_batch, world_size=2)
     assert first == second
     message(re.sub(r"checksum \w+", "checksum", first), "the batch: x:\n  rank 0: ", "its own part")
+
+
+def in_own_meshes(directory: str) -> dict[str, Any]:
+    """The norm, the error of clipped gradients, and the state, under meshes that the schedule does not have."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    batch = {name: value.double() for name, value in next(batches(1)).items()}
+
+    def replicated(model: nn.Module) -> nn.Module:
+        """By hand: whole parameters, whose gradients are partial sums over the ranks' samples."""
+        mesh = init_device_mesh("cpu", (4,))
+        for layer in model.children():
+            for name, value in list(layer.named_parameters(recurse=False)):
+                layer.register_parameter(name, nn.Parameter(distribute_tensor(value.detach(), mesh, [Replicate()])))
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {n: distribute_tensor(v, mesh, [Shard(0)]) for n, v in kwargs.items()}),
+            with_kwargs=True,
+        )
+        return model
+
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    kinds: dict[str, tuple[Any, Callable[[nn.Module], nn.Module]]] = {
+        "other names": ({"dp": 4}, lambda model: fully_shard(model, mesh=hybrid._flatten("all"))),
+        "no names": ({"dp": 4}, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (4,)))),
+        "torch's default": ({"dp": 4}, fully_shard),
+        "no mesh of the schedule": (None, fully_shard),
+        "hybrid": ({"dp": 4}, lambda model: fully_shard(model, mesh=hybrid)),
+        "partial gradients": (None, replicated),
+    }
+    found = {}
+    for kind, (mesh, wrap) in kinds.items():
+        sch = slapo.create_schedule(real("mlp").double(), mesh=mesh)
+        model = wrap(sch.model)
+        model(**batch).backward()
+        gradients: Any = [parameter.grad for parameter in model.parameters()]
+        full = [gradient.full_tensor().clone() for gradient in gradients]
+        norm = nn.utils.get_total_norm(full)
+        own = slapo.clip_grad_norm_(sch, 0.05)
+        clipped = zip(gradients, full, strict=True)
+        error = max(float((one.full_tensor() - other * (0.05 / norm)).abs().max()) for one, other in clipped)
+        state = slapo.state_dict(sch)
+        slapo.save_pretrained(sch, f"{directory}/{kind}")
+        written = load_file(f"{directory}/{kind}/model.safetensors")  # by the first rank, for which the others wait
+        slapo.load_state_dict(sch, {name: value + 1 for name, value in state.items()})
+        loaded = slapo.state_dict(sch)
+        right = [
+            torch.equal(state[n], v) and torch.equal(loaded[n], v + 1)
+            for n, v in real("mlp").double().state_dict().items()
+        ]
+        right += [type(value) is torch.Tensor and torch.equal(written[name], value) for name, value in state.items()]
+        found[kind] = (float(own / norm), error, all(right))
+    return found
+
+
+@pytest.mark.ranks
+def test_parameters_in_a_mesh_of_their_own_are_clipped_and_saved_over_that_mesh(tmp_path: Path) -> None:
+    for found in run_ranks(in_own_meshes, str(tmp_path), world_size=4):
+        assert len(found) == 6
+        for kind, (ratio, error, is_right) in found.items():
+            assert ratio == pytest.approx(1, rel=1e-12), kind
+            assert error < 1e-6, kind  # torch adds 1e-6 to the norm
+            assert is_right, kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,3 +273,36 @@ def test_positions_are_accumulated_as_in_a_step_of_the_whole_batch(samples: int,
     slapo.build(slapo.create_schedule(model), accumulate=samples, optimizer=sgd, **options).train_step(batch)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+class Spectral(nn.Module):
+    """A complex weight beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.out = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out((x.to(torch.cfloat) @ self.weight).abs()).square().mean()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_complex_gradients_are_clipped_as_torch_does(norm_type: float) -> None:
+    batch, plain = torch.randn(3, 4), Spectral()
+    optimizer = sgd(list(plain.parameters()))
+    plain(batch).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    optimizer.step()
+    sch = slapo.create_schedule(Spectral())
+    own = sgd(list(sch.model.parameters()))
+    sch.model(batch).backward()
+    got = slapo.clip_grad_norm_(sch, 0.1, norm_type)
+    own.step()
+    assert got.dtype == norm.dtype == torch.float32
+    torch.testing.assert_close(got, norm)
+    torch.testing.assert_close(dict(sch.model.named_parameters()), dict(plain.named_parameters()))
+    if norm_type == 2.0:
+        engine = slapo.build(slapo.create_schedule(Spectral()), optimizer=sgd, max_grad_norm=0.1)
+        torch.testing.assert_close(engine.train_step(batch).grad_norm, norm)
+        torch.testing.assert_close(engine.state_dict(), plain.state_dict())
