@@ -387,6 +387,12 @@ DANGERS = (
     ),
     Danger(
         "optimizer.type",
+        lambda config, *_: (optimizer_name(config) or "").lower() == "lbfgs",
+        "its step() requires a closure, which DeepSpeed does not give it",
+        '"type": "AdamW"',
+    ),
+    Danger(
+        "optimizer.type",
         lambda config, facts, _: optimizer_name(config) == "muon" and facts.split,
         "it is not element-wise, and a step splits parameters over mesh_dim 'tp'",
         '"type": "AdamW"',

@@ -69,7 +69,10 @@ def initialize(plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any 
 
     config = copy.deepcopy(dict(plan.config["config"]))
     with context.together("making the optimizer"), with_shapes(context.schedule.model):
-        optimizer = context.make_optimizer(partitioned=config["zero_optimization"]["stage"] > 0)
+        optimizer = context.make_optimizer(
+            partitioned=config["zero_optimization"]["stage"] > 0,
+            has_main_weights=any((config.get(name) or {}).get("enabled") for name in ("bf16", "bfloat16", "fp16")),
+        )
     if optimizer is not None:
         groups = groups_of(optimizer.param_groups)
     else:

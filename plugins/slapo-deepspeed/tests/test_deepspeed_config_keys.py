@@ -202,7 +202,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "Muon, split": (of("Muon", 1), {"schedule": split()}, "a step splits parameters"),
     "Lamb, ZeRO": (of("Lamb", 2), {}, "not known to be element-wise"),
     "Adafactor, split": (of("Adafactor"), {"schedule": split()}, "not known to be element-wise"),
-    "LBFGS, ZeRO": (of("LBFGS", 1), {}, "not known to be element-wise"),
+    "LBFGS": (of("LBFGS", 0), {}, "requires a closure"),
     "Lamb, pipeline in bf16": ({**of("Lamb"), "bf16": {"enabled": True}}, {"mesh": {"pp": 2}}, "element-wise"),
 }
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

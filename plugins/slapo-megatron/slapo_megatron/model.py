@@ -287,7 +287,9 @@ def optimizer_of(options: Mapping[str, Any], context: BuildContext, chunks: Sequ
                 hint=f"before the schedule is made: model.get_input_embeddings().weight.{name} = True",
             )
         return get_megatron_optimizer(config, list(chunks))
-    inner = context.make_optimizer(partitioned=config.use_distributed_optimizer)
+    inner = context.make_optimizer(
+        partitioned=config.use_distributed_optimizer, has_main_weights=config.bf16 or config.fp16
+    )
     return ChainedOptimizer([_wrapped(inner, config, chunks)])
 
 

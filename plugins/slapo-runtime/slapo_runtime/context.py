@@ -29,7 +29,7 @@ from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_re
 from slapo_runtime.private import tree_map_only
 from slapo_runtime.stages import Outputs, Part, StagedModel, ask
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
-from slapo_runtime.weights.optimizer import make_optimizer, same_groups
+from slapo_runtime.weights.optimizer import make_optimizer, same_groups, warn_of_lost_updates
 from slapo_runtime.world import together
 
 if TYPE_CHECKING:
@@ -164,7 +164,9 @@ class BuildContext:
         """
         return self._values.run()
 
-    def make_optimizer(self, *, partitioned: bool = False) -> torch.optim.Optimizer | None:
+    def make_optimizer(
+        self, *, partitioned: bool = False, has_main_weights: bool = False
+    ) -> torch.optim.Optimizer | None:
         """Call the user's factory with every parameter of the scheduled model, and check the optimizer.
 
         Where the mesh has several ranks along ``pp``, with those that this rank holds. A rank that holds none has the
@@ -172,6 +174,8 @@ class BuildContext:
 
         Args:
             partitioned: whether the runtime gives the optimizer parts of parameters, besides what the schedule splits.
+            has_main_weights: whether the optimizer steps copies of the parameters in float32. Without, a warning says
+                where parameters in a 16-bit type would lose its updates.
 
         Returns:
             None if the user gave no factory: the engine then only evaluates.
@@ -197,6 +201,8 @@ class BuildContext:
             )
             if optimizer is not None:
                 self._first.end_with(optimizer)
+                if not has_main_weights:
+                    warn_of_lost_updates(optimizer, stacklevel=8)
         if self.placement is not None and optimizer is not None:
             same_groups(self._mesh, optimizer)
         return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,78 @@ def test_torch_s_element_wise_optimizers_take_shards_and_compute_shards_of_their
     assert torch.equal(torch.cat([stepped(slice(0, 2)), stepped(slice(2, 4))]), stepped(slice(0, 4)))
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_those_that_are_not_are_refused_where_a_parameter_is_split(name: str, message: Messages) -> None:
     with pytest.raises(OptimizerError) as refused:
         made(getattr(torch.optim, name))
     message(refused, name, "'weight'", "elementwise=True")
     assert made(getattr(torch.optim, name), is_split=False) is not None
+
+
+class Closing(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_split": False}, {"is_part": True}, {"elementwise": True}])
+def test_those_whose_step_requires_a_closure_are_refused(options: dict[str, Any], message: Messages) -> None:
+    for factory in (torch.optim.LBFGS, Closing):
+        with pytest.raises(OptimizerError) as refused:
+            made(factory, **options)
+        message(refused, factory.__name__, "'closure'")
+
+
+class Weighted(nn.Module):
+    """Weights of the size of a usual initialization."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(64, 6).mul(0.02).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.weight.dtype) @ self.weight.mT).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "rate", "warns"),
+    [
+        (torch.bfloat16, "AdamW", 1e-5, True),
+        (torch.bfloat16, "Adam", 1e-5, True),
+        (torch.bfloat16, "AdamW", 1e-3, False),
+        (torch.float16, "AdamW", 1e-5, False),
+        (torch.bfloat16, "SGD", 1e-5, False),
+        (torch.float32, "AdamW", 1e-5, False),
+    ],
+)
+def test_updates_that_rounding_loses_are_warned_of_once(dtype: Any, name: str, rate: float, warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = slapo.build(
+            slapo.create_schedule(Weighted(dtype)), optimizer=lambda params: getattr(torch.optim, name)(params, lr=rate)
+        )
+        before = engine.state_dict()["weight"]
+        for _ in range(2):
+            engine.train_step(torch.randn(4, 6))
+    told = [str(one.message) for one in caught if "rounding" in str(one.message)]
+    assert len(told) == warns
+    assert all("MixedPrecisionPolicy" in one and str(dtype)[6:] in one for one in told)
+    if name != "SGD":
+        moved = float((engine.state_dict()["weight"] != before).float().mean())
+        assert (moved < 0.5) == warns
+
+
+def test_a_live_step_is_warned_of_lost_updates_too(message: Messages) -> None:
+    sch = slapo.create_schedule(nn.Sequential(Weighted(torch.bfloat16)))
+    sch["0"].replace(Weighted(torch.bfloat16))
+    optimizer = torch.optim.AdamW(sch.model.parameters(), lr=1e-5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sch.model(torch.randn(4, 6)).backward()
+            optimizer.step()
+    [told] = [str(one.message) for one in caught if "rounding" in str(one.message)]
+    message(told, "bfloat16", "float32", 'target="deepspeed"')
 
 
 def test_an_unknown_one_is_taken_at_the_user_s_word() -> None:
@@ -66,9 +133,8 @@ def test_an_unknown_one_is_taken_at_the_user_s_word() -> None:
 def test_pipeline_stages_need_one_that_goes_by_single_parameters() -> None:
     for name in ("SGD", "Adafactor", "Muon"):
         assert made(getattr(torch.optim, name), is_split=False, is_part=True) is not None
-    for factory in (torch.optim.LBFGS, OwnSGD):
-        with pytest.raises(OptimizerError, match="pipeline stage"):
-            made(factory, is_split=False, is_part=True)
+    with pytest.raises(OptimizerError, match="pipeline stage"):
+        made(OwnSGD, is_split=False, is_part=True)
     assert made(OwnSGD, is_split=False, is_part=True, elementwise=True) is not None
 
 

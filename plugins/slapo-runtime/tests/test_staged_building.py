@@ -232,7 +232,7 @@ def test_optimizers_that_do_not_go_with_stages_are_refused(results: list[dict[st
         own, at_once, by_norm, groups, settings, left_out = result["lost"]
         foreign = ("'0.weight'", "'1.weight'")[1 - rank]
         assert f"{foreign} of another pipeline stage" in own
-        message(at_once, "LBFGS", "pipeline stage")
+        message(at_once, "LBFGS", "'closure'")
         message(by_norm, "ByNorm", "pipeline stage")
         message(groups, "number of groups", "rank 0: 2\n  rank 1: 4")
         message(settings, "'lr' of group 0", "rank 0: 0.2\n  rank 1: 0.4")

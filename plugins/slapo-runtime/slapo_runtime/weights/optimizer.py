@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from slapo_core.errors import OptimizerError
 from slapo_core.internals import describe
+from slapo_runtime.storage import is_distributed
 from slapo_runtime.world import RankFact, World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
 
 
-_ELEMENTWISE = {
+ELEMENTWISE = {
     "torch": ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adagrad"],
     "deepspeed": ["FusedAdam", "FusedLion", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"],
     "apex": ["FusedAdam", "FusedSGD", "FusedAdagrad"],
@@ -26,6 +31,7 @@ _ELEMENTWISE = {
 _BY_PARAMETER = {"torch": ("Adafactor", "Muon"), "transformers": ("Adafactor",)}
 """Those whose update of a parameter depends on that parameter alone."""
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SAME_GROUPS = "let the factory make the same groups with the same settings on every rank, empty ones too"
 _CALL = "build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))"
 
@@ -51,8 +57,9 @@ def make_optimizer(
         elementwise: whether the user says that an element's update depends on that element alone.
 
     Raises:
-        OptimizerError: it made something else, left out parameters that need training, took foreign ones, or is not
-            known to be element-wise where a parameter is split, or where other ranks train other parameters.
+        OptimizerError: it made something else, one whose ``step`` requires a closure, left out parameters that need
+            training, took foreign ones, or is not known to be element-wise where a parameter is split, or where other
+            ranks train other parameters.
     """
     if factory is None:
         return None
@@ -61,6 +68,7 @@ def make_optimizer(
         raise OptimizerError(
             f"the optimizer factory must return a torch.optim.Optimizer (got {type(optimizer).__name__})", hint=_CALL
         )
+    _refuse_closure(optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {id(parameter) for parameter in parameters.values()}
     foreign = [parameter for parameter in held if id(parameter) not in own]
@@ -85,6 +93,76 @@ def make_optimizer(
     if not elementwise:
         _require_elementwise(optimizer, parameters, split, is_part=is_part)
     return optimizer
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose ``step`` requires a closure, which no engine gives it."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    required = [one.name for one in parameters if one.default is one.empty and one.kind in _POSITIONAL]
+    if required:
+        kind = type(optimizer).__name__
+        raise OptimizerError(
+            f"{kind}.step() requires {', '.join(map(repr, required))}, and a training step of an engine calls step() "
+            "without arguments, once for each batch",
+            hint=f"torch.optim.AdamW or another optimizer without a closure; {kind} in a loop of your own, without "
+            "build(): optimizer.step(closure)",
+        )
+
+
+_LOST = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+"""Relative size of updates that rounding loses, by type: half of the distance to the next number, or less."""
+
+_ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
+"""Those of torch whose update of an element is about as large as the learning rate."""
+
+
+@torch.no_grad()
+def lost_updates(optimizer: torch.optim.Optimizer) -> str | None:
+    """Describe parameters in a 16-bit type that mostly do not change by an update of the size of the learning rate.
+
+    A look at some elements of each parameter: half of them are larger than what such an update can change.
+
+    Returns:
+        the problem and the ways out; None for other optimizers, types and learning rates.
+    """
+    if type(optimizer).__name__ not in _ADAM or not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    lost = seen = 0
+    kinds = set()
+    rate = 0.0
+    for group in optimizer.param_groups:
+        rate = float(group.get("initial_lr", group["lr"]))
+        for parameter in group["params"]:
+            if parameter.dtype in _LOST and parameter.requires_grad and parameter.numel() and not parameter.is_meta:
+                own = parameter.to_local() if is_distributed(parameter) else parameter
+                some = own.detach().flatten()[:_SAMPLE].float().abs()
+                lost += int((some * _LOST[parameter.dtype] > rate).sum()) * parameter.numel() // max(1, some.numel())
+                seen += parameter.numel()
+                kinds.add(str(parameter.dtype).removeprefix("torch."))
+    if not rate or 2 * lost <= seen:
+        return None
+    return (
+        f"{type(optimizer).__name__} steps parameters in {' and '.join(sorted(kinds))} with a learning rate of "
+        f"{rate:g}: rounding loses updates of that size in {lost / seen:.0%} of their elements, which then never "
+        "change. Keep the parameters in float32 (from_pretrained(..., dtype=torch.float32)), and compute under "
+        'torch.autocast("cuda", torch.bfloat16) or fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype='
+        'torch.bfloat16)); or take target="deepspeed" or "megatron" with bf16, which have main weights in float32; or '
+        "an optimizer with stochastic rounding"
+    )
+
+
+def warn_of_lost_updates(optimizer: torch.optim.Optimizer | None, *, stacklevel: int) -> None:
+    """Warn of :func:`lost_updates`, once for each optimizer, on the first process."""
+    if optimizer is None or optimizer in _LOOKED_AT or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    _LOOKED_AT.add(optimizer)
+    problem = lost_updates(optimizer)
+    if problem is not None:
+        warnings.warn(problem, stacklevel=stacklevel)
+
+
+_LOOKED_AT: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_SAMPLE = 4096  # elements of each parameter
 
 
 def same_groups(mesh: Mesh | None, optimizer: torch.optim.Optimizer) -> None:
@@ -132,7 +210,7 @@ def _require_elementwise(
 ) -> None:
     """Refuse an optimizer that is not element-wise for sharded parameters."""
     kind, package = type(optimizer), type(optimizer).__module__.partition(".")[0]
-    if kind.__name__ in _ELEMENTWISE.get(package, ()):
+    if kind.__name__ in ELEMENTWISE.get(package, ()):
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     name = next(
