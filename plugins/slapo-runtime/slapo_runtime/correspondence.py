@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -187,7 +187,11 @@ class Correspondence:
         for path, own_name, tensor, persistent in own_tensors(self.tree.index.modules):
             if id(tensor) in found:
                 continue
-            layout = table.layout(tensor, f"{path}.{own_name}" if path else own_name)
+            name = f"{path}.{own_name}" if path else own_name
+            layout = table.layout(tensor, name)
+            if name in self.survey.buffers and (tensor.is_meta or not table.is_known(tensor)):  # made by the forward
+                origin = self.survey.origins[name]
+                layout = dataclasses.replace(layout, origin=origin, shape=self.survey.specs[origin].shape)
             spec = self.survey.carried_by(layout)
             is_parameter = own_name in parameters_of(self.tree.index.modules[path])
             reference_names = (spec.name,) if spec is not None else ()
@@ -256,7 +260,26 @@ def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Se
         reference.update((name, ranks) for name in live.reference_names)
         if live.name not in explained:
             added[live.name] = ranks
-    return Placement(reference, added)
+    modules = dict(_running(correspondence, partition, stage_ranks, reference))
+    return Placement(reference, added, modules)
+
+
+def _running(
+    correspondence: Correspondence,
+    partition: Partition,
+    stage_ranks: Sequence[int],
+    reference: Mapping[str, tuple[int, ...]],
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the ranks that run each module with a state of its own: those of its stages, or of its tensors."""
+    users: dict[int, set[int]] = {}
+    for stage, rank in zip(partition.stages, stage_ranks, strict=True):
+        for module in stage.module.modules():
+            users.setdefault(id(module), set()).add(rank)
+    for key in correspondence.survey.not_tensors:
+        path = key.rpartition(".")[0]
+        own = correspondence.tree.index.modules.get(path)
+        within = {rank for name, ranks in reference.items() if name.startswith(f"{path}.") for rank in ranks}
+        yield path, tuple(sorted(users.get(id(own)) or within or UNUSED))
 
 
 def placement_facts(

@@ -13,14 +13,17 @@ import torch
 from slapo_core.errors import ReplicaError, WeightsError
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
-from slapo_runtime.storage import InPlace, LiveTensor
+from slapo_runtime.storage import InPlace, LiveTensor, is_distributed
 from slapo_runtime.weights.checkpoint import load_checkpoint, load_shards, save_checkpoint, shards_of
 from slapo_runtime.weights.exchange import exchange_device
 from slapo_runtime.weights.files import Source, check_names, open_source, read_tensor
 from slapo_runtime.weights.mapping import TensorSpec
+from slapo_runtime.weights.module_state import chosen, extra_states, follow_buffers, is_extra, set_extra_states
 from slapo_runtime.world import gather_along, together
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from slapo_core import Schedule
     from slapo_core.layout import Mesh
     from slapo_runtime.storage import OptimizerStorage, ShardedState, ShardSource, TensorStorage
@@ -112,14 +115,17 @@ class ModelState:
                 the forward computes with something else than what is trained.
         """
         if self.correspondence.placement is not None:
+            follow_buffers(self.correspondence)
             with together(self.mesh, "looking for the values of this rank's tensors"):
                 self._refuse_without_values()
         compare_all(
             self.correspondence, optimizer, storage=self.kept, random=self.uses_rng, repair=repair, hint=self.hint
         )
 
-    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Any]:
         """Return the reference model's state dict: copies on the CPU, in its keys' order and types.
+
+        What modules give by ``get_extra_state`` is in it, as in torch's, and has any type.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
@@ -129,9 +135,14 @@ class ModelState:
             RankMismatchError: replicas differ between ranks of a tensor. It is compared where putting tensors together
                 takes all ranks anyway, and with ``rank0_only``.
         """
-        self._check_unchanged()
+        self.check_unchanged()
         differing = self.differing() if rank0_only or self.is_spread else None  # else other ranks may not call it
         values = self.whole(rank0_only=rank0_only, include_added=include_added)
+        extra = extra_states(self.correspondence, compare=rank0_only or self.is_spread)
+        if extra and (not rank0_only or self.is_first_rank):
+            values |= extra
+            order = self.correspondence.survey.order
+            values = {key: values[key] for key in order if key in values} | values
         if differing is not None:
             differing.state_dict = values
             raise differing
@@ -155,19 +166,11 @@ class ModelState:
         Raises:
             WeightsError: missing or unexpected names, or other shapes; nothing was changed.
         """
-        self._check_unchanged()
-        extra: dict[str, Any] = {}
-        if isinstance(state, Mapping):  # a module's get_extra_state, not a tensor of the model
-            extra = {key: state[key] for key in self.correspondence.survey.not_tensors if key in state}
-            state = {key: value for key, value in state.items() if key not in extra}
+        self.check_unchanged()
         with together(self.mesh, "reading the state dict"):
+            self._refuse_without_values()
             loading = self.prepare(open_source(state))
         loading.assign()
-        modules = self.correspondence.tree.index.modules
-        for key, value in extra.items():
-            path, _, own = key.rpartition(".")
-            if own == "_extra_state" and path in modules:
-                modules[path].set_extra_state(value)
 
     def save(
         self,
@@ -189,7 +192,7 @@ class ModelState:
             BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint, or writing
                 failed.
         """
-        self._check_unchanged()
+        self.check_unchanged()
         save_checkpoint(directory, self, optimizer, runtime or {})
 
     def load(
@@ -232,7 +235,7 @@ class ModelState:
             RankMismatchError: as :meth:`check_replicas` says.
             BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint.
         """
-        self._check_unchanged()
+        self.check_unchanged()
         return shards_of(self, optimizer, runtime or {})
 
     def load_shards(
@@ -250,6 +253,20 @@ class ModelState:
         return load_shards(self, description, source, optimizer, uses)
 
     @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the first of those that share the model."""
+        if self.mesh is not None:
+            return self.mesh.is_first_rank
+        mesh = self.own_mesh
+        return mesh is None or mesh.get_rank() == int(mesh.mesh.min())
+
+    @property
+    def own_mesh(self) -> DeviceMesh | None:
+        """The mesh of the model's DTensors, where the schedule has none."""
+        meshes: Any = (live.tensor.device_mesh for live in self.tensors() if is_distributed(live.tensor))  # type: ignore[attr-defined]
+        return next(meshes, None) if self.mesh is None else None
+
+    @property
     def is_spread(self) -> bool:
         """Whether gathering some tensor needs other ranks."""
         if self.correspondence.is_spread:
@@ -258,15 +275,20 @@ class ModelState:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Refuse a model that was changed outside of the schedule, and follow its buffers: a collective over ``pp``."""
         self.correspondence.tree.tensors.check_unchanged()
+        follow_buffers(self.correspondence)
 
     def _refuse_without_values(self) -> None:
         empty = [live.name for live in self.tensors() if live.is_local and live.tensor.is_meta]
         if empty:
             raise WeightsError(
                 f"'{empty[0]}' is on the meta device, but this rank must hold its values"
-                + (f" ({len(empty) - 1} more are, too)" if empty[1:] else "")
+                + (f" ({len(empty) - 1} more are, too)" if empty[1:] else ""),
+                hint="slapo_core.build(sch, weights=state, optimizer=...) gives a model on the meta device its values; "
+                'in a loop of your own, first sch.model.to_empty(device="cpu"), and fill in the buffers that no state '
+                "dict holds",
             )
 
     def whole(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
@@ -277,7 +299,7 @@ class ModelState:
             include_added: as there.
             as_trained: in the precision that is trained, instead of the reference model's.
         """
-        wanted = not rank0_only or self.mesh is None or self.mesh.is_first_rank
+        wanted = not rank0_only or self.is_first_rank
         specs = self.correspondence.survey.specs
         self._learn_types()
 
@@ -308,7 +330,7 @@ class ModelState:
             WeightsError: names or shapes do not fit.
         """
         names = check_names(self.correspondence.survey, source)
-        loading = Loading(self)
+        loading = Loading(self, extra=chosen(self.correspondence, source.extra, source.label))
         for live, specs in self.correspondence.translated():
             if live.is_local:
                 loading.take(live, self.read_translated(source, names, live, specs))
@@ -392,7 +414,8 @@ class ModelState:
     def _added(self, wanted: bool, include: bool, copied: _Copied) -> dict[str, torch.Tensor]:
         added = self.correspondence.added()
         if not include:
-            left_out = [live.name for live in added] + list(self.correspondence.survey.not_tensors)
+            other = [key for key in self.correspondence.survey.not_tensors if not is_extra(key)]
+            left_out = [live.name for live in added] + other
             if left_out and not self._told:
                 self._told = True
                 warnings.warn(
@@ -420,11 +443,13 @@ class Loading:
         state: whose values they are.
         assignments: what puts this rank's shards into their places.
         dropped: as in :class:`ModelState`.
+        extra: what modules take by ``set_extra_state``.
     """
 
     state: ModelState
     assignments: list[Callable[[], None]] = field(default_factory=list)
     dropped: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def take(self, live: LiveTensor, shard: torch.Tensor) -> None:
         """Assign this rank's shard of a tensor, in the end."""
@@ -434,3 +459,4 @@ class Loading:
         for assign in self.assignments:
             assign()
         self.state.dropped.update(self.dropped)
+        set_extra_states(self.state.correspondence, self.extra)

@@ -127,21 +127,6 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(message: Messages) -> No
     assert all(torch.equal(tensor, before[key]) for key, tensor in engine.state_dict().items())
 
 
-class Stateful(nn.Linear):
-    def get_extra_state(self) -> object:
-        return {"version": 3}
-
-    def set_extra_state(self, state: object) -> None:
-        pass
-
-
-def test_extra_state_that_is_no_tensor_is_named() -> None:
-    engine = slapo.build(slapo.create_schedule(nn.Sequential(Stateful(2, 2))))
-    with pytest.warns(UserWarning, match=r"does not have them: 0\._extra_state$"):
-        state = engine.state_dict()
-    assert list(state) == ["0.weight", "0.bias"]
-
-
 class Renaming(nn.Module):
     """Its state dict names the weight otherwise, in a clone."""
 

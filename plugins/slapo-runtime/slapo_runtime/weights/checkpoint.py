@@ -19,7 +19,8 @@ from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsEr
 from slapo_core.layout import DATA_DIMS, Layout
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.storage import ShardedState, ShardSource, TensorShard, optimizer_storage
-from slapo_runtime.weights.files import SafetensorsSource, Source, Wider, Writer, checksums, located, placed
+from slapo_runtime.weights.files import MANIFEST, SafetensorsSource, Source, Wider, Writer, checksums, located, placed
+from slapo_runtime.weights.module_state import as_json, extra_states, packed, resized, unpacked
 from slapo_runtime.weights.optimizer_state import OptimizerState
 from slapo_runtime.world import World, together
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
-MODEL, ADDED, OPTIMIZER, MANIFEST = "model.safetensors", "added.safetensors", "optimizer.safetensors", "checkpoint.json"
+MODEL, ADDED, OPTIMIZER = "model.safetensors", "added.safetensors", "optimizer.safetensors"
 TRAINED = "trained.safetensors"
 ALL = (MODEL, TRAINED, ADDED, OPTIMIZER)
 COUNTERS = "counters"  # the one name in what a runtime saves that may be left unused
@@ -58,6 +59,7 @@ def save_checkpoint(
     random = _random_states(mesh)
     with together(mesh, "saving the optimizer's state"):
         refuse_not_json(runtime)
+    extra = _packed(state)
     moments = collected(state, optimizer)
     if moments is not None:
         moments.unite()
@@ -78,6 +80,7 @@ def save_checkpoint(
                 with writing(directory):
                     writer.write(OPTIMIZER, tensors)
                     about: dict[str, Any] = {"optimizer": moments.description() if moments is not None else None}
+                    about |= {"extra": extra, "buffers": as_json(state.correspondence.survey.buffers)}
                     if differing is not None:
                         about["replicas"] = differing.message
                     if runtime:
@@ -126,20 +129,23 @@ def load_checkpoint(
     """
     path = Path(directory)
     moments = collected(state, optimizer)
-    with together(state.mesh, f"reading the checkpoint '{directory}'"):
+    label = f"the checkpoint '{path}'"
+    with together(state.mesh, f"reading {label}"):
         manifest = _read_manifest(path)
         _check_sums(path, manifest.get("checksums", {}), state.mesh)
-        weights: Source = _source(path, MODEL)
-        if TRAINED in manifest["files"]:
-            weights = Wider(weights, _source(path, TRAINED), state.correspondence.survey.keys)
-        added = _source(path, ADDED) if ADDED in manifest["files"] else None
-        if moments is not None:
-            moments.unite()
-        tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
-        runtime = dict(manifest.get("runtime") or {})
-        label = f"the checkpoint '{path}'"
-        loading = prepared(state, weights, added, moments, manifest["optimizer"], tensors, runtime, uses, label)
-    give(state, moments, loading, label)
+    with resized(state.correspondence, manifest.get("buffers", {})):
+        with together(state.mesh, f"reading {label}"):
+            weights: Source = _source(path, MODEL)
+            if TRAINED in manifest["files"]:
+                weights = Wider(weights, _source(path, TRAINED), state.correspondence.survey.keys)
+            weights.extra = unpacked(manifest.get("extra", {}))
+            added = _source(path, ADDED) if ADDED in manifest["files"] else None
+            if moments is not None:
+                moments.unite()
+            tensors = _source(path, OPTIMIZER) if OPTIMIZER in manifest["files"] else None
+            runtime = dict(manifest.get("runtime") or {})
+            loading = prepared(state, weights, added, moments, manifest["optimizer"], tensors, runtime, uses, label)
+        give(state, moments, loading, label)
     states = manifest.get("random", {}).get(_replica(state.mesh), {})
     restore({device: base64.b64decode(content) for device, content in states.items()})
     return runtime
@@ -210,6 +216,13 @@ def give(state: ModelState, moments: OptimizerState | None, loading: Loading, la
             moments.take_back()
             raise
     loading.assign()
+
+
+def _packed(state: ModelState) -> dict[str, str]:
+    """What modules keep by ``get_extra_state``, encoded: a collective."""
+    extra = extra_states(state.correspondence, compare=state.is_spread)
+    with together(state.mesh, "saving the modules' extra state"):
+        return packed(extra)
 
 
 def _files(state: ModelState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -326,6 +339,7 @@ def shards_of(
         raise differing
     with together(state.mesh, "saving the optimizer's state"):
         refuse_not_json(runtime)
+    extra = _packed(state)
     moments = collected(state, optimizer)
     if moments is not None:
         moments.unite()
@@ -339,7 +353,7 @@ def shards_of(
             writer.add("optimizer", name, layout, read(), holders)
     description: dict[str, Any] = {"format": SHARDS_FORMAT, "weights": weights, "runtime": dict(runtime)}
     description["added"] = {live.name: list(live.layout.shape) for live in added}
-    description["optimizer"] = None
+    description |= {"extra": extra, "buffers": as_json(state.correspondence.survey.buffers), "optimizer": None}
     if moments is not None:
         description["optimizer"] = {**moments.description(), "tensors": moments.shapes()}
     return ShardedState(description, writer.shards)
@@ -354,9 +368,21 @@ def load_shards(
 ) -> dict[str, Any]:
     """Load shards: a first run checks and plans them, then all are read at once."""
     moments = collected(state, optimizer)
+    with resized(state.correspondence, description.get("buffers", {})):
+        return _load_shards(state, description, source, moments, uses)
+
+
+def _load_shards(
+    state: ModelState,
+    description: Mapping[str, Any],
+    source: ShardSource,
+    moments: OptimizerState | None,
+    uses: Collection[str],
+) -> dict[str, Any]:
     wanted: list[TensorShard] = []
     kinds: tuple[Kind, ...] = ("weight", "added", "optimizer")
     weights, added, tensors = (_PlannedSource(source, kind, description, wanted) for kind in kinds)
+    weights.extra = unpacked(description.get("extra", {}))
     about = dict(description.get("runtime") or {})
     with together(state.mesh, f"reading {source.label}"):
         if description.get("format") != SHARDS_FORMAT:

@@ -24,6 +24,7 @@ from torch import nn
 from slapo_core.errors import WeightsError
 from slapo_core.layout import Layout
 from slapo_runtime.sizes import parse_bytes
+from slapo_runtime.weights.module_state import is_extra, unpacked
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+MANIFEST = "checkpoint.json"
 COMPLETE = ".checkpoint-complete"
 _WRITING = ".checkpoint-writing"
 
@@ -261,7 +263,13 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 class Source(ABC):
-    """Full tensors by name; a rank reads its own shards."""
+    """Full tensors by name; a rank reads its own shards.
+
+    Attributes:
+        extra: what modules gave by ``get_extra_state``, by the keys of the state dict.
+    """
+
+    extra: Mapping[str, Any] = {}
 
     @property
     @abstractmethod
@@ -303,6 +311,8 @@ class MappingSource(Source):
 
     def __init__(self, tensors: Mapping[str, Any], label: str = "the weights given") -> None:
         self._label = label
+        self.extra = {name: value for name, value in tensors.items() if is_extra(name)}
+        tensors = {name: value for name, value in tensors.items() if name not in self.extra}
         wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
         if wrong:
             raise WeightsError(f"{label}: {', '.join(map(repr, wrong))} must be tensors (got other objects)")
@@ -326,9 +336,12 @@ class SafetensorsSource(Source):
     """One file, or a directory: ``model.safetensors``, the only ``*.safetensors``, or several and their index."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = self.directory = path
         self._files: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
+        description = _description_of(path)
+        self.extra = unpacked(description.get("extra", {}))
+        self.buffers: Mapping[str, Any] = description.get("buffers", {})  # that forwards resized or registered
         self._shapes: dict[str, tuple[int, ...]] = {}
         for file, names in self._find(path).items():
             handle = self._open(file)
@@ -337,6 +350,9 @@ class SafetensorsSource(Source):
             if absent:
                 raise WeightsError(f"{file} lacks tensors that {INDEX_FILE} lists: {', '.join(absent)}")
             for name in sorted(present if names is None else names):
+                if is_extra(name):
+                    self.extra = {**self.extra, name: handle.get_tensor(name).clone()}
+                    continue
                 self._file_of[name] = file
                 self._shapes[name] = tuple(handle.get_slice(name).get_shape())
 
@@ -417,6 +433,17 @@ class Wider(Source):
         return self._source.read(name, layout, mesh)
 
 
+def _description_of(directory: Path) -> dict[str, Any]:
+    """The description of an engine's checkpoint; empty for other directories and for files."""
+    file = located(directory, MANIFEST, last=MANIFEST)
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise WeightsError(f"{file} is not the description of a checkpoint: {error}") from error
+
+
 def _read_index(file: Path) -> dict[Path, set[str] | None]:
     try:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
@@ -469,6 +496,7 @@ def check_names(survey: Survey, source: Source) -> dict[str, str]:
     shapes = source.shapes()
     names: dict[str, str] = {}
     wrong: list[str] = []
+    hint = "names and shapes are those of the reference model's state_dict(), whatever the schedule"
     for spec in survey.specs.values():
         if not spec.keys:
             continue
@@ -478,14 +506,20 @@ def check_names(survey: Survey, source: Source) -> dict[str, str]:
             wrong.append(f"missing: {spec.keys[0]} {spec.shape}{tied}")
             continue
         names[spec.name] = found[0]
+        if not spec.is_parameter and shapes[found[0]] != spec.shape:
+            path, _, own_name = spec.name.rpartition(".")
+            hint = (
+                "of a buffer that the forward resizes, engine.load(directory) takes the shape of the checkpoint; else "
+                f"resize it first: model.get_submodule('{path}').{own_name} = state['{found[0]}'].clone()"
+            )
         wrong += [
             f"wrong shape: {key} must be {spec.shape} (got {shapes[key]})" for key in found if shapes[key] != spec.shape
         ]
     wrong += [f"unexpected: {name} {shape}" for name, shape in shapes.items() if name not in survey.keys]
+    wrong += [f"unexpected: {name}" for name in source.extra if name not in survey.not_tensors]
     if wrong:
         raise WeightsError(
-            "\n".join([f"{source.label} do not fit the model:", *(f"  - {line}" for line in wrong)]),
-            hint="names and shapes are those of the reference model's state_dict(), whatever the schedule",
+            "\n".join([f"{source.label} do not fit the model:", *(f"  - {line}" for line in wrong)]), hint=hint
         )
     return names
 

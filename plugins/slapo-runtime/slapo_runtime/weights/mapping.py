@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,12 +51,18 @@ class Survey:
         origins: every name, tied ones included -> first name.
         keys: the keys of the reference model's ``state_dict()``, in its order, each with the first name of its tensor.
         not_tensors: keys of the state dict that hold something else (a module's ``get_extra_state``).
+        modules: the identities of the reference model's modules.
+        order: all keys of the state dict.
+        buffers: those that a forward resized or registered since, with the shape and type that they have now.
     """
 
     specs: Mapping[str, TensorSpec]
     origins: Mapping[str, str]
     keys: Mapping[str, str]
     not_tensors: tuple[str, ...] = ()
+    modules: frozenset[int] = frozenset()
+    order: tuple[str, ...] = ()
+    buffers: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
     def carried_by(self, layout: Layout) -> TensorSpec | None:
         """Return a layout's reference tensor; None without one of its shape."""
@@ -131,7 +137,8 @@ def survey_model(model: nn.Module) -> tuple[Survey, dict[str, torch.Tensor]]:
         )
         for name, tensor in tensors.items()
     }
-    return Survey(specs, origins | keys, keys, tuple(not_tensors)), tensors
+    modules = frozenset(map(id, index.modules.values()))
+    return Survey(specs, origins | keys, keys, tuple(not_tensors), modules, tuple(state)), tensors
 
 
 def _renamed(key: str, value: torch.Tensor, missing: Mapping[str, torch.Tensor]) -> str | None:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slapo_core import Edit
+from slapo_core.errors import WeightsError
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.initialization import Initializer, cannot_initialize
 from slapo_runtime.state import ModelState
 from slapo_runtime.storage import LiveTensor
 from slapo_runtime.weights.exchange import exchange_device
-from slapo_runtime.weights.files import Source, check_names, read_tensor
+from slapo_runtime.weights.files import MappingSource, SafetensorsSource, Source, check_names, read_tensor
+from slapo_runtime.weights.module_state import chosen, own_extra_states, set_extra_states
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from slapo_core import Schedule
     from slapo_runtime.storage import Placement
+    from slapo_runtime.weights.mapping import Survey
 
 
 class Materialization:
     """Give the model its values, one tensor after the other; it can be taken back.
 
     The largest things in memory beside the local shards are one full tensor, or those that a plugin merges into one.
+    Of tensors that weights overwrite in place, their former shards are kept on the CPU until :meth:`keep`.
 
     Args:
         schedule: not sealed.
@@ -47,10 +55,14 @@ class Materialization:
         self.state.built = {live.name: live.tensor.dtype for live in self.correspondence.live()}
         self.is_complete = False
         self._schedule, self._source, self._device, self._seed = schedule, source, device, seed
-        self._names = check_names(self.correspondence.survey, source) if source is not None else {}
+        self._names: dict[str, str] = {}
+        if source is not None:
+            self._source, self._names = fitting(self.correspondence.survey, source, schedule.model)
         self._target = device or _usual_device(schedule, self.correspondence)
         self._edit = Edit(schedule._core.tree)
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._extra = chosen(self.correspondence, source.extra, source.label) if source is not None else {}
+        self._extra_before: dict[str, Any] = {}
         self._failed: list[str] = []
         self._initializers: dict[str, Initializer] = {}
 
@@ -93,6 +105,9 @@ class Materialization:
         self._initializers.clear()
         if self._failed:
             raise cannot_initialize(list(dict.fromkeys(self._failed)))
+        if self._extra:
+            self._extra_before = own_extra_states(self.correspondence)
+            set_extra_states(self.correspondence, self._extra)
         self.is_complete = True
 
     def take_back(self) -> None:
@@ -101,6 +116,7 @@ class Materialization:
             for tensor, before in self._overwritten:
                 tensor.copy_(before)
         self._overwritten.clear()
+        set_extra_states(self.correspondence, self._extra_before)
         self._edit.rollback()
         self._schedule._core.tree.tensors.placement = None
         self._schedule._core.tree.tensors.keep_shapes(False)
@@ -136,7 +152,8 @@ class Materialization:
                 if moved:
                     return shard.to(self._device, live.tensor.dtype)
                 with torch.no_grad():
-                    self._overwritten.append((live.tensor, live.tensor.detach().clone()))
+                    before = live.tensor.detach().to("cpu", copy=True)  # not twice on the model's device
+                    self._overwritten.append((live.tensor, before))
                     live.tensor.copy_(shard)
                 return None
             return live.tensor.detach().to(self._device) if moved else None
@@ -207,3 +224,65 @@ def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.d
         if not live.tensor.is_meta:
             return live.tensor.device
     return exchange_device(schedule.mesh) if schedule.mesh is not None else torch.device("cpu")
+
+
+# -- files in a model's published format ---------------------------------------------------------------------------
+
+
+def fitting(survey: Survey, source: Source, model: nn.Module) -> tuple[Source, dict[str, str]]:
+    """Return the source that has a model's names, and these as :func:`check_names` gives them.
+
+    Files in the format of a model of transformers, whose published names and shapes may be others than those of its
+    modules (``save_pretrained`` writes the published ones), are converted by its own ``from_pretrained``: a whole model
+    in the memory of this process.
+
+    Raises:
+        WeightsError: they do not fit.
+    """
+    try:
+        return source, check_names(survey, source)
+    except WeightsError as error:
+        if not isinstance(source, SafetensorsSource) or not source.directory.is_dir():
+            raise
+        if source.buffers:
+            raise WeightsError(
+                error.message,
+                hint=f"{', '.join(map(repr, source.buffers))} were resized or registered by the forward: "
+                f"build(sch, ...) without weights, and engine.load('{source.directory}')",
+            ) from error
+        if not _is_of_transformers(model):
+            raise
+        converted = _converted(survey, source, model, error)
+        return converted, check_names(survey, converted)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__)
+
+
+def _converted(survey: Survey, source: SafetensorsSource, model: Any, error: WeightsError) -> Source:
+    """Read files by the model's own ``from_pretrained``.
+
+    Raises:
+        WeightsError: it does not read all of the model, and no more, from them.
+    """
+    kind = type(model)
+    types = [spec.dtype for spec in survey.specs.values() if spec.is_parameter and spec.dtype.is_floating_point]
+    dtype = functools.reduce(torch.promote_types, types) if types else torch.float32
+    own = f"{kind.__name__}.from_pretrained()"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            read, info = kind.from_pretrained(
+                source.directory, config=copy.deepcopy(model.config), dtype=dtype, output_loading_info=True
+            )
+    except Exception as cause:
+        text = f"{error.message}\n{own} does not read them either: {type(cause).__name__}: {cause}"
+        raise WeightsError(text, hint=error.hint) from cause
+    left = {what: sorted(map(str, info.get(f"{what}_keys", ()))) for what in ("missing", "unexpected", "mismatched")}
+    lines = [f"  - {what}: {', '.join(names)}" for what, names in left.items() if names]
+    if lines:
+        raise WeightsError(
+            "\n".join([f"{source.label} do not fit the model, as {own} reads them:", *lines]),
+            hint="save them with model.save_pretrained(dir) of the same class and configuration",
+        )
+    return MappingSource(read.state_dict(), label=f"{source.label}, read by {own},")
