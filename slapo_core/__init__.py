@@ -84,7 +84,9 @@ if TYPE_CHECKING:
     )
     from slapo_runtime.weights.live import (
         clip_grad_norm_ as clip_grad_norm_,
+        load_optimizer_state_dict as load_optimizer_state_dict,
         load_state_dict as load_state_dict,
+        optimizer_state_dict as optimizer_state_dict,
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
@@ -173,7 +175,9 @@ _PUBLIC = {
     "estimate_functions": "slapo_estimate.estimates",
     "fit": "slapo_estimate.fit",
     "hookimpl": "slapo_core.hookspecs",
+    "load_optimizer_state_dict": "slapo_runtime.weights.live",
     "load_state_dict": "slapo_runtime.weights.live",
+    "optimizer_state_dict": "slapo_runtime.weights.live",
     "register_primitive": "slapo_core.plugins.registry",
     "replay": "slapo_core.schedule.creation",
     "save_pretrained": "slapo_runtime.weights.live",

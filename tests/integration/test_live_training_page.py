@@ -20,12 +20,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training-a-live-model.md").read_te
 def test_the_program_trains_and_what_it_saves_is_the_untouched_model(tmp_path: Path) -> None:
     from transformers import BertForMaskedLM
 
-    program = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[0]
+    program = "".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))  # with saving and resuming
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     run_program(tmp_path / "train.py", processes=4)
     loaded, info = BertForMaskedLM.from_pretrained(tmp_path / "trained", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+    assert "intermediate" in "".join(torch.load(tmp_path / "resume.pt", weights_only=True)["optimizer"]["state"])
     torch.manual_seed(0)
     before = BertForMaskedLM(loaded.config).state_dict()
     after = loaded.state_dict()

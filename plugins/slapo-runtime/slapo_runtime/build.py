@@ -78,7 +78,9 @@ def build(
         optimizer: a factory that is given the list of the engine's parameters, e.g.
             ``lambda params: torch.optim.AdamW(params, lr=1e-4)``. Without one the engine can only evaluate.
         weights: full weights with the reference model's names: a directory with safetensors files, one such file, or
-            a mapping. Without them real tensors are used as they are, and tensors on the meta device are initialized
+            a mapping. Files in the published format of a model of transformers, whose names and shapes may be others
+            than those of its modules, are read by its ``from_pretrained``, with the whole model in each process's
+            memory. Without weights real tensors are used as they are, and tensors on the meta device are initialized
             by the model's own initialization, to the same full values under every schedule.
         loss: ``loss(output, batch)``, a scalar tensor; default: the output's ``loss``. With it, what a batch holds
             beyond the arguments of the model's forward is left to the loss.
@@ -104,8 +106,8 @@ def build(
         BuildError: the target cannot run this schedule; every reason is given.
         WeightsError: weights are missing, unexpected or of another shape, a tensor cannot be initialized, or a
             reference tensor has no successor.
-        OptimizerError: an optimizer instead of a factory, one that does not hold the engine's parameters, or one that
-            is not known to be element-wise where a parameter is split.
+        OptimizerError: an optimizer instead of a factory, one that does not hold the engine's parameters, whose
+            ``step`` requires a closure (LBFGS), or that is not known to be element-wise where a parameter is split.
         RankMismatchError: ranks disagree about the schedule, the plugins, the versions, the weights, the options, or
             what a step added.
         SealedError: the schedule was built or sealed before.

@@ -27,6 +27,7 @@ from slapo_core.internals import journal, module_index
 from slapo_runtime._skipped_forwards import ForwardWatch
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
+from slapo_runtime.weights.optimizer import warn_of_lost_updates
 from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
@@ -532,6 +533,9 @@ class _Exchanges:
                     "optimizers (AdamW, SGD) do not have this problem",
                     stacklevel=4,
                 )
+        if any(self.put.get(p) for p in held) and optimizer not in self.checked:
+            optimizer.register_state_dict_pre_hook(_warn_of_shards)
+        warn_of_lost_updates(optimizer, stacklevel=4)
         self.checked[optimizer] = now
 
     def _refuse_stale(
@@ -552,6 +556,16 @@ class _Exchanges:
             hint=f"make the optimizer after the last step: torch.optim.{kind}(sch.model.parameters(), ...); or pass a "
             f"factory: slapo_core.build(sch, optimizer=lambda params: torch.optim.{kind}(params, ...))",
         )
+
+
+def _warn_of_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Before ``optimizer.state_dict()``: warn that it gives shards."""
+    warnings.warn(
+        f"state_dict() of this {type(optimizer).__name__} gives the state of this rank's shards, which no other rank "
+        "or mesh can load; slapo_core.optimizer_state_dict(sch, optimizer) gives full tensors by the reference model's "
+        "names, or, of a built model, engine.save(directory)",
+        stacklevel=4,
+    )
 
 
 def _exchanged(entry: journal.Entry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:

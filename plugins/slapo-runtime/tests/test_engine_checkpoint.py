@@ -219,7 +219,7 @@ def test_state_of_tensors_made_of_others_is_refused(tmp_path: Path, message: Mes
     engine.optimizer.state[weight]["exp_avg"] = TwoTensor(torch.ones_like(weight), torch.ones_like(weight))
     with pytest.raises(slapo.BuildError) as caught:
         engine.save(tmp_path)
-    message(caught, "'exp_avg' of 'fc1.weight'", "TwoTensor", "engine.state_dict()")
+    message(caught, "'exp_avg' of 'fc1.weight'", "TwoTensor", "state_dict()")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,24 +1,27 @@
-"""Train a scheduled model in your own loop: clip gradients, read, load and export its weights."""
+"""Train a scheduled model in your own loop: clip gradients, read, load and export weights and optimizer state."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from slapo_core import Schedule
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
 from slapo_core.internals import parameters_of
 from slapo_runtime.gradients import GradientClipper
-from slapo_runtime.state import ModelState
-from slapo_runtime.weights.checkpoint import as_written, writing
-from slapo_runtime.weights.files import export_plain, write_configurations
+from slapo_runtime.replicas import check_replicas, optimizer_replicas
+from slapo_runtime.state import Loading, ModelState
+from slapo_runtime.weights.checkpoint import as_written, collected, give, writing
+from slapo_runtime.weights.files import MappingSource, export_plain, write_configurations
 from slapo_runtime.world import together
-
-if TYPE_CHECKING:
-    import torch
 
 
 def live_state(schedule: Schedule, call: str) -> ModelState:
@@ -39,6 +42,8 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
             f"{call} takes the schedule (got {type(schedule).__name__})",
             hint=f"sch = slapo_core.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
         )
+    if call != _CLIP:  # between backward and step they are, and a step is not to pay for it
+        _reshard(schedule.model)
     kept = schedule._core.kept(call)
     state = kept.get(_STATE_KEY)
     if state is None:
@@ -53,7 +58,16 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
     return state
 
 
+def _reshard(model: torch.nn.Module) -> None:
+    """Let parameters under ``fully_shard`` be its shards again; after an evaluation they are the gathered ones."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whose import takes half a second
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
 _STATE_KEY = "slapo_runtime.weights.live"
+_CLIP = "clip_grad_norm_"
 
 
 def clip_grad_norm_(
@@ -80,7 +94,7 @@ def clip_grad_norm_(
         WeightsError: an unexplained tensor.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank, and nothing was scaled.
     """
-    correspondence = live_state(sch, "clip_grad_norm_").correspondence
+    correspondence = live_state(sch, _CLIP).correspondence
     if math.isnan(max_norm) or max_norm < 0:
         raise ArgumentError(f"max_norm must not be negative (got {max_norm})", hint="clip_grad_norm_(sch, 1.0)")
     norm_type = float(norm_type)
@@ -88,7 +102,7 @@ def clip_grad_norm_(
         raise ArgumentError(
             f"norm_type must be positive (got {norm_type})", hint="norm_type=2.0, or math.inf for the largest value"
         )
-    kept, modules = sch._core.kept("clip_grad_norm_"), correspondence.tree.index.modules.values()
+    kept, modules = sch._core.kept(_CLIP), correspondence.tree.index.modules.values()
     held = [
         tuple(map(id, parameters_of(module).values())) for module in modules
     ]  # others after load_state_dict(assign)
@@ -105,7 +119,7 @@ def clip_grad_norm_(
 _CLIPPER_KEY = "slapo_runtime.weights.live.clipper"
 
 
-def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
+def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Any]:
     """The reference model's state dict, with the values that the scheduled model has now.
 
     In place of ``model.state_dict()``, which gives this rank's shards. A collective: every rank calls it.
@@ -116,7 +130,8 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
         include_added: also give what a step added, under its own name; without, a warning names it once.
 
     Returns:
-        copies on the CPU, with the reference model's keys in its order; tied names share one tensor.
+        copies on the CPU, with the reference model's keys in its order; tied names share one tensor. What modules give
+        by ``get_extra_state`` is among them, as in torch's, and need not be a tensor.
 
     Raises:
         ArgumentError: not a schedule.
@@ -127,7 +142,7 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
     return live_state(sch, "state_dict").state_dict(rank0_only=rank0_only, include_added=include_added)
 
 
-def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
+def load_state_dict(sch: Schedule, state: Mapping[str, Any]) -> None:
     """Give a scheduled model the weights of a reference model; every rank keeps its own shards.
 
     In place of ``model.load_state_dict()``, which wants this rank's shards. A collective: every rank calls it, with the
@@ -140,9 +155,99 @@ def load_state_dict(sch: Schedule, state: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ArgumentError: not a schedule.
         SealedError: the schedule was built; ``engine.load_state_dict()`` loads there.
-        WeightsError: missing or unexpected names, or other shapes; nothing was changed.
+        WeightsError: missing or unexpected names, other shapes, or a model on the meta device, which has no memory for
+            them; nothing was changed.
     """
     live_state(sch, "load_state_dict").load_state_dict(state)
+
+
+def optimizer_state_dict(
+    sch: Schedule, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """Return an optimizer's state by the reference model's names, in full tensors.
+
+    In place of ``optimizer.state_dict()``, which gives the state of this rank's shards. It loads into an optimizer of
+    the same model under any schedule, mesh and ``fully_shard``. A collective: every rank calls it.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        optimizer: of torch, over the model's parameters.
+        rank0_only: other ranks take part but return an empty dictionary.
+
+    Returns:
+        ``{"type": "AdamW", "state": {"fc.weight": {"exp_avg": ..., "step": ...}}, "param_groups": [{"params":
+        ["fc.weight"], "lr": 1e-3, ...}]}``, with copies on the CPU; a tied parameter goes by its first name. It is
+        what ``torch.distributed.checkpoint.state_dict`` calls a full state dict.
+
+    Raises:
+        ArgumentError: not a schedule, or not an optimizer of torch.
+        SealedError: the schedule was built; ``engine.save()`` saves the optimizer there.
+        OptimizerError: it holds parameters that are not the model's, e.g. those of before a step.
+        ReplicaError: replicas of the state differ between ranks.
+        BuildError: a state has neither its parameter's shape nor one value, and the parameter is sharded.
+    """
+    state = _optimized(sch, optimizer, "optimizer_state_dict")
+    check_replicas(state.mesh, optimizer_replicas(state.correspondence, optimizer), hint=state.hint)
+    moments = collected(state, optimizer)
+    assert moments is not None
+    wanted = not rank0_only or state.is_first_rank
+    tensors = moments.gather(wanted=wanted)
+    return moments.nested(tensors) if wanted else {}
+
+
+def load_optimizer_state_dict(sch: Schedule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Give an optimizer the state that :func:`slapo_core.optimizer_state_dict` returned; every rank keeps its shards.
+
+    In place of ``optimizer.load_state_dict()``, which cannot tell full tensors from shards. A collective: every rank
+    calls it, with the same state.
+
+    Args:
+        sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
+        optimizer: of the same class, over the model's parameters; its groups may be others, if each has one value of
+            every setting.
+        state: of an optimizer of the same model, under any schedule.
+
+    Raises:
+        ArgumentError: not a schedule, not an optimizer of torch, or a state by numbers, as torch's own.
+        SealedError: the schedule was built; ``engine.load()`` loads there.
+        OptimizerError: it holds parameters that are not the model's.
+        BuildError: the state is of another class, or of other parameters; nothing was changed.
+    """
+    own = _optimized(sch, optimizer, "load_optimizer_state_dict")
+    _check_nested(state)
+    moments = collected(own, optimizer)
+    assert moments is not None
+    label = "the optimizer's state"
+    with together(own.mesh, f"reading {label}"):
+        description, tensors = moments.flat(state)
+        moments.prepare(description, MappingSource(tensors, label=label))
+    give(own, moments, Loading(own), label)
+
+
+def _optimized(sch: Schedule, optimizer: torch.optim.Optimizer, call: str) -> ModelState:
+    state = live_state(sch, call)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"{call} takes an optimizer of torch (got {type(optimizer).__name__})",
+            hint=f"slapo_core.{call}(sch, optimizer); of a wrapper, e.g. accelerate's, its .optimizer",
+        )
+    state.check_unchanged()
+    return state
+
+
+def _check_nested(state: Mapping[str, Any]) -> None:
+    parts = [state.get(key) for key in ("state", "param_groups")] if isinstance(state, Mapping) else []
+    if not parts or not isinstance(parts[0], Mapping) or not isinstance(parts[1], Sequence):
+        raise ArgumentError(
+            f"state must have 'state' and 'param_groups' (got {list(state) if isinstance(state, Mapping) else state})",
+            hint="slapo_core.optimizer_state_dict(sch, optimizer) gives it",
+        )
+    if not all(isinstance(name, str) for name in (*parts[0], *(one for group in parts[1] for one in group["params"]))):
+        raise ArgumentError(
+            "the state names parameters by numbers, as optimizer.state_dict() of torch does: its tensors are "
+            "the shards of one rank",
+            hint="save slapo_core.optimizer_state_dict(sch, optimizer)",
+        )
 
 
 def save_pretrained(
@@ -175,12 +280,29 @@ def save_pretrained(
         weights = state.state_dict(rank0_only=True)
     except ReplicaError as error:
         differing, weights = as_written(error, directory), error.state_dict or {}
-    with together(state.mesh, f"writing the model into '{os.fspath(directory)}'"):
-        if state.mesh is None or state.mesh.is_first_rank:
-            with writing(directory):
-                _write(sch, weights, directory, max_shard_size)
+    try:
+        with together(state.mesh, f"writing the model into '{os.fspath(directory)}'"):
+            if state.is_first_rank:
+                with writing(directory):
+                    _write(sch, _tensors(weights), directory, max_shard_size)
+    finally:
+        own_mesh = state.own_mesh  # of fully_shard, where the schedule has none: its ranks wait for the first one
+        for number in range(own_mesh.ndim if own_mesh is not None else 0):
+            dist.barrier(own_mesh.get_group(number))  # type: ignore[union-attr]
     if differing is not None:
         raise differing
+
+
+def _tensors(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Leave out what safetensors cannot hold, with a warning."""
+    other = [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]
+    if other:
+        warnings.warn(
+            "not in the files, because get_extra_state() gives something else than a tensor, and safetensors hold "
+            f"tensors only: {', '.join(other)}; torch.save(slapo_core.state_dict(sch), file) holds it",
+            stacklevel=4,
+        )
+    return {key: value for key, value in weights.items() if key not in other}
 
 
 def _write(

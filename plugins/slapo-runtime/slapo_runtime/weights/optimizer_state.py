@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, OptimizerError
 from slapo_core.layout import Layout
 from slapo_runtime.storage import TorchOptimizer
 from slapo_runtime.weights.files import Source
+from slapo_runtime.weights.optimizer import ELEMENTWISE
 from slapo_runtime.world import gather_along
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ def _counts(part: Part, number: int) -> bool:
     return part.empty_ones_count or bool(part.groups[number]["params"])
 
 
+_NAMING = ("params", "param_names")  # which are not settings
 _SEPARATOR = "::"  # between a parameter's name and the key of its state: "fc.weight::exp_avg"
 
 
@@ -213,6 +215,7 @@ class OptimizerState:
     Raises:
         BuildError: a state tensor that is neither a scalar nor of its parameter's shape belongs to a sharded
             parameter, or a value is neither a tensor nor JSON.
+        OptimizerError: it holds parameters that are not the model's.
     """
 
     def __init__(self, state: ModelState, optimizer: OptimizerStorage) -> None:
@@ -227,6 +230,7 @@ class OptimizerState:
             name = live.reference_names[0] if carried else _own_name(live, origins)
             shape = tuple(live.tensor.shape) if state.kept is None else live.layout.local_shape(self._mesh)
             self._layouts[id(live.tensor)] = (name, live.layout, shape)
+        self._refuse_foreign()
         self._take: Callable[[], None] | None = None
         self._typed: list[tuple[torch.Tensor, str, Callable[[], Any]]] = []  # of another type than their parameters
         self._tensors: dict[str, _Moment] = {}
@@ -302,9 +306,73 @@ class OptimizerState:
                 types[key] = str(dtype).removeprefix("torch.")  # torch would give it the parameter's type back
         return {"type": self._kind, "groups": self._groups, "scalars": self._scalars, "types": types}
 
+    def nested(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the state by parameter and key, as ``torch.distributed.checkpoint`` gives a full one.
+
+        Args:
+            tensors: of :meth:`gather`.
+        """
+        states = {name: dict(values) for name, values in self._scalars.items()}
+        for key, value in tensors.items():
+            name, _, own_key = key.rpartition(_SEPARATOR)
+            states.setdefault(name, {})[own_key] = value
+        groups = [
+            {**{key: _from_json(value, None) for key, value in one["hyperparameters"].items()}, "params": one["params"]}
+            for one in self._groups
+        ]
+        in_order = {name: states[name] for name in dict.fromkeys(self._order) if name in states}
+        return {"type": self._kind, "state": in_order, "param_groups": groups}
+
+    def flat(self, nested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the description and the tensors of what :meth:`nested` gave, for :meth:`prepare`.
+
+        Raises:
+            BuildError: a tensor has another shape than its parameter, which this optimizer's state always has.
+        """
+        specs = self._state.correspondence.survey.specs
+        scalars: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        types = []
+        for name, values in nested["state"].items():
+            spec = specs.get(name)
+            for key, value in values.items():
+                if not isinstance(value, torch.Tensor):
+                    scalars.setdefault(name, {})[key] = value
+                    continue
+                tensors[f"{name}{_SEPARATOR}{key}"] = value
+                if spec is None or not value.dim():
+                    continue
+                if self._kind in ELEMENTWISE["torch"] and tuple(value.shape) != spec.shape:
+                    raise BuildError(
+                        f"the state holds '{key}' of shape {tuple(value.shape)} for '{name}', whose shape is "
+                        f"{spec.shape}",
+                        hint="load the state of an optimizer of the same model",
+                    )
+                if value.is_floating_point() and value.dtype != spec.dtype:
+                    types.append(f"{name}{_SEPARATOR}{key}")
+        groups = [
+            {
+                "params": group["params"],
+                "hyperparameters": {key: _to_json(value, key) for key, value in group.items() if key not in _NAMING},
+            }
+            for group in nested["param_groups"]
+        ]
+        kind = nested.get("type", self._kind)
+        return {"type": kind, "groups": groups, "scalars": scalars, "types": types}, tensors
+
+    def _refuse_foreign(self) -> None:
+        held = [parameter for group in self._storage.param_groups for parameter in group["params"]]
+        foreign = [parameter for parameter in held if id(parameter) not in self._layouts]
+        if foreign:
+            raise OptimizerError(
+                f"{self._kind} holds {len(foreign)} parameters that the scheduled model does not have, e.g. one of "
+                f"shape {tuple(foreign[0].shape)}",
+                hint="make the optimizer of sch.model.parameters(), after the last step and after fully_shard",
+            )
+
     def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         hyperparameters = {
-            key: _to_json(value, f"'{key}' of {self._kind}") for key, value in group.items() if key != "params"
+            key: _to_json(value, f"'{key}' of {self._kind}") for key, value in group.items() if key not in _NAMING
         }
         names = [self._layouts[id(p)][0] for p in group["params"]]
         return {"params": names, "hyperparameters": hyperparameters}
@@ -320,19 +388,20 @@ class OptimizerState:
                     f"{self._kind} keeps '{key}' of '{name}' in a tensor made of others ({type(value).__name__}), "
                     "which safetensors cannot hold",
                     hint="use an optimizer whose state is of plain tensors, e.g. torch.optim.AdamW, or save the "
-                    "weights only: engine.state_dict()",
+                    "weights only, by state_dict()",
                 )
-            elif value.is_meta or (value.dim() and tuple(value.shape) == local_shape):
+            elif value.dim() and tuple(value.shape) == local_shape:
                 self._tensors[full_key] = _Moment(layout, value.dtype, partial(self._storage.read, parameter, key))
-            elif not value.dim() or not self._is_split(layout):
+            elif not value.dim() or not (self._is_split(layout) or value.is_meta):
                 whole = Layout(full_key, tuple(value.shape))
-                self._tensors[full_key] = _Moment(whole, value.dtype, partial(_same, value))
+                read = partial(self._storage.read, parameter, key) if value.is_meta else partial(_same, value)
+                self._tensors[full_key] = _Moment(whole, value.dtype, read)
             else:
                 raise BuildError(
                     f"{self._kind} keeps '{key}' of shape {tuple(value.shape)} for '{name}', whose local shape "
                     f"is {local_shape}: its layout is unknown, so it cannot be saved",
-                    hint="use an optimizer whose state has its parameters' shapes, or save the weights only: "
-                    "engine.state_dict()",
+                    hint="use an optimizer whose state has its parameters' shapes, or save the weights only, by "
+                    "state_dict()",
                 )
 
     def _of_this_rank(self) -> Iterator[str]:
@@ -353,9 +422,8 @@ class OptimizerState:
         """
         if description.get("type") != self._kind:
             raise BuildError(
-                f"the checkpoint holds the state of {description.get('type')}, and this engine's optimizer is "
-                f"{self._kind}",
-                hint="build with the optimizer of the checkpoint, or load the weights only: build(sch, weights=dir)",
+                f"the checkpoint holds the state of {description.get('type')}, and this optimizer is {self._kind}",
+                hint="make the optimizer of the checkpoint, or load the weights only: build(sch, weights=dir)",
             )
         parameters = {self._layouts[id(p)][0]: p for group in self._storage.param_groups for p in group["params"]}
         by_name = {name: layout for name, layout, _ in self._layouts.values()}
