@@ -8,7 +8,6 @@ from slapo_core.private import (
     hooks_of,
     is_data_pointer_error,
     module_calls_through,
-    overrides_of_call,
     parameters_of,
 )
 from slapo_core.tree import forward as forwards, index as module_index, journal
@@ -28,6 +27,5 @@ __all__ = [
     "journal",
     "module_calls_through",
     "module_index",
-    "overrides_of_call",
     "parameters_of",
 ]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import SerializationError
+from slapo_core.private import overrides_of_call
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,16 @@ if TYPE_CHECKING:
     from slapo_core.tree.edit import Edit
     from slapo_core.tree.node import Node
 
-__all__ = ["FORWARD", "CallChange", "Calls", "ChangeBelow", "ModuleForward", "ReplacedForward", "Wrapping"]
+__all__ = [
+    "FORWARD",
+    "CallChange",
+    "Calls",
+    "ChangeBelow",
+    "ModuleForward",
+    "ReplacedForward",
+    "Wrapping",
+    "overrides_of_call",
+]
 
 FORWARD = "forward"
 """The key of a module's state for what a step set in place of its forward."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node
 from slapo_core.hookspecs import hookimpl
-from slapo_core.internals import overrides_of_call
+from slapo_core.internals import forwards
 from slapo_core.primitive import Violation
 from slapo_graph.private import parameters_of
 
@@ -71,7 +71,7 @@ class Parts:
             except LookupError:
                 return Violation(f"module not found: '{path}' below '{node.path}'", "paths are relative to it")
             kind = type(below.module)
-            if kind.forward is not nn.Linear.forward or any(overrides_of_call(kind)):
+            if kind.forward is not nn.Linear.forward or any(forwards.overrides_of_call(kind)):
                 return Violation(f"'{path}' is a {kind.__name__}, no nn.Linear", "leave it out")
             nodes.append(below)
         names = {tuple(name for name in ("weight", "bias") if name in each.parameters) for each in nodes}

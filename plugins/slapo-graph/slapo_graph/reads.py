@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.internals import module_index, overrides_of_call
+from slapo_core.internals import forwards, module_index
 from slapo_graph.diagnostics import is_of_the_model
 from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_graph.leaves import LeafRule, inlined_modules
@@ -278,7 +278,7 @@ class GlobalNames:
         modules = list(modules)
         classes = {type(module) for module in modules}
         waiting = [*_functions_in(forward), *(_function(getattr(cls, "forward", None)) for cls in classes)]
-        waiting += [_function(vars(each)["__call__"]) for cls in classes for each in overrides_of_call(cls)]
+        waiting += [_function(vars(each)["__call__"]) for cls in classes for each in forwards.overrides_of_call(cls)]
         holders = (sys.modules.get(base.__module__) for cls in classes for base in cls.__mro__)
         self._tables = {id(vars(each)): vars(each) for each in holders if each is not None and is_source(each)}
         self.functions: list[FunctionType] = []

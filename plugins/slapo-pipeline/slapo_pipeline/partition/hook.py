@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
-from slapo_core.internals import overrides_of_call
+from slapo_core.internals import forwards
 from slapo_graph.flat import FlatGraph, compiled, flat, set_state, sets_variables
 from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
@@ -216,7 +216,7 @@ def recorded(root: nn.Module, inputs: Mapping[str, Any], cuts: Collection[str]) 
 def _called(root: nn.Module) -> Callable[..., Any]:
     """Return what a call of the model computes: its class's forward, or an override of ``__call__`` around that."""
     forward = type(root).forward
-    if not any(overrides_of_call(type(root))):
+    if not any(forwards.overrides_of_call(type(root))):
         return forward
 
     @functools.wraps(forward)
