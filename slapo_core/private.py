@@ -52,6 +52,9 @@ def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+TENSOR_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""The tables of a module's parameters, buffers and children, and of the buffers left out of its state dict."""
+
 HOOK_TABLES: dict[str, tuple[str, ...]] = {
     "forward_pre": ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
     "forward": ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

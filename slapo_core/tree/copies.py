@@ -6,6 +6,7 @@ import copy
 import dis
 import functools
 import os
+import sys
 import sysconfig
 import weakref
 from collections import OrderedDict, deque
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import SerializationError
+from slapo_core.private import TENSOR_TABLES
 from slapo_core.tree.forward import ModuleForward
 from slapo_core.tree.index import made_beforehand
 
@@ -46,9 +48,12 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
 
 _LEAVES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _NEVER_ENTERED = (torch.Tensor, type, ModuleType, BuiltinFunctionType, CodeType)
-_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _LEAF_TYPES = frozenset(_LEAVES)
 _CONTAINERS = frozenset({dict, list, set, tuple, OrderedDict})
+_OPEN = (
+    nn.Module, ModuleForward, FunctionType, MethodType, functools.partial, functools._lru_cache_wrapper, CellType,
+    weakref.ref, dict, list, tuple, set, frozenset, deque,
+)  # fmt: skip
 
 
 class _Rebinding:
@@ -74,7 +79,7 @@ class _Rebinding:
         """
         for path, module in self._copied.named_modules():
             for name, value in list(module.__dict__.items()):
-                if type(value) in _LEAF_TYPES or name in _TABLES or (type(value) in _CONTAINERS and not value):
+                if type(value) in _LEAF_TYPES or name in TENSOR_TABLES or (type(value) in _CONTAINERS and not value):
                     continue
                 try:
                     made = self._twin(value)
@@ -100,9 +105,20 @@ class _Rebinding:
             if isinstance(each, (nn.Module, torch.Tensor)) and self._memo.get(key, each) is not each:
                 return True
             seen[key] = each
-            waiting.extend(_parts(each))
+            if not self._is_closed(each):
+                waiting.extend(_parts(each))
         self._clean.update(seen)
         return False
+
+    def _is_closed(self, value: Any) -> bool:
+        """Return whether an object is not looked into: of slapo or a graph, or a library's that the copy shares."""
+        cls = type(value)
+        if cls in _CONTAINERS or isinstance(value, _OPEN):
+            return False
+        if cls.__module__.startswith(("slapo_", "torch.fx.")):
+            return True
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        return _is_installed(file or "") and not self._is_own(value)
 
     def _twin(self, value: Any) -> Any:
         """Return what takes the place of a value in the copy: itself, unless it holds modules of the original."""

@@ -441,7 +441,7 @@ def test_a_child_that_cannot_be_traced_refuses_the_whole_step_and_is_named() -> 
     assert with_graphs(sch.model) == ["0", "0.good"]
 
 
-@pytest.mark.parametrize("name", ["original", "schedule", "model"])
+@pytest.mark.parametrize("name", ["original", "recorded", "modules"])
 def test_a_primitive_of_any_name_is_not_taken_for_the_schedule(isolated_registry: Any, name: str) -> None:
     class Named(slapo.Primitive):
         equivalence = slapo.Equivalence.EXACT

@@ -361,7 +361,7 @@ class Scales:
             self._copied.synchronize()
             self._copied = None
         numbers: list[float] = self._numbers.tolist()
-        if self._training and not numbers[-1] > 0:
+        if self._training and self._numbers[-1] <= 0:  # false where it is not known, without memory
             raise BuildError(
                 f"loss_weight gives {numbers[-1]:g} for all micro-batches of all replicas together: there is no mean "
                 "over no items",
