@@ -120,7 +120,7 @@ def test_loop_is_a_dialect_that_trains(loop: Installed) -> None:
 @pytest.mark.slow
 def test_fx_is_a_tracer_that_passes_its_checks(fx: Installed) -> None:
     assert fx.overlay.slapo("plugins", "check", "slapo-fx", cwd=fx.work).returncode == 0
-    assert fx.run_own_tests() == 7
+    assert fx.run_own_tests() == 8
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from slapo_core.internals import SafeFakeTensorMode
 from slapo_graph.leaves import is_changed
-from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_of, storage_id
+from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_of, storage_id, tree_map_only
 from slapo_graph.protocol import check
 from slapo_graph.regions import set_state
 
@@ -91,6 +91,39 @@ class Observer(TorchDispatchMode):
             return None
         held = value if self._memory_of is None else self._memory_of(value)
         return storage_id(held) if held.layout is torch.strided else id(value)
+
+
+class _Observing(fx.Interpreter):
+    """Run a graph, and note the shapes and the side effects of its nodes."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        observer = Observer()
+        with observer:
+            out = getattr(self, node.op)(node.target, args, kwargs)
+        node.meta["seen"] = observer.seen(args, kwargs, out)
+        if isinstance(out, torch.Tensor):
+            node.meta["example"] = (tuple(out.shape), out.dtype)
+        return out
+
+
+def observe(graph: fx.Graph, module: nn.Module, values: Sequence[Any]) -> None:
+    """Note the side effects of a graph whose tracer did not: without them, no match in it can become one call.
+
+    Args:
+        graph: run once on tensors without values; what raises there is left as it is.
+        module: the traced one.
+        values: of the placeholders.
+    """
+    mode = SafeFakeTensorMode()
+    try:
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, list(values))
+        with mode:
+            _Observing(module, graph=graph).run(*fakes, enable_io_processing=False)
+    except Exception:  # noqa: BLE001 - then nothing is known of its nodes
+        return
 
 
 def _operands(value: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from slapo_core.observers import PATCHING, is_recording
 from slapo_graph import regions
 from slapo_graph.arguments import MISSING, Parameters, call_form, forms
 from slapo_graph.diagnostics import refusal
+from slapo_graph.effects import observe
 from slapo_graph.fake import FakeMode, without_values
 from slapo_graph.guards import describe, fingerprint
 from slapo_graph.leaves import Leaves, is_changed, is_predefined
@@ -32,11 +33,11 @@ from slapo_graph.private import (
     number_of_function_modes,
     parameters_of,
 )
-from slapo_graph.protocol import Flag, GuardViolation, Tracer
+from slapo_graph.protocol import Flag, GuardViolation, Tracer, Untraceable
 from slapo_graph.reads import GlobalNames
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
-from slapo_graph.session import buffers_kept
+from slapo_graph.session import attributes_kept, buffers_kept, drawn_back
 from slapo_graph.sharing import Pool, exact_form
 from slapo_graph.specialization import Call, Plan, Snapshot, Specialization
 
@@ -588,6 +589,9 @@ class TracedForward(forwards.ReplacedForward):
                 with names.kept(), buffers_kept(module):
                     forward = refusing_changes(self.forward, names)
                     recorded = self.tracer.trace(module, forward, arguments, self.leaves)
+                    if not any("example" in node.meta for node in recorded.graph.nodes):  # by a plugin
+                        with drawn_back(), attributes_kept(module, (), Untraceable):
+                            observe(recorded.graph, module, (*recorded.captured, *arguments.values()))
             except Exception as error:
                 refused = refusal(error, self.tracer, self.path)
                 read = getattr(error, "slapo_read", None)
