@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -215,6 +215,8 @@ class Recording:
         if isinstance(value, torch.Generator):
             raise self.refusal("uses a random number generator of its own")
         parts = children(value)
+        if isinstance(value, deque | bytearray):  # which code cannot name
+            raise self.refusal(f"gives a call a {type(value).__name__}", "make it a list, or a dictionary")
         if parts is None:
             return value
         inner = [self.node(part) for _, _, part in list(parts)]
