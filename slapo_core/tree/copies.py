@@ -19,7 +19,7 @@ from torch import nn
 
 from slapo_core.errors import SerializationError
 from slapo_core.private import TENSOR_TABLES
-from slapo_core.tree.forward import ModuleForward
+from slapo_core.tree.forward import ModuleForward, ReplacedForward
 from slapo_core.tree.index import made_beforehand
 
 __all__ = ["deep_copy"]
@@ -51,8 +51,8 @@ _NEVER_ENTERED = (torch.Tensor, type, ModuleType, BuiltinFunctionType, CodeType)
 _LEAF_TYPES = frozenset(_LEAVES)
 _CONTAINERS = frozenset({dict, list, set, tuple, OrderedDict})
 _OPEN = (
-    nn.Module, ModuleForward, FunctionType, MethodType, functools.partial, functools._lru_cache_wrapper, CellType,
-    weakref.ref, dict, list, tuple, set, frozenset, deque,
+    nn.Module, ModuleForward, ReplacedForward, FunctionType, MethodType, functools.partial,
+    functools._lru_cache_wrapper, CellType, weakref.ref, dict, list, tuple, set, frozenset, deque,
 )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ class _Rebinding:
             return self._keep(value, value._make(items) if hasattr(value, "_make") else type(value)(items))
         if type(value) is weakref.ref:
             return self._keep(value, weakref.ref(self._twin(value())))
-        if isinstance(value, ModuleForward) and self._is_own(value):
+        if isinstance(value, (ModuleForward, ReplacedForward)) and self._is_own(value):
             self._keep(value, value)
             value.rebind(self._twin)
             return value
@@ -270,6 +270,8 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (value.func, *value.args, *value.keywords.values())
     elif type(value) is weakref.ref:
         yield value()
+    elif isinstance(value, ReplacedForward):
+        yield from value.held_functions()
     elif not isinstance(value, _NEVER_ENTERED):
         if isinstance(value, dict):
             yield from value.keys()

@@ -149,6 +149,13 @@ class ReplacedForward(ABC):
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run as the forward of ``module``."""
 
+    def held_functions(self) -> tuple[Callable[..., Any], ...]:
+        """The user's functions that this calls, which a copy of the model exchanges by :meth:`rebind`."""
+        return ()
+
+    def rebind(self, twin: Callable[[Any], Any]) -> None:  # noqa: B027 - most hold none
+        """Replace the user's functions by their twins, in a copy."""
+
     @abstractmethod
     def take_up(self, change: ChangeBelow, node: Node, edit: Edit) -> None:
         """Take up the change of a module below, at the end of the step that made it.

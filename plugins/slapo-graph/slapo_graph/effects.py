@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core.internals import SafeFakeTensorMode
+from slapo_graph.given import MakeDefaultDict
 from slapo_graph.leaves import is_changed
 from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_of, storage_id, tree_map_only
 from slapo_graph.protocol import check
@@ -235,7 +236,11 @@ class Effects:
         return self._seen[node]
 
     def _find(self, node: fx.Node) -> Seen | None:
-        if is_inert(node) or node.target in (operator.getitem, set_state) or isinstance(node.target, type):
+        if (
+            is_inert(node)
+            or node.target in (operator.getitem, set_state)
+            or isinstance(node.target, type | MakeDefaultDict)
+        ):
             return node.meta.get("seen", Seen())
         draws = getattr(node.target, "slapo_draws", None)
         if draws is not None:  # a region: what it writes to are values of its own

@@ -21,7 +21,7 @@ from slapo_core.observers import PATCHING
 from slapo_graph.diagnostics import refusal
 from slapo_graph.examples import copied_model
 from slapo_graph.fake import FakeMode
-from slapo_graph.given import contents_after, sets_variables
+from slapo_graph.given import MakeDefaultDict, contents_after, sets_variables
 from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.match import Graph
@@ -41,6 +41,7 @@ __all__ = [
     "FakeMode",
     "FlatGraph",
     "GuardViolation",
+    "MakeDefaultDict",
     "Opaque",
     "State",
     "check",

@@ -53,6 +53,26 @@ class SetVariables:
         return self
 
 
+class MakeDefaultDict:
+    """In a graph: make a defaultdict of its parts.
+
+    Args:
+        cls: its class.
+        factory: of missing values.
+    """
+
+    def __init__(self, cls: type[defaultdict[Any, Any]], factory: Callable[[], Any] | None) -> None:
+        self.cls, self.factory = cls, factory
+        self.__name__ = self.__qualname__ = cls.__name__
+        self.__module__ = __name__
+
+    def __call__(self, parts: Mapping[Any, Any]) -> defaultdict[Any, Any]:
+        return self.cls(self.factory, parts)
+
+    def __deepcopy__(self, memo: Any) -> MakeDefaultDict:
+        return self
+
+
 def sets_variables(graph: fx.Graph) -> bool:
     """Return whether a graph sets context variables, which must not stay set where it fails."""
     return any(isinstance(node.target, SetVariables) for node in graph.nodes)
@@ -275,14 +295,5 @@ def _put(value: Any, parts: list[tuple[str, Any, Any]]) -> None:
 
 
 def _class_like(value: Mapping[Any, Any]) -> Callable[..., Any]:
-    """Return a class that is called with the parts alone."""
-    if not isinstance(value, defaultdict):
-        return type(value)
-    factory = value.default_factory
-
-    class Filled(type(value)):  # type: ignore[misc]
-        def __init__(self, parts: Mapping[Any, Any]) -> None:
-            super().__init__(factory, parts)
-
-    Filled.__name__ = Filled.__qualname__ = type(value).__name__
-    return Filled
+    """Return what is called with the parts alone."""
+    return MakeDefaultDict(type(value), value.default_factory) if isinstance(value, defaultdict) else type(value)

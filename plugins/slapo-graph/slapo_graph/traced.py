@@ -227,6 +227,15 @@ class TracedForward(forwards.ReplacedForward):
                 return False
         return True
 
+    def held_functions(self) -> tuple[Callable[..., Any], ...]:
+        return (self.forward,)
+
+    def rebind(self, twin: Callable[[Any], Any]) -> None:
+        graph: TracedForward | None = self
+        while graph is not None:
+            graph.forward = twin(graph.forward)
+            graph = graph.beneath
+
     def take_up(self, change: forwards.ChangeBelow, node: Node, edit: Edit) -> None:
         below = change.path.removeprefix(f"{node.path}.") if node.path else change.path
         where = f"'{node.path}'" if node.path else "the root"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -208,3 +209,48 @@ def test_steps_below_a_traced_module_take_effect_and_are_taken_back() -> None:
         for one in (model, plain):
             one.first.steps.zero_(), one.second.steps.zero_()
         assert_same(results(model, X), results(plain, X))
+
+
+class Filling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, kept: Any) -> torch.Tensor:
+        h = self.up(x)
+        kept["terms"].append(h.mean())
+        return x + h
+
+
+class Twice(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Filling() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: Any = defaultdict(list)
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x + sum(kept["terms"])
+
+
+def test_a_copy_of_a_traced_module_traces_its_own_forward_set_by_a_tool() -> None:
+    torch.manual_seed(0)
+    model = Filled().double()
+    before, batch = model.layers[0].forward, torch.randn(2, 3, dtype=torch.float64)
+    model.layers[0].forward = lambda x, kept: before(x * 2, kept)  # type: ignore[method-assign, assignment]
+    plain = model(batch)
+    sch = slapo.create_schedule(model, example_inputs=batch)
+    sch["layers.*"].checkpoint()
+    sch.trace()
+    sch["layers.0.up"].trace()
+    assert torch.equal(model(batch), plain)
+    assert slapo.verify(sch, batch)  # with batches of other sizes, for which the copies record graphs of their own
+    sch["layers.0.up"].replace(lambda old: Twice(3, 3).double())
+    with pytest.raises(slapo.VerifyError):
+        slapo.verify(sch, batch)

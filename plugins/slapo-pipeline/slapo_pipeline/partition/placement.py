@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_graph.flat import FlatGraph, Opaque, check, contents_after, left, set_state
+from slapo_graph.flat import FlatGraph, MakeDefaultDict, Opaque, check, contents_after, left, set_state
 
 _QUERIES = frozenset([
     "size", "stride", "numel", "nelement", "dim", "ndimension", "is_contiguous", "is_floating_point", "is_complex",
@@ -24,7 +24,7 @@ def is_given(node: fx.Node) -> bool:
 
 def is_constructor(node: fx.Node) -> bool:
     """Makes a container of its arguments: a dataclass, a named tuple."""
-    return node.op == "call_function" and isinstance(node.target, type)
+    return node.op == "call_function" and isinstance(node.target, type | MakeDefaultDict)
 
 
 def is_part(node: fx.Node, flat: FlatGraph) -> bool:
