@@ -239,17 +239,26 @@ class Filled(nn.Module):
         return x + sum(kept["terms"])
 
 
-def test_a_copy_of_a_traced_module_traces_its_own_forward_set_by_a_tool() -> None:
+def test_a_container_that_layers_fill_is_copied_with_the_graph_and_recomputed() -> None:
     torch.manual_seed(0)
-    model = Filled().double()
-    before, batch = model.layers[0].forward, torch.randn(2, 3, dtype=torch.float64)
-    model.layers[0].forward = lambda x, kept: before(x * 2, kept)  # type: ignore[method-assign, assignment]
+    model, batch = Filled().double(), torch.randn(1, 3, dtype=torch.float64)
     plain = model(batch)
     sch = slapo.create_schedule(model, example_inputs=batch)
     sch["layers.*"].checkpoint()
     sch.trace()
     assert torch.equal(model(batch), plain)
-    assert slapo.verify(sch, batch)  # with batches of other sizes, for which the copies record graphs of their own
-    sch["layers.0.up"].replace(lambda old: Twice(3, 3).double())
+    assert slapo.verify(sch, batch)
+
+
+def test_a_copy_of_a_traced_module_traces_its_own_forward_set_by_a_tool() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh())).double()
+    block: Any = model[0]
+    before, batch = block.forward, torch.randn(1, 3, dtype=torch.float64)
+    block.forward = lambda x: before(x * 2)
+    sch = slapo.create_schedule(model, example_inputs=batch)
+    sch["0"].trace()
+    assert slapo.verify(sch, batch)  # with batches of more than one sample, for which the copies record
+    sch["0.0"].replace(lambda old: Twice(3, 3).double())
     with pytest.raises(slapo.VerifyError):
         slapo.verify(sch, batch)
