@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.internals import journal, module_index
+from slapo_core.internals import forwards, journal, module_index
 from slapo_runtime._skipped_forwards import ForwardWatch
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
@@ -99,6 +99,8 @@ class Guards:
         self._shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._names, self._has_warned = names or {}, has_warned
         self._dims: set[str] = set()  # of several ranks, along which tensors were split
+        self._around = 0  # steps in force that changed the forward of the root
+        self._own: Callable[[], Any] = lambda: None  # that forward
         self._splits = self._gathers = 0  # in force: edits that split, and steps that may gather parts of a batch
         self._is_due = True  # training forwards are to be checked
         self._passed = 0  # of them
@@ -121,6 +123,11 @@ class Guards:
         self._gathers += change * _may_gather(model, step)
         for entry in step.entries:
             _EXCHANGES.note(model, entry, undone=undone)
+            if isinstance(entry, (journal.SetForward, journal.WrapForward)) and entry.module is model:
+                self._around += change
+                self._own = weakref.ref(model.__dict__["forward"]) if "forward" in model.__dict__ else lambda: None
+                if is_new:
+                    self._is_due, self._passed = True, 0
             if self._note_layouts(entry, undone=undone):
                 self._splits += change
                 if is_new:
@@ -137,7 +144,7 @@ class Guards:
     def _place_hooks(self, model: nn.Module) -> None:
         """Register or remove hooks as needed, each under its former number and position."""
         is_split = self._splits > 0
-        is_due = is_split and self._is_due and self._mesh is not None and self._mesh.device_mesh is not None
+        is_due = self._is_due and ((is_split and self._has_ranks) or self._around > 0)
         if self._placed == (is_split, is_due):
             return
         self._placed = is_split, is_due
@@ -234,7 +241,7 @@ class Guards:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self.look_while_compiling(self._number)
-        elif self._mesh is None:  # of a copy, where it would stay
+        elif self._model() is not model:  # of a copy, where it would stay
             tables = [getattr(model, table) for table in HOOK_TABLES["forward_pre"]]
             for key in [key for key, hook in tables[0].items() if hook is self]:
                 for table in tables:
@@ -243,12 +250,30 @@ class Guards:
             tensors = dict(_tensors((args, kwargs)))
             if not all(map(_is_plain, tensors.values())):
                 return
+            mesh = self._mesh if self._has_ranks else None
             if torch.is_grad_enabled():
-                if not self._passed:
-                    self._look(model, tensors, self._mesh)
+                if self._around and not self._passed:
+                    self._notice_forward(model)
+                if mesh is not None and not self._passed:
+                    self._look(model, tensors, mesh)
                 self._follow_forward(model)
-            else:
-                self._share_rng_state(model, self._mesh)
+            elif mesh is not None:
+                self._share_rng_state(model, mesh)
+
+    @property
+    def _has_ranks(self) -> bool:
+        return self._mesh is not None and self._mesh.device_mesh is not None
+
+    def _notice_forward(self, model: nn.Module) -> None:
+        """Warn where a forward was set on the model after the steps that run in its place."""
+        own = self._own()
+        if own is not None and (model.__dict__.get("forward") is own or forwards.is_called_through(own, model)):
+            return
+        warnings.warn(
+            f"a forward was set on this {type(model).__name__} after steps at the root, which it does not call: these "
+            "steps do not run; set it first, and create the schedule then, or apply the steps to modules below",
+            stacklevel=6,
+        )
 
     def _follow_forward(self, model: nn.Module) -> None:
         """Check what the model has run when its forward ends; the hooks go away after some that were right."""
