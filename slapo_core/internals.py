@@ -10,16 +10,15 @@ from slapo_core.private import (
     module_calls_through,
     parameters_of,
 )
-from slapo_core.tree import forward as forwards, index as module_index, journal
-from slapo_core.tree.copies import deep_copy
+from slapo_core.tree import copies, forward as forwards, index as module_index, journal
 from slapo_core.tree.render import describe
 
 __all__ = [
     "SafeFakeTensorMode",
     "buffers_of",
     "children_of",
+    "copies",
     "current_registry",
-    "deep_copy",
     "describe",
     "forwards",
     "hooks_of",

@@ -52,6 +52,9 @@ def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""What every module has: tensors, children, hooks, flags."""
+
 TENSOR_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """The tables of a module's parameters, buffers and children, and of the buffers left out of its state dict."""
 

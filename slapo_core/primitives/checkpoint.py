@@ -22,7 +22,7 @@ class Checkpoint(Primitive):
     with ``torch.autograd.grad``, hooks and ``torch.compile``. Without gradients (evaluation) the forward runs directly.
     The recompute sees the buffers, attributes and containers of the first run, and its changes to them are dropped:
     running statistics, counters and lists are changed once. An input that was changed in place since is refused at the
-    recompute, by ArgumentError.
+    recompute, by InputError.
 
     Args:
         match: recomputed, each as one region: a match or a list of matches, or a pattern, as for ``find``, of

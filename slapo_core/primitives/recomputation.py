@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from slapo_core.errors import InputError
 from slapo_core.observers import Forward
-from slapo_core.private import buffers_of, children_of, non_persistent_buffers_of, write_count
+from slapo_core.private import MODULE_ATTRIBUTES, buffers_of, children_of, non_persistent_buffers_of, write_count
 
 _ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
 )
 _CONTAINERS = (MutableSequence, MutableMapping, MutableSet)
 _MISSING = object()
-_NOT_STATE = frozenset((*vars(nn.Module()), "forward"))
+_NOT_STATE = MODULE_ATTRIBUTES | {"forward"}
 
 
 class Recomputation:

@@ -1,4 +1,4 @@
-"""Copy a model so that functions within the copy use its own modules, not those of the original."""
+"""Copy a model so that functions within the copy use its own modules; find what such a function holds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from slapo_core.errors import SerializationError
-from slapo_core.private import TENSOR_TABLES
+from slapo_core.private import MODULE_ATTRIBUTES, TENSOR_TABLES
 from slapo_core.tree.forward import ModuleForward, ReplacedForward
 from slapo_core.tree.index import made_beforehand
 
-__all__ = ["deep_copy"]
+__all__ = ["deep_copy", "is_called_through"]
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -46,6 +46,26 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     return copied
 
 
+def is_called_through(own: ModuleForward, module: nn.Module) -> bool:
+    """Return whether the forward of a module may call the one that steps had put there.
+
+    Args:
+        own: that of the steps.
+        module: of which another forward was set since, that may hold it.
+    """
+    waiting: list[Any] = [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_HELD:
+        each = waiting.pop()
+        if each is own or each is own.__func__:
+            return True
+        if id(each) not in seen and not isinstance(each, nn.Module):
+            seen.add(id(each))
+            waiting.extend(_parts(each))
+    return False
+
+
+_MOST_HELD = 10_000
 _LEAVES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _NEVER_ENTERED = (torch.Tensor, type, ModuleType, BuiltinFunctionType, CodeType)
 _LEAF_TYPES = frozenset(_LEAVES)

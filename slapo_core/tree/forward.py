@@ -9,7 +9,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -391,42 +391,6 @@ class ModuleForward:
         self._wrappings = [Wrapping(wrapper) for wrapper in wrappers]
         self._bottom = _taking_the_module(module, base) if base is not None else type(module).forward
         self._bottom, self._function = self._composed(self._wrappings, base)
-
-
-def is_called_through(own: ModuleForward, module: nn.Module) -> bool:
-    """Return whether the forward of a module may call one that was there before.
-
-    Args:
-        own: that of steps.
-        module: of which another forward was set since, that may hold it.
-    """
-    waiting: list[Any] = [module.__dict__.get("forward"), *(vars(module).values())]
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST_HELD:
-        each = waiting.pop()
-        if each is own or each is own.__func__:
-            return True
-        if id(each) in seen or isinstance(each, (nn.Module, type, ModuleType)):
-            continue
-        seen.add(id(each))
-        if isinstance(each, MethodType):
-            waiting += [each.__func__, each.__self__]
-        elif isinstance(each, functools.partial):
-            waiting += [each.func, *each.args, *each.keywords.values()]
-        elif isinstance(each, FunctionType):
-            cells = each.__closure__ or ()
-            waiting += [*each.__dict__.values(), *(each.__defaults__ or ())]
-            for cell in cells:
-                with contextlib.suppress(ValueError):  # an empty one
-                    waiting.append(cell.cell_contents)
-        elif isinstance(each, (list, tuple)):
-            waiting += each
-        elif hasattr(each, "__dict__"):
-            waiting += vars(each).values()
-    return False
-
-
-_MOST_HELD = 1000
 
 
 def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.internals import deep_copy, forwards
+from slapo_core.internals import copies, forwards
 from slapo_core.layout import fork_rng
 from slapo_graph.fake import FakeMode, with_tensors
 from slapo_graph.leaves import inlined_modules
@@ -184,7 +184,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
     """
     known = dict(memo) if memo is not None else {id(parameter): parameter for parameter in model.parameters()}
     try:
-        return deep_copy(model, dict(known))
+        return copies.deep_copy(model, dict(known))
     except TypeError:
         for module in model.modules():
             for name, value in vars(module).items():
@@ -193,7 +193,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
                         copy.deepcopy(value, dict(known))
                     except TypeError:
                         known[id(value)] = value
-        return deep_copy(model, known)
+        return copies.deep_copy(model, known)
 
 
 @contextlib.contextmanager

@@ -121,14 +121,14 @@ def test_a_leaf_that_counts_its_calls_is_recomputed_as_seen() -> None:
             return self.inner(x * 2) * 3
 
     model = nn.Sequential(Around()).double()
-    untouched = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     schedule = slapo.create_schedule(model, example_inputs=X)
     schedule["0"].trace().checkpoint(lambda x: patterns.call_module("inner", x * 2) * 3)
-    for each in (model, untouched):
+    for each in (model, plain):
         (each(X).sum() + each(X).square().sum()).backward()
-    for one, other in zip(model.parameters(), untouched.parameters(), strict=True):
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
-    assert model[0].inner.calls == untouched[0].inner.calls == 2
+    assert model[0].inner.calls == plain[0].inner.calls == 2
 
 
 def test_without_the_random_state_verify_objects_to_dropout() -> None:

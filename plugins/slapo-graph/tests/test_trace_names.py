@@ -33,10 +33,13 @@ def of(name: str) -> nn.Module:
         return module.output(h.to(given.device))
 
     itself = "this" if name == "self" else "self"
-    made: dict[str, Any] = {"calls": calls}
-    exec(f"def forward({itself}, {name}): return calls({itself}, {name})", made)
+
+    def forward(first: Any, second: Any) -> torch.Tensor:
+        return calls(first, second)
+
+    forward.__code__ = forward.__code__.replace(co_varnames=(itself, name))
     torch.manual_seed(0)
-    return nn.Sequential(type("Of", (Named,), {"forward": made["forward"]})(name)).double()
+    return nn.Sequential(type("Of", (Named,), {"forward": forward})(name)).double()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,8 @@
-"""Notice code that reads the weight of a module past its forward, and so skips the steps around it."""
+"""Notice code that runs past the forward of a module, and so skips the steps around it."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,31 @@ import torch
 from torch import nn
 
 from slapo_core.errors import MeshError
+from slapo_core.internals import copies
 from slapo_runtime.losses import graph_of, is_leaf
 from slapo_runtime.private import HOOK_TABLES, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+
+
+def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
+    """Warn where a forward was set on a model after steps at its root, and does not call theirs.
+
+    Args:
+        model: the root.
+        own: the forward of the steps; None if nothing holds it any more.
+        stacklevel: of the user's call.
+    """
+    if own is not None and (vars(model).get("forward") is own or copies.is_called_through(own, model)):
+        return
+    warnings.warn(
+        f"a forward was set on this {type(model).__name__} after steps at its root, and does not call the forward of "
+        "these steps: they do not run\n"
+        "  hint: set it before slapo_core.create_schedule(model), or apply the steps below the root: "
+        "sch['*'].checkpoint()",
+        stacklevel=stacklevel + 1,
+    )
 
 
 class ForwardWatch:

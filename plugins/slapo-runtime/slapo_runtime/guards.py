@@ -3,7 +3,8 @@
 Two state-dict hooks and one forward hook are on the root while a tensor is split. In the first training forward it
 checks wrappers over ranks with different shards, shards copied between ranks, changes outside of the schedule,
 unfinished partial sums, and what the ranks of ``tp`` must share; in the first few, that no weight is read past its
-module. Then it goes away. Optimizers that hold parameters of before a step are refused at their next step.
+module. Then it goes away. Where steps changed the root's forward it is there on one process too, for a forward that was
+set past them. Optimizers that hold parameters of before a step are refused at their next step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.internals import forwards, journal, module_index
-from slapo_runtime._skipped_forwards import ForwardWatch
+from slapo_core.internals import journal, module_index
+from slapo_runtime._skipped_forwards import ForwardWatch, warn_of_skipped_steps
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
 from slapo_runtime.weights.optimizer import warn_of_lost_updates
@@ -123,7 +124,7 @@ class Guards:
         self._gathers += change * _may_gather(model, step)
         for entry in step.entries:
             _EXCHANGES.note(model, entry, undone=undone)
-            if isinstance(entry, (journal.SetForward, journal.WrapForward)) and entry.module is model:
+            if _changed_forward(entry) is model:
                 self._around += change
                 self._own = weakref.ref(model.__dict__["forward"]) if "forward" in model.__dict__ else lambda: None
                 if is_new:
@@ -253,7 +254,7 @@ class Guards:
             mesh = self._mesh if self._has_ranks else None
             if torch.is_grad_enabled():
                 if self._around and not self._passed:
-                    self._notice_forward(model)
+                    warn_of_skipped_steps(model, self._own(), stacklevel=6)
                 if mesh is not None and not self._passed:
                     self._look(model, tensors, mesh)
                 self._follow_forward(model)
@@ -263,17 +264,6 @@ class Guards:
     @property
     def _has_ranks(self) -> bool:
         return self._mesh is not None and self._mesh.device_mesh is not None
-
-    def _notice_forward(self, model: nn.Module) -> None:
-        """Warn where a forward was set on the model after the steps that run in its place."""
-        own = self._own()
-        if own is not None and (model.__dict__.get("forward") is own or forwards.is_called_through(own, model)):
-            return
-        warnings.warn(
-            f"a forward was set on this {type(model).__name__} after steps at the root, which it does not call: these "
-            "steps do not run; set it first, and create the schedule then, or apply the steps to modules below",
-            stacklevel=6,
-        )
 
     def _follow_forward(self, model: nn.Module) -> None:
         """Check what the model has run when its forward ends; the hooks go away after some that were right."""
@@ -356,6 +346,13 @@ def _layouts(entry: journal.Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]
         yield from (("", tensor, layout) for tensor, layout in entry.assigned)
     elif isinstance(entry, journal.SetLayout):
         yield "", entry.tensor, entry.layout
+
+
+def _changed_forward(entry: journal.Entry) -> nn.Module | None:
+    """Return the module whose forward an edit changed on this mesh."""
+    if isinstance(entry, journal.WrapForward):
+        return entry.module if entry.active else None
+    return entry.module if isinstance(entry, journal.SetForward) else None
 
 
 def _may_gather(model: nn.Module, step: Step) -> int:

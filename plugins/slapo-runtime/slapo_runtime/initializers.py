@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import buffers_of, deep_copy, journal, module_index, parameters_of
+from slapo_core.internals import buffers_of, copies, journal, module_index, parameters_of
 
 
 def copy_on_meta(model: nn.Module) -> nn.Module:
@@ -35,7 +35,7 @@ def copy_with(model: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor])
             twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
         twin.__dict__.update(tensor.__dict__)
         memo[id(tensor)] = twin
-    return deep_copy(model, memo)
+    return copies.deep_copy(model, memo)
 
 
 SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initializers leave it alone

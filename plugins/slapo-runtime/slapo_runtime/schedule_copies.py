@@ -19,7 +19,7 @@ from torch import nn
 
 from slapo_core import Node, Schedule, create_schedule
 from slapo_core.errors import ApplyError, ReplayError, SerializationError, SlapoError, UnknownNameError
-from slapo_core.internals import deep_copy
+from slapo_core.internals import copies
 from slapo_core.primitive import Record
 from slapo_core.schedule.sugar import bound_query
 from slapo_runtime.private import apply_to_tensors, register_outputs, without_output_hooks
@@ -57,7 +57,7 @@ def copy_model(
         made = _made(tensor, dtype, shares_memory=shares_memory)
         if made is not None:
             memo[id(tensor)] = made
-    copied = deep_copy(model, memo)
+    copied = copies.deep_copy(model, memo)
     for name, parameter in copied.named_parameters(remove_duplicate=False):
         original = model.get_parameter(name)
         for key, value in original.__dict__.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 import types
@@ -66,7 +67,8 @@ def warned(change: Callable[[Any], None], steps: str = "") -> tuple[list[str], N
 def test_steps_at_the_root_that_a_new_forward_skips_are_warned_of_once(change: Callable[[Any], None]) -> None:
     found, model = warned(change)
     assert len(found) == 1
-    assert "these steps do not run" in found[0]
+    assert "they do not run" in found[0]
+    assert "hint: set it before slapo_core.create_schedule(model)" in found[0]
     assert not model._forward_pre_hooks
 
 
@@ -75,6 +77,25 @@ def test_a_forward_that_calls_the_one_of_the_steps_is_no_matter(change: Callable
     found, model = warned(change)
     assert not found
     assert not model._forward_pre_hooks
+
+
+def test_a_step_that_does_not_run_on_this_mesh_is_no_matter(isolated_registry: Any) -> None:
+    @slapo.register_primitive
+    @dataclasses.dataclass(frozen=True)
+    class Inactive(slapo.Primitive):
+        name = "acme.inactive"
+        equivalence = slapo.Equivalence.EXACT
+
+        def apply(self, node: slapo.Node, edit: slapo.Edit) -> None:
+            edit.wrap_forward(node, lambda forward: forward, active=False)
+
+    model = Net()
+    slapo.create_schedule(model).root.apply(Inactive())
+    assert not model._forward_pre_hooks
+    set_fused(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 3)).sum().backward()
 
 
 def test_a_model_without_steps_at_its_root_has_no_hook() -> None:

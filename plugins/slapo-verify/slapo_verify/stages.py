@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError, TraceError
-from slapo_core.internals import buffers_of, deep_copy, module_index
+from slapo_core.internals import buffers_of, copies, module_index
 from slapo_runtime.batches import InputSignature, bound_call
 from slapo_runtime.partition import Partition
 from slapo_runtime.schedule_copies import ScheduledCopy
@@ -178,7 +178,7 @@ class IsolatedStagedCalls:
 
 def _around_the_same_tensors(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return deep_copy(model, memo)
+    return copies.deep_copy(model, memo)
 
 
 def _as_data(staged: StagedModel) -> Any:

@@ -194,3 +194,15 @@ def test_what_cannot_be_copied_is_refused_by_name(place: str) -> None:
     with pytest.raises(slapo.SlapoError, match="'forward' of 'block' holds a module of the model") as caught:
         slapo.verify(sch, torch.randn(2, 3))
     assert caught.value.hint is not None
+
+
+def test_a_hook_that_holds_the_schedule_is_shared_with_copies() -> None:
+    model = Net().double()
+    sch = slapo.create_schedule(model)
+    hook = model.block.register_forward_hook(lambda module, args, output: None if sch.records else None)
+    sch["block.down"].checkpoint()
+    made: Any = copy_model(model)
+    (function,) = model.block._forward_hooks.values()
+    assert list(made.block._forward_hooks.values()) == [function]
+    assert slapo.verify(sch, torch.randn(2, 3).double(), optimizer_steps=0)
+    hook.remove()
