@@ -55,13 +55,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in broad]
 
 
-_LEAST, _OF = 3, 3
+_LEAST, _OF = 3, 4
 
 
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Leave out two thirds of the cases of each parametrized test that is no unit test, where there are many.
+    """Leave out up to three quarters of the cases of each parametrized test that is no unit test, where there are many.
 
-    Which third stays differs from test to test: of a kit's checks, which several plugins run, each runs somewhere.
+    Which part stays differs from test to test: of a kit's checks, which several plugins run, each runs somewhere.
     """
     tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:

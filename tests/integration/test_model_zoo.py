@@ -33,7 +33,7 @@ preload_modules("tests.integration.zoo.tensor_parallel")
 preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in (*SPLIT, SPLIT_WRONGLY)))
 
 
-@pytest.mark.parametrize("name", sampled([*(f"torch: {name}" for name in TORCH), *ARCHITECTURES]))
+@pytest.mark.parametrize("name", sampled([*(f"torch: {name}" for name in TORCH), *ARCHITECTURES], 3))
 def test_an_unmodified_model_keeps_every_promise_of_the_core(name: str) -> None:
     results = run_checks(subject(name))
     assert list(results) == list(CHECKS)

@@ -21,7 +21,9 @@ LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerato
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("launch", [TORCHRUN, LAUNCHER], ids=["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launch", [TORCHRUN, pytest.param(LAUNCHER, marks=pytest.mark.breadth)], ids=["torchrun", "deepspeed"]
+)
 def test_the_example_trains_as_the_reference_model(launch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It clips the norm of all gradients, and asserts that losses are equal to 1e-5 in float32."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
