@@ -1,0 +1,26 @@
+"""Names of torch that are not public and that this plugin needs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+
+def keeps_graph() -> bool:
+    """Return whether the running backward keeps its graph (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which tensor subclasses are plain tensors to functions of torch."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # type: ignore[assignment]
+    return context
+
+
+def gather_functional(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    """Gather over the ranks of a group: (...) -> (ranks, ...)."""
+    ops = torch.ops._c10d_functional
+    found = ops.wait_tensor.default(ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
+    return found.view(size, *tensor.shape)
