@@ -121,6 +121,31 @@ def reduce_scatter(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
     return _call("reduce_scatter", tensor, group, axis)
 
 
+def start_sum(tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
+    """Start to sum over the ranks, without waiting; `wait` gives the sum.
+
+    A gradient of it, where one is recorded, needs the sum at once.
+
+    Args:
+        tensor: this rank's part, without another reference: the sum may take its memory.
+        axis: of which this rank's shard of the sum is taken; None for all of it.
+        group: the ranks.
+    """
+    name = group.running()
+    if is_grad_enabled():
+        return _AllReduce.apply(tensor, name) if axis is None else _ReduceScatter.apply(tensor, axis, name, group.size)
+    if axis is not None:
+        return _start_sum_shard(tensor, axis, name, group.size)
+    if is_compiling() or not tensor.is_contiguous():
+        return _ops.all_reduce.default(tensor, "sum", name)
+    return _ops.all_reduce_.default(tensor, "sum", name)
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """Wait for what `start_sum` started."""
+    return tensor if is_grad_enabled() else _ops.wait_tensor.default(tensor)
+
+
 def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0, length: int | None = None) -> Tensor:
     if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
         called = Collective(name, group, axis, length)
@@ -303,5 +328,9 @@ def _cut(shards: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor
 
 
 def _sum_shard(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
+    return _ops.wait_tensor.default(_start_sum_shard(tensor, axis, name, size))
+
+
+def _start_sum_shard(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
     stacked = tensor.contiguous() if axis % tensor.dim() == 0 else torch.cat(tensor.chunk(size, dim=axis))
-    return _ops.wait_tensor.default(_ops.reduce_scatter_tensor.default(stacked, "sum", size, name))
+    return _ops.reduce_scatter_tensor.default(stacked, "sum", size, name)

@@ -13,6 +13,7 @@ from slapo_core.observers import HookKind
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
+from slapo_tp.overlap import can_overlap, under_weight_gradient
 from slapo_tp.preconditions import Distributed
 from slapo_tp.private import children_of
 from slapo_tp.splits import (
@@ -87,11 +88,34 @@ def argument_violations(sync: Sync, node: Node) -> list[Violation]:
         found.append(Violation(f"inputs={sync.inputs} belongs to built-in ops of fwd_pre and bwd_post", "leave it out"))
     if sync.outputs is not None and (mode != "fwd_post" or callable(op)):
         found.append(Violation(f"outputs={sync.outputs} belongs to built-in ops of fwd_post", "leave it out"))
+    if sync.overlap:
+        found += _overlap_violations(sync, node, mode, op)
     if sync.inputs is not None:
         found += _unknown_inputs(sync.inputs, node)
     if any(position < 0 for position in sync.outputs or ()):
         found.append(Violation(f"outputs={sync.outputs} must count from 0", "outputs=(0,)"))
     return found
+
+
+def _overlap_violations(sync: Sync, node: Node, mode: str, op: object) -> Iterator[Violation]:
+    """Why the module has no weight's gradient to compute while the gradient of its input is reduced."""
+    if (mode, op) not in (("bwd_post", "all_reduce"), ("fwd_pre", "all_gather")):
+        yield Violation(
+            "overlap=True belongs to a reduction of the input's gradient",
+            'use sync("bwd_post", "all_reduce", overlap=True) or sync("fwd_pre", "all_gather", overlap=True)',
+        )
+    elif not can_overlap(node.module) or not node.runs_own_forward:
+        layers = [
+            below
+            for below in node.walk()
+            if below.path != node.path and can_overlap(below.module) and makes_gradient_partial(below, sync.mesh_dim)
+        ]
+        call = f'sync("{mode}", "{op}"{_axis(sync.axis)}, overlap=True)'
+        yield Violation(
+            f"overlap=True needs the weight's gradient of one linear layer, and this {type(node.module).__name__} is "
+            + ("one with another forward" if can_overlap(node.module) else "not one"),
+            " and ".join(f"sch['{below.path}'].{call}" for below in layers) or "leave overlap=True out",
+        )
 
 
 def place_violations(sync: Sync, node: Node) -> list[Violation]:
@@ -280,6 +304,9 @@ class Sync(Primitive):
             the only floating-point tensor (fwd_pre), every tensor that requires a gradient (bwd_post).
         outputs: for fwd_post, the tensors meant, by position in the flattened output, e.g. ``(0,)``. None: the only
             floating-point tensor.
+        overlap: compute the gradient of the layer's weight while the gradient of its input is reduced: at one linear
+            layer split on its output axis, for bwd_post with all_reduce or fwd_pre with all_gather. Results are the
+            same. ``torch.compile`` gets the collective, the weight's gradient and the wait in this order.
 
     Raises:
         PreconditionError: no mesh, nothing split here or below, or an op that does not fit the module's split; with the
@@ -315,6 +342,7 @@ class Sync(Primitive):
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
     inputs: tuple[int | str, ...] | None = dataclasses.field(default=None, kw_only=True)
     outputs: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    overlap: bool = dataclasses.field(default=False, kw_only=True)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         unplaced = list(Distributed(self.mesh_dim)(node))
@@ -326,12 +354,16 @@ class Sync(Primitive):
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to synchronize")
         for kind, hook in self._hooks(node):
             edit.add_hook(node, kind, hook, active=active)
+        if self.overlap:
+            edit.wrap_forward(node, under_weight_gradient, active=active, inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         registered = [hook for _, hook in node.hooks]
         for kind, hook in self._hooks(node):
             if hook not in registered:
                 yield Violation(f"the {kind} hook {hook} is not registered")
+        if self.overlap and under_weight_gradient not in node.wrappers:
+            yield Violation("the module's forward is not wrapped")
 
     def _hooks(self, node: Node) -> Iterator[tuple[HookKind, Callable[..., Any]]]:
         """The hooks of this step, with torch's name of their kind."""
@@ -366,6 +398,6 @@ class Sync(Primitive):
                 ),
             )
         elif mode == "fwd_pre":
-            yield "forward_pre", InputHook(str(op), axis, group, node.path, self.inputs, parameters)
+            yield "forward_pre", InputHook(str(op), axis, group, node.path, self.inputs, parameters, self.overlap)
         else:
-            yield "forward_pre", GradientHook(group, node.path, self.inputs, parameters)
+            yield "forward_pre", GradientHook(group, node.path, self.inputs, parameters, self.overlap)

@@ -18,6 +18,7 @@ from slapo_core.observers import is_recording
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, gives_fresh_output
+from slapo_tp.overlap import from_source
 from slapo_tp.private import has_global_forward_hooks, hooks_of, tree_flatten, tree_unflatten
 
 Args = tuple[Any, ...]
@@ -102,6 +103,7 @@ class InputHook:
         path: of the module, for messages.
         inputs: which arguments, by position or name; None for the only one that is a floating-point tensor.
         parameters: the names of the forward's parameters, in order.
+        overlap: whether the module, a linear layer, may reduce the gradient itself.
     """
 
     op: str
@@ -110,6 +112,7 @@ class InputHook:
     path: str = field(compare=False)
     inputs: tuple[int | str, ...] | None = None
     parameters: tuple[str, ...] = ()
+    overlap: bool = False
     slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -135,7 +138,8 @@ class InputHook:
             return collectives.all_reduce(tensor, self.group)
         _check_axis(tensor, self.axis, self.op, self.group, self.path)
         if self.op == "all_gather":
-            return collectives.gather_sum(tensor, self.axis, self.group)
+            gathered = collectives.gather_sum(tensor, self.axis, self.group)
+            return from_source(gathered, tensor, self.axis, self.group) if self.overlap else gathered
         return collectives.reduce_scatter(tensor, self.axis, self.group)
 
 
@@ -148,19 +152,21 @@ class GradientHook:
         path: of the module, for messages.
         inputs: which arguments, by position or name; None for every tensor that requires a gradient.
         parameters: the names of the forward's parameters, in order.
+        overlap: whether the module, a linear layer, may reduce the gradient itself.
     """
 
     group: RankGroup
     path: str = field(compare=False)
     inputs: tuple[int | str, ...] | None = None
     parameters: tuple[str, ...] = ()
+    overlap: bool = False
     slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if not is_grad_enabled():
             return args, kwargs
         if self.inputs is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual call
-            return ((collectives.copy(args[0], self.group),) if args[0].is_floating_point() else args), kwargs
+            return ((self._copy(args[0]),) if args[0].is_floating_point() else args), kwargs
         change = InputChange(self._communicate, _requires_grad, self.path)
         return change.of(module, args, kwargs, self.inputs, self.parameters)
 
@@ -168,7 +174,11 @@ class GradientHook:
         # While a graph is recorded, do not read requires_grad: the graph would hold for one value only.
         if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
             return tensor
-        return collectives.copy(tensor, self.group)
+        return self._copy(tensor)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copied = collectives.copy(tensor, self.group)
+        return from_source(copied, tensor, None, self.group) if self.overlap else copied
 
 
 class InputChange:

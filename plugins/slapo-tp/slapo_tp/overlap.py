@@ -1,0 +1,142 @@
+"""Reduce the gradient of a linear layer's input while the gradient of its weight is computed.
+
+The hook of ``sync`` gives the layer a tensor that knows where it comes from; the layer's wrapped forward then starts the
+collective itself, in its backward. Where a layer gets any other tensor, or runs another forward, the hook reduces, as
+without overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+from slapo_core import ArgumentError
+from slapo_core.observers import Forward
+from slapo_tp import collectives
+from slapo_tp.collectives import RankGroup
+from slapo_tp.private import has_gradient_hooks
+
+
+_PLAIN = (Tensor, Parameter)
+
+
+class Source(NamedTuple):
+    """Where a layer's input comes from.
+
+    Args:
+        tensor: this rank's tensor before the collective, whose gradient is the reduced one.
+        axis: the axis that was gathered, and is scattered in the backward; None for an all-reduce.
+        group: the ranks.
+    """
+
+    tensor: Tensor
+    axis: int | None
+    group: RankGroup
+
+
+def from_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
+    """Have ``given``, the input made of ``tensor``, know its source."""
+    given._slapo_tp_source = Source(tensor, axis, group)  # type: ignore[attr-defined]
+    return given
+
+
+def can_overlap(module: nn.Module) -> bool:
+    """Return whether the class of a module runs the forward of a linear layer."""
+    return _is_linear(type(module).forward)
+
+
+def under_weight_gradient(forward: Forward) -> Forward:
+    """Wrap the forward of a linear layer: its backward reduces the input's gradient beside the weight's."""
+    own = forward.__wrapped__ if getattr(forward, "slapo_own", None) is forward else forward  # type: ignore[attr-defined]
+    if not _is_linear(own):
+        return forward
+    is_transposed = own is not nn.Linear.forward
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        weight = module.weight
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if len(args) + len(kwargs) != 1 or not _splits_backward(x, weight):
+            return forward(module, *args, **kwargs)  # type: ignore[no-any-return]
+        source = getattr(x, "_slapo_tp_source", None)
+        if source is not None and (source.group.name is None or (not is_compiling() and has_gradient_hooks(x))):
+            source = None
+        bias = module.bias
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        if source is None:  # as with one, so that what a checkpoint computes again is the same
+            return _Linear.apply(x, None, weight, bias, is_transposed, None, None)
+        if source.axis is None:
+            return _Linear.apply(source.tensor, None, weight, bias, is_transposed, None, source.group)
+        return _Linear.apply(source.tensor, x.detach(), weight, bias, is_transposed, source.axis, source.group)
+
+    return run
+
+
+under_weight_gradient.slapo_goes_around = True  # type: ignore[attr-defined]
+
+
+def _is_linear(forward: Callable[..., Any]) -> bool:
+    # transformers' Conv1D is recognized by name so that transformers is not needed
+    return forward is nn.Linear.forward or getattr(forward, "__qualname__", None) == "Conv1D.forward"
+
+
+def _splits_backward(x: Any, weight: Tensor) -> bool:
+    """Return whether the backward computes the gradients of an input and of a plain weight."""
+    if not is_grad_enabled() or type(x) not in _PLAIN or type(weight) not in _PLAIN:
+        return False
+    return x.requires_grad and weight.requires_grad  # type: ignore[no-any-return]
+
+
+class _Linear(Function):
+    """A linear layer of ``x``, or of ``source`` itself, whose gradient is reduced beside that of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: Tensor,
+        x: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        is_transposed: bool,
+        axis: int | None,
+        group: RankGroup | None,
+    ) -> Tensor:
+        ctx.arguments = (x is not None, is_transposed, axis, group)
+        x = source if x is None else x
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = source.dtype
+        return F.linear(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        is_gathered, is_transposed, axis, group = ctx.arguments
+        needs_input, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        if is_gathered and is_grad_enabled():
+            raise ArgumentError(
+                "sync with overlap=True and an all_gather of the input has no gradient of a gradient",
+                hint='leave overlap=True out of sync("fwd_pre", "all_gather")',
+            )
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_input = of_weight = of_bias = None
+        if needs_input:
+            of_input = (rows @ (weight.t() if is_transposed else weight)).view(x.shape).to(ctx.dtype)
+            if group is not None:
+                of_input = collectives.start_sum(of_input, axis, group)
+        if needs_weight:
+            inputs = x.to(weight.dtype).reshape(-1, x.shape[-1])
+            of_weight = inputs.t() @ rows if is_transposed else rows.t() @ inputs
+        if needs_bias:
+            of_bias = rows.sum(0)
+        if of_input is not None and group is not None:
+            of_input = collectives.wait(of_input)
+        return of_input, None, of_weight, of_bias, None, None, None
