@@ -7,6 +7,7 @@ without overlap.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ def under_weight_gradient(forward: Forward) -> Forward:
         return forward
     is_transposed = own is not nn.Linear.forward
 
+    @functools.wraps(forward)
     def run(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         weight = module.weight
         x = args[0] if args else next(iter(kwargs.values()), None)

@@ -84,6 +84,14 @@ def test_shard(check: Any) -> None:
             name="sync-backward",
             **COMMON,
         ),
+        Case(
+            Sync("bwd_post", "all_reduce", overlap=True),
+            path="up",
+            before=[("up", UP), ("", HEADS), ("down", DOWN), ("down", FORWARD)],
+            rejects=[("down", Sync("fwd_post", "all_reduce", overlap=True))],
+            name="sync-overlap",
+            **COMMON,
+        ),
     ]
 )
 def test_sync(check: Any) -> None:

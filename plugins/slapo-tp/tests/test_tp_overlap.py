@@ -1,0 +1,452 @@
+"""``sync(..., overlap=True)``: the same gradients, reduced while the layer computes its weight's gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import slapo_core as slapo
+from slapo_testing import preload_modules, run_ranks
+from slapo_tp import Sync
+from tests.messages import Messages
+
+from .checks import rand
+
+preload_modules("transformers.pytorch_utils")
+
+pytestmark = pytest.mark.ranks
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 8, bias=bias), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.first(x))))
+
+
+class Twice(Mlp):
+    """Calls the layer twice, once by keyword."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.up(input=self.first(x)))
+
+
+class Tied(Mlp):
+    """Uses the layer's weight elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up.weight.square().sum()
+
+
+def conv1d() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    model = Mlp()
+    model.up, model.down = Conv1D(8, 6), Conv1D(6, 8)
+    return model
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def parametrized(model: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(model.up, "weight", Doubled())
+    return model
+
+
+def split(sch: slapo.Schedule, *, overlap: bool) -> None:
+    transposed = type(sch["up"].module).__name__ == "Conv1D"
+    names = [name for name in ("weight", "bias") if name in sch["up"].parameters]
+    sch["up"].shard(names, axis=int(transposed)).sync("bwd_post", "all_reduce", overlap=overlap)
+    sch["down"].shard("weight", axis=int(not transposed)).sync("fwd_post", "all_reduce")
+
+
+def split_sequence(sch: slapo.Schedule, *, overlap: bool, axis: int = 1) -> None:
+    sch["up"].shard(["weight", "bias"], axis=0).sync("fwd_pre", "all_gather", axis=axis, overlap=overlap)
+    sch["down"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=axis)
+
+
+class Events(TorchDispatchMode):
+    """Write down the collectives and the matrix products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.see(func)
+        return func(*args, **(kwargs or {}))
+
+    def see(self, operator: Any) -> None:
+        name = operator._schema.name.rpartition("::")[2]
+        if name in ("all_reduce", "all_reduce_", "reduce_scatter_tensor"):
+            self.seen.append("start")
+        elif name in ("wait_tensor", "mm"):
+            self.seen.append("wait" if name == "wait_tensor" else "mm")
+
+    def see_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        """Write down those of a graph, in place of those that run."""
+        from torch._functorch.aot_autograd import make_boxed_func
+
+        for node in graph.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                self.see(node.target)
+        return make_boxed_func(graph.forward)
+
+    @property
+    def overlapped(self) -> int:
+        """The number of collectives that a matrix product ran beside."""
+        return " ".join(self.seen).count("start mm wait")
+
+
+Scenario = Callable[[nn.Module, Tensor], list[Any]]
+
+
+def gradients(model: nn.Module, x: Tensor, *, run: Callable[[nn.Module], Any] = lambda model: model) -> list[Any]:
+    y = run(model)(x)
+    (y * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view_as(y)).sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def twice_through(model: nn.Module, x: Tensor) -> list[Any]:
+    y = model(x).square().sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    model(x).sin().sum().backward()  # accumulates
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def of_input_only(model: nn.Module, x: Tensor) -> list[Any]:
+    return list(torch.autograd.grad(model(x).square().sum(), [x]))
+
+
+def of_weight_only(model: nn.Module, x: Tensor) -> list[Any]:
+    return list(torch.autograd.grad(model(x).square().sum(), [model.up.weight]))
+
+
+def of_gradients(model: nn.Module, x: Tensor) -> list[Any]:
+    (first,) = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
+    first.square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def strided(model: nn.Module, x: Tensor) -> list[Any]:
+    model(x).sum().backward()  # an expanded gradient
+    model(x.transpose(0, 1)).transpose(0, 1).square().sum().backward()
+    model(x[0, 0]).sum().backward()  # one axis
+    model(x[:1]).square().sum().backward()
+    model(x[:0]).square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def frozen(*names: str) -> Scenario:
+    def run(model: nn.Module, x: Tensor) -> list[Any]:
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+        return gradients(model, x)
+
+    return run
+
+
+def nothing_before_is_trained(model: nn.Module, x: Tensor) -> list[Any]:
+    model.first.requires_grad_(False)
+    y = model(x.detach())
+    y.square().sum().backward()
+    return [y.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def without_gradients(model: nn.Module, x: Tensor) -> list[Any]:
+    with torch.no_grad():
+        y = [model(x), model.eval()(x)]
+    with torch.inference_mode():
+        return [*y, model(x).clone()]
+
+
+def autocast(model: nn.Module, x: Tensor) -> list[Any]:
+    model.float()
+    x = x.detach().float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return gradients(model, x)
+
+
+def bfloat16(model: nn.Module, x: Tensor) -> list[Any]:
+    return gradients(model.bfloat16(), x.detach().bfloat16().requires_grad_())
+
+
+def hooked(model: nn.Module, x: Tensor) -> list[Any]:
+    """Tensor hooks of the parameter, which change its gradient, and those that a gradient accumulator has."""
+    seen: list[Any] = []
+    model.up.weight.register_hook(lambda gradient: gradient * 3)
+    model.up.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    return [*gradients(model, x), *seen]
+
+
+def watched(model: nn.Module, x: Tensor) -> list[Any]:
+    """The user's hook of the layer watches the gradient of its input."""
+    seen: list[Any] = []
+    model.up.register_forward_pre_hook(lambda module, args: args[0].register_hook(seen.append) and None)
+    found = gradients(model, x)
+    assert len(seen) == 1
+    return found
+
+
+def scaled(model: nn.Module, x: Tensor) -> list[Any]:
+    model.up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    return gradients(model, x)
+
+
+def full_backward_hook(model: nn.Module, x: Tensor) -> list[Any]:
+    seen: list[Any] = []
+    model.up.register_full_backward_hook(lambda module, inputs, outputs: seen.extend(outputs))
+    return [*gradients(model, x), *seen]
+
+
+def kept(model: nn.Module, x: Tensor) -> list[Any]:
+    """The input that the user's hook keeps goes into the loss, too."""
+    seen: list[Any] = []
+    model.up.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    y = model(x)
+    (y.square().sum() + seen[0].sin().sum()).backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def recomputed(model: nn.Module, x: Tensor, *, reentrant: bool) -> list[Any]:
+    return gradients(model, x, run=lambda model: lambda x: checkpoint(model, x, use_reentrant=reentrant))
+
+
+def replicated(model: nn.Module, x: Tensor) -> list[Any]:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    replica = DistributedDataParallel(model, process_group=groups[dist.get_rank()])
+    return gradients(model, x, run=lambda _: replica)
+
+
+def copied(model: nn.Module, x: Tensor) -> list[Any]:
+    return gradients(copy.deepcopy(model), x)
+
+
+def refused_of_gradients(model: nn.Module, x: Tensor) -> list[Any]:
+    with pytest.raises(slapo.ArgumentError, match="gradient of a gradient"):
+        of_gradients(model, x)
+    return []
+
+
+SCENARIOS: list[tuple[str, Callable[[], nn.Module], Scenario, int]] = [
+    ("plain", Mlp, gradients, 1),
+    ("no bias", functools.partial(Mlp, bias=False), gradients, 1),
+    ("Conv1D", conv1d, gradients, 1),
+    ("Conv1D of gradients", conv1d, of_gradients, 1),
+    ("called twice", Twice, gradients, 2),
+    ("used elsewhere", Tied, gradients, 1),
+    ("parametrized", lambda: Mlp(), lambda model, x: gradients(parametrized(model), x), 1),
+    ("retained", Mlp, twice_through, 3),
+    ("of the input only", Mlp, of_input_only, 1),
+    ("of the weight only", Mlp, of_weight_only, 1),
+    ("of gradients", Mlp, of_gradients, 1),
+    ("strided", Mlp, strided, 5),
+    ("frozen weight", Mlp, frozen("up.weight"), 0),
+    ("frozen bias", Mlp, frozen("up.bias"), 1),
+    ("frozen layer", Mlp, frozen("up.weight", "up.bias"), 0),
+    ("frozen before", Mlp, nothing_before_is_trained, 0),
+    ("no gradients", Mlp, without_gradients, 0),
+    ("autocast", Mlp, autocast, 1),
+    ("bfloat16", Mlp, bfloat16, 1),
+    ("hooks of the weight", Mlp, hooked, 1),
+    ("hook of the input", Mlp, watched, 0),
+    ("hook that changes the input", Mlp, scaled, 0),
+    ("full backward hook", Mlp, full_backward_hook, 0),
+    ("kept input", Mlp, kept, 1),
+    ("checkpoint", Mlp, functools.partial(recomputed, reentrant=False), 1),
+    ("reentrant checkpoint", Mlp, functools.partial(recomputed, reentrant=True), 1),
+    ("replicated", Mlp, replicated, 1),
+    ("copied", Mlp, copied, 1),
+]
+
+
+def outcome(
+    build: Callable[[], nn.Module],
+    run: Scenario,
+    overlap: bool,
+    *,
+    apply: Any = split,
+    axis: int | None = None,
+    watch: bool = True,
+) -> tuple[list[Any], int, slapo.Schedule]:
+    torch.manual_seed(0)
+    model = build().double()
+    sch = slapo.create_schedule(model, mesh={"tp": dist.get_world_size()}, example_inputs=rand(2, 4, 6))
+    apply(sch, overlap=overlap)
+    x = rand(2, 4, 6)
+    x = x if axis is None else x.chunk(dist.get_world_size(), axis)[dist.get_rank()].clone()
+    events = Events()
+    with events if watch else contextlib.nullcontext():
+        found = run(model, x.requires_grad_())
+    return found, events.overlapped, sch
+
+
+def assert_same(one: list[Any], other: list[Any], name: str) -> None:
+    assert len(one) == len(other), name
+    for number, (left, right) in enumerate(zip(one, other, strict=True)):
+        assert (left is None) == (right is None), f"{name}: {number}"
+        if name == "kept input":  # the two parts of its gradient are summed over the ranks one by one
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+        else:
+            assert left is None or torch.equal(left, right), f"{name}: {number}: {(left - right).abs().max()}"
+
+
+def check_scenarios() -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, build, run, _ in SCENARIOS:
+        without, before, _ = outcome(build, run, False)
+        with_overlap, count, _ = outcome(build, run, True)
+        assert_same(with_overlap, without, name)
+        found[name] = (before, count)
+    return found
+
+
+def check_sequence() -> dict[str, int]:
+    """Layers that gather shards of the sequence, and scatter the gradient of their input."""
+    found = {}
+    for name, run in SEQUENCE:
+        for axis in (0, 1):
+            apply = functools.partial(split_sequence, axis=axis)
+            wanted, _, _ = outcome(Mlp, run, False, apply=apply, axis=axis)
+            got, found[f"{name} {axis}"], _ = outcome(Mlp, run, True, apply=apply, axis=axis)
+            assert_same(got, wanted, name)
+    outcome(Mlp, refused_of_gradients, True, apply=split_sequence, axis=1)
+    return found
+
+
+SEQUENCE: list[tuple[str, Scenario]] = [
+    ("plain", gradients),
+    ("autocast", autocast),
+    ("checkpoint", functools.partial(recomputed, reentrant=False)),
+    ("hook of the input", watched),
+    ("replicated", replicated),
+]
+
+
+def test_gathered_sequences_scatter_their_gradient_beside_that_of_the_weight() -> None:
+    found = run_ranks(check_sequence, world_size=2)[0]
+    counts = {name: 0 if name == "hook of the input" else 1 for name, _ in SEQUENCE}
+    assert found == {f"{name} {axis}": count for name, count in counts.items() for axis in (0, 1)}
+
+
+def check_compiled() -> dict[str, int]:
+    """Of the whole model in one graph, and of the layer alone."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    found = {}
+    for name, apply, axis in (("replicated", split, None), ("sequence", split_sequence, 1)):
+        wanted, _, _ = outcome(Mlp, gradients, False, apply=apply, axis=axis)
+        for what in ("model", "layer"):
+            torch._dynamo.reset()
+            events = Events()
+            options = {"backend": aot_autograd(fw_compiler=Events().see_graph, bw_compiler=events.see_graph), "fullgraph": True}
+
+            def run(model: nn.Module, x: Tensor, what: str = what, options: Any = options) -> list[Any]:
+                if what == "model":
+                    return gradients(model, x, run=lambda model: torch.compile(model, **options))
+                up = torch.compile(model.up, **options)
+                return gradients(model, x, run=lambda _: lambda x: model.down(F.gelu(up(model.first(x)))))
+
+            got, _, _ = outcome(Mlp, run, True, apply=apply, axis=axis, watch=False)
+            assert_same(got, wanted, f"compiled {what}")
+            found[f"{name} {what}"] = events.overlapped
+    return found
+
+
+def test_a_compiled_backward_has_the_weight_between_start_and_wait() -> None:
+    found = run_ranks(check_compiled, world_size=2)[0]
+    assert found == dict.fromkeys(("replicated model", "replicated layer", "sequence model", "sequence layer"), 1)
+
+
+def test_gradients_are_bitwise_those_without_overlap_and_the_weight_comes_between_start_and_wait() -> None:
+    found = run_ranks(check_scenarios, world_size=2)[0]
+    assert found == {name: (0, count) for name, _, _, count in SCENARIOS}
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def checkpointed(sch: slapo.Schedule, *, overlap: bool) -> None:
+    traced_after(sch, overlap=overlap, trace=False)
+    sch["blocks.0"].checkpoint()
+    sch["blocks.1.up"].checkpoint()
+
+
+def traced_before(sch: slapo.Schedule, *, overlap: bool, flatten: bool) -> None:
+    sch["blocks.*"].trace(flatten=flatten)
+    traced_after(sch, overlap=overlap, trace=False)
+
+
+def traced_after(sch: slapo.Schedule, *, overlap: bool, flatten: bool = True, trace: bool = True) -> None:
+    for block in sch["blocks.*"]:
+        split(block, overlap=overlap)
+    if trace:
+        sch["blocks.*"].trace(flatten=flatten)
+
+
+def fused(sch: slapo.Schedule, *, overlap: bool) -> None:
+    """A step that computes what is behind the layer in another way."""
+    traced_after(sch, overlap=overlap)
+    sch["blocks.*"].checkpoint(match=lambda x: F.gelu(x))
+
+
+def undone(sch: slapo.Schedule, *, overlap: bool) -> None:
+    traced_after(sch, overlap=overlap, trace=False)
+    while sch.records:
+        sch.undo()
+    assert sch.model.blocks[0].up.__dict__.keys() == nn.Linear(6, 8).__dict__.keys()
+    traced_after(sch, overlap=overlap, trace=False)
+
+
+STEPS: dict[str, Any] = {
+    "checkpointed": checkpointed,
+    "traced before": functools.partial(traced_before, flatten=False),
+    "traced flat before": functools.partial(traced_before, flatten=True),
+    "traced": functools.partial(traced_after, flatten=False),
+    "traced flat": traced_after,
+    "fused": fused,
+    "undone": undone,
+}
+
+
+def check_steps() -> dict[str, int]:
+    found = {}
+    for name, apply in STEPS.items():
+        wanted, _, _ = outcome(Blocks, gradients, False, apply=apply)
+        got, found[name], sch = outcome(Blocks, gradients, True, apply=apply)
+        assert_same(got, wanted, name)
+        again = slapo.replay(Blocks().double(), sch.to_json(), mesh=sch.mesh, example_inputs=rand(2, 4, 6))
+        assert [record.primitive for record in again.records] == [record.primitive for record in sch.records]
+    return found
+
+
+def test_traced_checkpointed_and_replayed_schedules_overlap() -> None:
+    found = run_ranks(check_steps, world_size=2)[0]
+    assert found == dict.fromkeys(STEPS, 2)
