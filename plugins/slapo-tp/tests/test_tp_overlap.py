@@ -450,3 +450,42 @@ def check_steps() -> dict[str, int]:
 def test_traced_checkpointed_and_replayed_schedules_overlap() -> None:
     found = run_ranks(check_steps, world_size=2)[0]
     assert found == dict.fromkeys(STEPS, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.norm = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) * self.k(x) * self.v(x)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_what_it_refuses_and_what_to_write_instead(message: Messages) -> None:
+    model = nn.ModuleDict({"attention": Attention(), "scaled": Scaled(6, 8), "conv": nn.Conv1d(6, 8, 1)})
+    own = nn.Linear(6, 8)
+    own.forward = lambda input: 2 * nn.Linear.forward(own, input)
+    model["own"] = own
+    sch = slapo.create_schedule(model, mesh={"tp": 2})
+    for path in ("attention.q", "attention.k", "attention.v", "scaled", "conv", "own"):
+        sch[path].shard(["weight", "bias"], axis=0)
+    overlapped = Sync("bwd_post", "all_reduce", overlap=True)
+    for path, sync, words in (
+        ("attention.q", Sync("fwd_post", "all_gather", overlap=True), "belongs to"),
+        ("attention.q", Sync("fwd_pre", "all_reduce", overlap=True), "belongs to"),
+        ("attention.q", Sync("bwd_post", print, overlap=True), "belongs to"),
+        ("attention.norm", overlapped, "not one"),
+        ("scaled", overlapped, "not one"),
+        ("conv", overlapped, "not one"),
+        ("own", overlapped, "another forward"),
+        ("attention", overlapped, "sch['attention.q'].sync"),
+    ):
+        with pytest.raises(slapo.PreconditionError) as refused:
+            sch[path].apply(sync)
+        message(refused, f"at '{path}'", words)
+    assert not sch.model["attention"].q._forward_pre_hooks
