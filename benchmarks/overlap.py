@@ -44,7 +44,7 @@ class Wire(dist.ProcessGroup):
         self.started.put((tensors, options or dist.AllreduceOptions(), done))
         return torch._C._distributed_c10d._create_work_from_future(done)
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "wire"
 
     def _run(self) -> None:
@@ -154,9 +154,10 @@ def main() -> None:
         for share in (None, 0.2)
     ]
     for row in rows:
+        spread = f"quartiles {row['quartile_1']:.3f} to {row['quartile_3']:.3f}, {row['pairs']} pairs"
         print(
-            f"{row['shape']:<28} {row['over']:<5} with / without overlap {row['ratio']:.3f} (quartiles {row['quartile_1']:.3f} to "
-            f"{row['quartile_3']:.3f}, {row['pairs']} pairs); reductions take {row['share_of_the_reductions']:.0%}"
+            f"{row['shape']:<28} {row['over']:<5} with / without overlap {row['ratio']:.3f} ({spread}); "
+            f"reductions take {row['share_of_the_reductions']:.0%}"
         )
     save("overlap", rows)
 

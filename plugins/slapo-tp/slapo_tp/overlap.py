@@ -1,6 +1,6 @@
 """Reduce the gradient of a linear layer's input while the gradient of its weight is computed.
 
-The hook of ``sync`` gives the layer a tensor that knows where it comes from; the layer's wrapped forward then starts the
+The hook of ``sync`` notes on the layer's input where it comes from; the layer's wrapped forward then starts the
 collective itself, in its backward. Where a layer gets any other tensor, or runs another forward, the hook reduces, as
 without overlap.
 """
@@ -24,7 +24,6 @@ from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.private import has_gradient_hooks
 
-
 _PLAIN = (Tensor, Parameter)
 
 
@@ -35,16 +34,19 @@ class Source(NamedTuple):
         tensor: this rank's tensor before the collective, whose gradient is the reduced one.
         axis: the axis that was gathered, and is scattered in the backward; None for an all-reduce.
         group: the ranks.
+        version: of the input, which a change in place increments.
     """
 
     tensor: Tensor
     axis: int | None
     group: RankGroup
+    version: int
 
 
 def from_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
     """Have ``given``, the input made of ``tensor``, know its source."""
-    given._slapo_tp_source = Source(tensor, axis, group)  # type: ignore[attr-defined]
+    version = 0 if is_compiling() else given._version
+    given._slapo_tp_source = Source(tensor, axis, group, version)  # type: ignore[attr-defined]
     return given
 
 
@@ -63,11 +65,11 @@ def under_weight_gradient(forward: Forward) -> Forward:
     @functools.wraps(forward)
     def run(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         weight = module.weight
-        x = args[0] if args else next(iter(kwargs.values()), None)
+        x: Any = args[0] if args else next(iter(kwargs.values()), None)
         if len(args) + len(kwargs) != 1 or not _splits_backward(x, weight):
             return forward(module, *args, **kwargs)  # type: ignore[no-any-return]
         source = getattr(x, "_slapo_tp_source", None)
-        if source is not None and (source.group.name is None or (not is_compiling() and has_gradient_hooks(x))):
+        if source is not None and not _stands_for(source, x):
             source = None
         bias = module.bias
         device = x.device.type
@@ -87,8 +89,11 @@ under_weight_gradient.slapo_goes_around = True  # type: ignore[attr-defined]
 
 
 def _is_linear(forward: Callable[..., Any]) -> bool:
-    # transformers' Conv1D is recognized by name so that transformers is not needed
-    return forward is nn.Linear.forward or getattr(forward, "__qualname__", None) == "Conv1D.forward"
+    if forward is nn.Linear.forward:
+        return True
+    # transformers' own, recognized by name so that transformers is not needed
+    name = (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None))
+    return name == ("transformers.pytorch_utils", "Conv1D.forward")
 
 
 def _splits_backward(x: Any, weight: Tensor) -> bool:
@@ -96,6 +101,13 @@ def _splits_backward(x: Any, weight: Tensor) -> bool:
     if not is_grad_enabled() or type(x) not in _PLAIN or type(weight) not in _PLAIN:
         return False
     return x.requires_grad and weight.requires_grad  # type: ignore[no-any-return]
+
+
+def _stands_for(source: Source, x: Tensor) -> bool:
+    """Return whether the layer may compute with the source: no hook changed or watches the input, and ranks run."""
+    if source.group.name is None or is_compiling():
+        return source.group.name is not None
+    return source.version == x._version and not has_gradient_hooks(x)
 
 
 class _Linear(Function):

@@ -139,7 +139,8 @@ class InputHook:
         _check_axis(tensor, self.axis, self.op, self.group, self.path)
         if self.op == "all_gather":
             gathered = collectives.gather_sum(tensor, self.axis, self.group)
-            return from_source(gathered, tensor, self.axis, self.group) if self.overlap else gathered
+            overlaps = self.overlap and is_grad_enabled()
+            return from_source(gathered, tensor, self.axis, self.group) if overlaps else gathered
         return collectives.reduce_scatter(tensor, self.axis, self.group)
 
 

@@ -212,6 +212,11 @@ def scaled(model: nn.Module, x: Tensor) -> list[Any]:
     return gradients(model, x)
 
 
+def scaled_in_place(model: nn.Module, x: Tensor) -> list[Any]:
+    model.up.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
+    return gradients(model, x)
+
+
 def full_backward_hook(model: nn.Module, x: Tensor) -> list[Any]:
     seen: list[Any] = []
     model.up.register_full_backward_hook(lambda module, inputs, outputs: seen.extend(outputs))
@@ -254,7 +259,7 @@ SCENARIOS: list[tuple[str, Callable[[], nn.Module], Scenario, int]] = [
     ("Conv1D of gradients", conv1d, of_gradients, 1),
     ("called twice", Twice, gradients, 2),
     ("used elsewhere", Tied, gradients, 1),
-    ("parametrized", lambda: Mlp(), lambda model, x: gradients(parametrized(model), x), 1),
+    ("parametrized", Mlp, lambda model, x: gradients(parametrized(model), x), 1),
     ("retained", Mlp, twice_through, 3),
     ("of the input only", Mlp, of_input_only, 1),
     ("of the weight only", Mlp, of_weight_only, 1),
@@ -324,7 +329,7 @@ def check_sequence() -> dict[str, int]:
     """Layers that gather shards of the sequence, and scatter the gradient of their input."""
     found = {}
     for name, run in SEQUENCE:
-        for axis in (0, 1):
+        for axis in (0, 1) if run is gradients else (1,):
             apply = functools.partial(split_sequence, axis=axis)
             wanted, _, _ = outcome(Mlp, run, False, apply=apply, axis=axis)
             got, found[f"{name} {axis}"], _ = outcome(Mlp, run, True, apply=apply, axis=axis)
@@ -338,14 +343,17 @@ SEQUENCE: list[tuple[str, Scenario]] = [
     ("autocast", autocast),
     ("checkpoint", functools.partial(recomputed, reentrant=False)),
     ("hook of the input", watched),
+    ("hook in place", scaled_in_place),
+    ("no gradients", without_gradients),
     ("replicated", replicated),
 ]
+NOT_OVERLAPPED = ("hook of the input", "hook in place", "no gradients")
 
 
 def test_gathered_sequences_scatter_their_gradient_beside_that_of_the_weight() -> None:
     found = run_ranks(check_sequence, world_size=2)[0]
-    counts = {name: 0 if name == "hook of the input" else 1 for name, _ in SEQUENCE}
-    assert found == {f"{name} {axis}": count for name, count in counts.items() for axis in (0, 1)}
+    counts = {f"{name} 1": 0 if name in NOT_OVERLAPPED else 1 for name, _ in SEQUENCE}
+    assert found == {"plain 0": 1, **counts}
 
 
 def check_compiled() -> dict[str, int]:
@@ -358,7 +366,8 @@ def check_compiled() -> dict[str, int]:
         for what in ("model", "layer"):
             torch._dynamo.reset()
             events = Events()
-            options = {"backend": aot_autograd(fw_compiler=Events().see_graph, bw_compiler=events.see_graph), "fullgraph": True}
+            backend = aot_autograd(fw_compiler=Events().see_graph, bw_compiler=events.see_graph)
+            options = {"backend": backend, "fullgraph": True}
 
             def run(model: nn.Module, x: Tensor, what: str = what, options: Any = options) -> list[Any]:
                 if what == "model":
