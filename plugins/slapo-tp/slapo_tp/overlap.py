@@ -64,23 +64,16 @@ def under_weight_gradient(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def run(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-        weight = module.weight
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
-        if len(args) + len(kwargs) != 1 or not _splits_backward(x, weight):
+        source, weight, bias = getattr(x, "_slapo_tp_source", None), module.weight, module.bias
+        if source is None or len(args) + len(kwargs) != 1 or not _stands_for(source, x) or not _is_trained(weight):
             return forward(module, *args, **kwargs)  # type: ignore[no-any-return]
-        source = getattr(x, "_slapo_tp_source", None)
-        if source is not None and not _stands_for(source, x):
-            source = None
-        bias = module.bias
         device = x.device.type
         if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        if source is None:  # as with one, so that what a checkpoint computes again is the same
-            return _Linear.apply(x, None, weight, bias, is_transposed, None, None)
-        if source.axis is None:
-            return _Linear.apply(source.tensor, None, weight, bias, is_transposed, None, source.group)
-        return _Linear.apply(source.tensor, x.detach(), weight, bias, is_transposed, source.axis, source.group)
+        gathered = None if source.axis is None else x.detach()
+        return _Linear.apply(source.tensor, gathered, weight, bias, is_transposed, source.axis, source.group)
 
     return run
 
@@ -96,17 +89,17 @@ def _is_linear(forward: Callable[..., Any]) -> bool:
     return name == ("transformers.pytorch_utils", "Conv1D.forward")
 
 
-def _splits_backward(x: Any, weight: Tensor) -> bool:
-    """Return whether the backward computes the gradients of an input and of a plain weight."""
-    if not is_grad_enabled() or type(x) not in _PLAIN or type(weight) not in _PLAIN:
-        return False
-    return x.requires_grad and weight.requires_grad  # type: ignore[no-any-return]
+def _is_trained(weight: Tensor) -> bool:
+    """Return whether a weight is a plain tensor with a gradient."""
+    return weight.requires_grad and type(weight) in _PLAIN
 
 
 def _stands_for(source: Source, x: Tensor) -> bool:
     """Return whether the layer may compute with the source: no hook changed or watches the input, and ranks run."""
-    if source.group.name is None or is_compiling():
-        return source.group.name is not None
+    if source.group.name is None or not x.requires_grad or not is_grad_enabled() or type(x) not in _PLAIN:
+        return False
+    if is_compiling():
+        return True
     return source.version == x._version and not has_gradient_hooks(x)
 
 
@@ -122,7 +115,7 @@ class _Linear(Function):
         bias: Tensor | None,
         is_transposed: bool,
         axis: int | None,
-        group: RankGroup | None,
+        group: RankGroup,
     ) -> Tensor:
         ctx.arguments = (x is not None, is_transposed, axis, group)
         x = source if x is None else x
@@ -143,14 +136,13 @@ class _Linear(Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_weight = of_bias = None
         if needs_input:
-            of_input = (rows @ (weight.t() if is_transposed else weight)).view(x.shape).to(ctx.dtype)
-            if group is not None:
-                of_input = collectives.start_sum(of_input, axis, group)
+            partial = (rows @ (weight.t() if is_transposed else weight)).view(x.shape).to(ctx.dtype)
+            of_input = collectives.start_sum(partial, axis, group)
         if needs_weight:
             inputs = x.to(weight.dtype).reshape(-1, x.shape[-1])
             of_weight = inputs.t() @ rows if is_transposed else rows.t() @ inputs
         if needs_bias:
             of_bias = rows.sum(0)
-        if of_input is not None and group is not None:
+        if of_input is not None:
             of_input = collectives.wait(of_input)
         return of_input, None, of_weight, of_bias, None, None, None

@@ -116,6 +116,15 @@ class Events(TorchDispatchMode):
         return " ".join(self.seen).count("start mm wait")
 
 
+@pytest.fixture(scope="module")
+def checked() -> dict[str, Any]:
+    return run_ranks(check, world_size=2)[0]
+
+
+def check() -> dict[str, Any]:
+    return {"scenarios": check_scenarios(), "sequence": check_sequence(), "steps": check_steps()}
+
+
 Scenario = Callable[[nn.Module, Tensor], list[Any]]
 
 
@@ -180,10 +189,10 @@ def without_gradients(model: nn.Module, x: Tensor) -> list[Any]:
 
 
 def autocast(model: nn.Module, x: Tensor) -> list[Any]:
-    model.float()
-    x = x.detach().float().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return gradients(model, x)
+    def run(model: nn.Module) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)(model)
+
+    return gradients(model.float(), x.detach().float().requires_grad_(), run=run)
 
 
 def bfloat16(model: nn.Module, x: Tensor) -> list[Any]:
@@ -350,10 +359,9 @@ SEQUENCE: list[tuple[str, Scenario]] = [
 NOT_OVERLAPPED = ("hook of the input", "hook in place", "no gradients")
 
 
-def test_gathered_sequences_scatter_their_gradient_beside_that_of_the_weight() -> None:
-    found = run_ranks(check_sequence, world_size=2)[0]
+def test_gathered_sequences_scatter_their_gradient_beside_that_of_the_weight(checked: Any) -> None:
     counts = {f"{name} 1": 0 if name in NOT_OVERLAPPED else 1 for name, _ in SEQUENCE}
-    assert found == {"plain 0": 1, **counts}
+    assert checked["sequence"] == {"plain 0": 1, **counts}
 
 
 def check_compiled() -> dict[str, int]:
@@ -381,14 +389,14 @@ def check_compiled() -> dict[str, int]:
     return found
 
 
+@pytest.mark.breadth
 def test_a_compiled_backward_has_the_weight_between_start_and_wait() -> None:
     found = run_ranks(check_compiled, world_size=2)[0]
     assert found == dict.fromkeys(("replicated model", "replicated layer", "sequence model", "sequence layer"), 1)
 
 
-def test_gradients_are_bitwise_those_without_overlap_and_the_weight_comes_between_start_and_wait() -> None:
-    found = run_ranks(check_scenarios, world_size=2)[0]
-    assert found == {name: (0, count) for name, _, _, count in SCENARIOS}
+def test_gradients_are_bitwise_those_without_overlap_and_the_weight_comes_between_start_and_wait(checked: Any) -> None:
+    assert checked["scenarios"] == {name: (0, count) for name, _, _, count in SCENARIOS}
 
 
 class Blocks(nn.Module):
@@ -456,9 +464,8 @@ def check_steps() -> dict[str, int]:
     return found
 
 
-def test_traced_checkpointed_and_replayed_schedules_overlap() -> None:
-    found = run_ranks(check_steps, world_size=2)[0]
-    assert found == dict.fromkeys(STEPS, 2)
+def test_traced_checkpointed_and_replayed_schedules_overlap(checked: Any) -> None:
+    assert checked["steps"] == dict.fromkeys(STEPS, 2)
 
 
 class Attention(nn.Module):
