@@ -22,7 +22,7 @@ from slapo_core import ArgumentError
 from slapo_core.observers import Forward
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
-from slapo_tp.private import has_gradient_hooks
+from slapo_tp.private import has_gradient_hooks, version_of
 
 _PLAIN = (Tensor, Parameter)
 
@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 def from_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
     """Have ``given``, the input made of ``tensor``, know its source."""
-    version = 0 if is_compiling() else given._version
+    version = 0 if is_compiling() else version_of(given)
     given._slapo_tp_source = Source(tensor, axis, group, version)  # type: ignore[attr-defined]
     return given
 
@@ -66,7 +66,7 @@ def under_weight_gradient(forward: Forward) -> Forward:
     def run(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         x: Any = args[0] if args else next(iter(kwargs.values()), None)
         source, weight, bias = getattr(x, "_slapo_tp_source", None), module.weight, module.bias
-        if source is None or len(args) + len(kwargs) != 1 or not _stands_for(source, x) or not _is_trained(weight):
+        if source is None or len(args) + len(kwargs) != 1 or not _leads_to(source, x) or not _is_trained(weight):
             return forward(module, *args, **kwargs)  # type: ignore[no-any-return]
         device = x.device.type
         if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
@@ -94,13 +94,13 @@ def _is_trained(weight: Tensor) -> bool:
     return weight.requires_grad and type(weight) in _PLAIN
 
 
-def _stands_for(source: Source, x: Tensor) -> bool:
+def _leads_to(source: Source, x: Tensor) -> bool:
     """Return whether the layer may compute with the source: no hook changed or watches the input, and ranks run."""
     if source.group.name is None or not x.requires_grad or not is_grad_enabled() or type(x) not in _PLAIN:
         return False
     if is_compiling():
         return True
-    return source.version == x._version and not has_gradient_hooks(x)
+    return source.version == version_of(x) and not has_gradient_hooks(x)
 
 
 class _Linear(Function):

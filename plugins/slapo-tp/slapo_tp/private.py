@@ -45,6 +45,11 @@ def has_gradient_hooks(tensor: Any) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return tensor._version
+
+
 def convolution(module: Any, input: torch.Tensor) -> torch.Tensor:
     """Run a convolution layer with its padding and without its bias."""
     return module._conv_forward(input, module.weight, None)

@@ -73,6 +73,12 @@ def test_hooks_of_modules_and_gradients_are_seen() -> None:
         assert private.has_gradient_hooks(weight)
 
 
+def test_changes_in_place_are_counted() -> None:
+    tensor = torch.ones(2)
+    assert private.version_of(tensor) == private.version_of(tensor.view_as(tensor)) == 0
+    assert private.version_of(tensor.mul_(2)) == 1
+
+
 def test_convolutions_run_without_their_bias() -> None:
     layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
     x = torch.randn(1, 2, 4, 4)
