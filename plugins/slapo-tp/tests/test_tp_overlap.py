@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -471,6 +472,28 @@ def check_steps() -> dict[str, int]:
 
 def test_traced_checkpointed_and_replayed_schedules_overlap(checked: Any) -> None:
     assert checked["steps"] == dict.fromkeys(STEPS, 2)
+
+
+def check_replicas() -> None:
+    """Two replicas of two ranks each: three steps of AdamW."""
+    found = []
+    for overlap in (False, True):
+        torch.manual_seed(0)
+        sch = slapo.create_schedule(Mlp().double(), mesh={"dp": 2, "tp": 2})
+        split(sch, overlap=overlap)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*never verified")
+            engine = slapo.build(sch, optimizer=torch.optim.AdamW, loss=lambda y, _=None: y.square().mean())
+        for step in range(3):
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank() // 2)
+            engine.train_step(torch.randn(4, 6, dtype=torch.float64, generator=generator))
+        found.append([parameter.detach().clone() for parameter in sch.model.parameters()])
+    assert_same(found[1], found[0], "replicas")
+
+
+@pytest.mark.breadth
+def test_gradients_of_replicas_are_exchanged_beside_it() -> None:
+    run_ranks(check_replicas, world_size=4)
 
 
 class Attention(nn.Module):
