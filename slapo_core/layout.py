@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import MeshError
@@ -264,6 +264,8 @@ class Layout:
         packing: ``(axis, sizes)`` for an axis that holds several matrices one after the other, e.g.
             ``((1, (768, 768, 768)),)`` for a fused query-key-value weight: each is split by itself.
         padding: ``(axis, elements)`` of zeros appended to the reference tensor before it is split.
+        shard_counts: ``(mesh_dim, shards)`` where a split has at most so many shards, e.g. ``(("tp", 2),)`` for two KV
+            heads: of more ranks, consecutive ones hold the same shard (see :meth:`holders`).
 
     Raises:
         MeshError: a placement of another kind, or a mesh dimension that is partial and something else too.
@@ -274,6 +276,7 @@ class Layout:
     placements: tuple[tuple[str, Placement], ...] = ()
     packing: tuple[tuple[int, tuple[int, ...]], ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
+    shard_counts: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.placements:
@@ -307,6 +310,35 @@ class Layout:
         """Return the mesh dimensions with partial values, in the order applied."""
         return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
 
+    def shard_count(self, mesh: Mesh | None, mesh_dim: str) -> int:
+        """Number of different shards along a mesh dimension that splits the tensor.
+
+        Raises:
+            MeshError: the ranks cannot share the shards equally.
+        """
+        size = mesh.size(mesh_dim) if mesh is not None else 1
+        count = min(size, dict(self.shard_counts).get(mesh_dim, size))
+        if size % count:
+            raise MeshError(
+                f"'{self.origin}' has {count} shards along mesh_dim '{mesh_dim}', which do not divide its {size} ranks",
+                hint=f"a {mesh_dim} size that {count} divides",
+            )
+        return count
+
+    def holders(self, mesh: Mesh | None, mesh_dim: str) -> tuple[int, ...]:
+        """Return the places along a mesh dimension with the same shard as this rank, itself among them.
+
+        Of 8 ranks and 2 shards, ranks 0 to 3 hold the first one; all ranks hold what the dimension does not split.
+        """
+        size, place = (mesh.size(mesh_dim), mesh.rank(mesh_dim)) if mesh is not None else (1, 0)
+        if mesh_dim in self.partials():
+            return (place,)
+        if all(split_dim != mesh_dim for split_dim, _ in self.shards()):
+            return tuple(range(size))
+        holders = size // self.shard_count(mesh, mesh_dim)
+        first = place - place % holders
+        return tuple(range(first, first + holders))
+
     def holds_values(self, mesh: Mesh | None) -> bool:
         """Return whether this rank's shard has the reference values; of partial values, all but one are zeros.
 
@@ -327,17 +359,16 @@ class Layout:
             starts = [sum(sizes[:index]) for index in range(len(sizes))]
             ranges.append(list(zip(starts, sizes, strict=True)))
         for mesh_dim, axis in self.shards():
-            world_size, place = (mesh.size(mesh_dim), mesh.rank(mesh_dim)) if mesh else (1, 0)
-            if any(length % world_size for _, length in ranges[axis]):
+            count, holders = self.shard_count(mesh, mesh_dim), self.holders(mesh, mesh_dim)
+            place = holders[0] // len(holders)
+            if any(length % count for _, length in ranges[axis]):
                 lengths = [length for _, length in ranges[axis]]
+                into = f"mesh_dim '{mesh_dim}' of size {count}" if len(holders) == 1 else f"{count} shards"
                 raise MeshError(
-                    f"axis {axis} of '{self.origin}' (lengths {lengths}) is not divisible by mesh_dim '{mesh_dim}' of "
-                    f"size {world_size}",
+                    f"axis {axis} of '{self.origin}' (lengths {lengths}) is not divisible by {into}",
                     hint="pad it first, or split another axis",
                 )
-            ranges[axis] = [
-                (start + place * (length // world_size), length // world_size) for start, length in ranges[axis]
-            ]
+            ranges[axis] = [(start + place * (length // count), length // count) for start, length in ranges[axis]]
         return ranges
 
     def local_shape(self, mesh: Mesh | None) -> tuple[int, ...]:
@@ -378,7 +409,7 @@ class Layout:
                     tensor = layout._gathered(tensor, mesh, mesh_dim, placement.dim)  # type: ignore[attr-defined]
                 elif placement.is_partial():
                     tensor = _summed(tensor, mesh, mesh_dim)
-            layout = Layout(self.origin, self.shape, tuple(kept), self.packing, self.padding)
+            layout = replace(layout, placements=tuple(kept))
         return self._unpad(tensor)
 
     def _gathered(self, tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, axis: int) -> torch.Tensor:
@@ -389,7 +420,7 @@ class Layout:
         lengths = [length for _, length in self.segments(mesh)[axis]]
         shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))]
         dist.all_gather(shards, tensor.contiguous(), group=mesh.group(mesh_dim))
-        parts = [shard.split(lengths, dim=axis) for shard in shards]
+        parts = [shard.split(lengths, dim=axis) for shard in shards[:: len(self.holders(mesh, mesh_dim))]]
         return torch.cat([part[index] for index in range(len(lengths)) for part in parts], dim=axis)
 
     def _pad(self, full: torch.Tensor) -> torch.Tensor:
@@ -411,6 +442,7 @@ class Layout:
             return "replicated"
         parts = [f"{mesh_dim}: {placement}" for mesh_dim, placement in self.placements]
         parts += [f"packed {sizes} on axis {axis}" for axis, sizes in self.packing]
+        parts += [f"at most {count} shards along {mesh_dim}" for mesh_dim, count in self.shard_counts]
         parts += [f"padded by {elements} on axis {axis}" for axis, elements in self.padding]
         return ", ".join(parts)
 

@@ -52,12 +52,15 @@ def mark(context: BuildContext) -> None:
 def mark_tensors(tensors: Iterable[LiveTensor], mesh: Mesh | None) -> None:
     """Mark the parameters that are split over ``tp``, by their layouts; all others lose such marks.
 
+    Of a shard that several ranks hold, the first one is marked, so that the norm counts it once.
+
     In mixed precision without ZeRO, DeepSpeed looks for the marks on the gradients instead, so they get them too.
     """
     for live in tensors:
         if not live.is_parameter:
             continue
         is_shard = mesh is not None and mesh.size("tp") > 1 and "tp" in {dim for dim, _ in live.layout.shards()}
+        is_shard = is_shard and mesh is not None and live.layout.holders(mesh, "tp")[0] == mesh.rank("tp")
         for name in SHARDED:
             if is_shard or hasattr(live.tensor, name):
                 setattr(live.tensor, name, is_shard)

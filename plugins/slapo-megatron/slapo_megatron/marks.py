@@ -88,10 +88,13 @@ def _refuse_split(context: BuildContext, live: LiveTensor) -> None:
 
 
 def _as_shard(context: BuildContext, live: LiveTensor) -> dict[str, Any]:
-    """Whether ``tp`` splits it, and how; the stride counts the matrices that lie one after the other on that axis."""
+    """Whether ``tp`` splits it, and how; the stride counts the matrices that lie one after the other on that axis.
+
+    Of a shard that several ranks hold, the first one is marked: Megatron's norm counts others on the first rank only.
+    """
     mesh, layout = context.schedule.mesh, live.layout
     split = [axis for mesh_dim, axis in layout.shards() if mesh_dim == "tp"]
-    if not split or mesh is None or mesh.size("tp") == 1:
+    if not split or mesh is None or mesh.size("tp") == 1 or layout.holders(mesh, "tp")[0] != mesh.rank("tp"):
         given = vars(live.tensor)
         ours = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
         return {name: given.get(name, value) for name, value in ours.items()}

@@ -27,7 +27,8 @@ class GradientClipper:
     """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
 
     Shards of a parameter are counted on every rank of the mesh dimensions that split it, those of a DTensor over the
-    groups of its own DeviceMesh; replicas once, and so is a parameter that several pipeline stages use.
+    groups of its own DeviceMesh; replicas once, and so are a shard that several ranks hold, and a parameter that
+    several pipeline stages use.
 
     Args:
         correspondence: of the scheduled model; the parameters are those that it holds now.
@@ -60,6 +61,7 @@ class GradientClipper:
                 if self._dtypes is not None and live.tensor.requires_grad:
                     self._dtypes.add(live.tensor.dtype)
                 if live.is_local:
+                    holders |= {dim: live.layout.holders(self._mesh, dim) for dim, _ in live.layout.shards()}
                     (counted.parameters if self._is_first(holders) else self._again).append(live.tensor)
 
     def _is_first(self, holders: Mapping[str, tuple[int, ...]]) -> bool:

@@ -133,7 +133,9 @@ def _copied(correspondence: Correspondence) -> Iterator[tuple[LiveTensor, tuple[
         if not live.is_local:
             continue
         holders = correspondence.holders(live)
-        apart = {mesh_dim for mesh_dim, _ in live.layout.shards()} | set(live.layout.partials())
+        split = {dim: live.layout.holders(mesh, dim) for dim, _ in live.layout.shards()}
+        holders |= {dim: ranks for dim, ranks in split.items() if len(ranks) < mesh.size(dim)}
+        apart = set(live.layout.partials())
         apart.update(mesh_dim for mesh_dim, ranks in holders.items() if len(ranks) == 1)
         if not live.is_parameter:
             apart.update(DATA_DIMS)
@@ -294,8 +296,8 @@ def divergence(world: World, mesh: Mesh, replicas: Iterable[Replica], *, hint: s
     differing: dict[str, list[int]] = {}  # name -> the first ranks that hold different copies of it
     are_floats = True
     for name in dict.fromkeys(name for theirs in by_rank.values() for name in theirs):
-        over, _, among = next(theirs[name] for theirs in by_rank.values() if name in theirs)
-        for ranks in ranks_along(mesh, over, among):
+        held = dict.fromkeys((theirs[name][0], theirs[name][2]) for theirs in by_rank.values() if name in theirs)
+        for ranks in (ranks for over, among in held for ranks in ranks_along(mesh, over, among)):
             found = {by_rank[rank].get(name) for rank in ranks}
             if len({one for one in found if one is None or one[1] is not None}) > 1:
                 differing.setdefault(name, ranks)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_tp.layers import layer_type_of
 from slapo_tp.preconditions import Distributed, Divisible
-from slapo_tp.splits import as_tuple, mesh_size, sized_tensor, split_axis
+from slapo_tp.splits import KV_HEAD_COUNTS, as_tuple, mesh_size, shards_violations, sized_tensor, split_axis
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,18 @@ class ShardAttribute(Primitive):
     Args:
         names: e.g. ``"num_heads"``, or ``["num_attention_heads", "all_head_size"]``.
         mesh_dim: the mesh dimension to divide by.
+        shards: as of ``shard(..., shards=)``: divide by the number of shards where the ranks are more, e.g. the number
+            of KV heads.
+        holders_of: as ``shards``, but divide by the number of ranks that hold the same shard, e.g. the number of query
+            heads for each KV head, ``num_key_value_groups``.
 
     Raises:
         PreconditionError: no mesh, no such attribute, not a positive integer, not divisible, or divided already.
 
     rewrite:
         ``module.num_heads == 12`` -> ``module.num_heads == 12 // n`` on a mesh dimension of n ranks
+
+        ``shards=k``: ``12 // min(n, k)``; ``holders_of=k``: ``12 // max(1, n // k)``
 
     On a mesh dimension of one rank nothing changes.
 
@@ -38,6 +44,8 @@ class ShardAttribute(Primitive):
 
     names: str | tuple[str, ...]
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
+    shards: int | None = dataclasses.field(default=None, kw_only=True)
+    holders_of: int | None = dataclasses.field(default=None, kw_only=True)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         unplaced = list(Distributed(self.mesh_dim)(node))
@@ -47,6 +55,19 @@ class ShardAttribute(Primitive):
         names = as_tuple(self.names)
         if not names:
             yield Violation("it names no attribute", 'write shard_attribute("num_heads")')
+        if self.shards is not None and self.holders_of is not None:
+            yield Violation(
+                f"it divides by one number (got shards={self.shards} and holders_of={self.holders_of})",
+                "write one call for each",
+            )
+            return
+        count = self.shards if self.holders_of is None else self.holders_of
+        uneven = list(
+            shards_violations(node, self.mesh_dim, count, "shards" if self.holders_of is None else "holders_of")
+        )
+        if uneven:
+            yield from uneven
+            return
         for name in names:
             if names.count(name) > 1:
                 yield Violation(f"'{name}' is named {names.count(name)} times", "name each attribute once")
@@ -54,11 +75,13 @@ class ShardAttribute(Primitive):
             yield from self._violations(node, name)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        size = mesh_size(node, self.mesh_dim)
-        if size == 1:
+        divisor = self._divisor(node)
+        if mesh_size(node, self.mesh_dim) == 1:
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to divide")
+        elif divisor == 1:
+            edit.note("each shard is on one rank" if self.holders_of else "every rank holds the one shard")
         for name in as_tuple(self.names):
-            edit.set_attribute(node, name, getattr(node.module, name) // size)
+            edit.set_attribute(node, name, getattr(node.module, name) // divisor)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         for name in as_tuple(self.names):
@@ -93,7 +116,21 @@ class ShardAttribute(Primitive):
                 f"'{name}' is divided over mesh_dim '{self.mesh_dim}' already, by {divided_by}", f"leave '{name}' out"
             )
             return
-        yield from Divisible(f"'{name}'", value, self.mesh_dim, "choose a mesh size that divides it")(node)
+        size, divisor = mesh_size(node, self.mesh_dim), self._divisor(node)
+        if divisor == size:
+            hint = "choose a mesh size that divides it"
+            if name in KV_HEAD_COUNTS and size % value == 0:
+                hint += f", or let several ranks hold the same head: shards={value} here and at the layer's shard(...)"
+            yield from Divisible(f"'{name}'", value, self.mesh_dim, hint)(node)
+        elif value % divisor:
+            by = f"the {divisor} ranks that hold the same shard" if self.holders_of else f"shards={divisor}"
+            yield Violation(f"'{name}' is {value}, not divisible by {by}", "choose a mesh size that divides it")
+
+    def _divisor(self, node: Node) -> int:
+        size = mesh_size(node, self.mesh_dim)
+        if self.holders_of is not None:
+            return max(1, size // self.holders_of)
+        return size if self.shards is None else min(size, self.shards)
 
     def _divided_by(self, node: Node, name: str) -> str | None:
         """The step that divided the attribute before."""

@@ -48,12 +48,14 @@ class RankGroup:
         size: number of ranks, e.g. 2.
         rank: this process's place, from 0.
         launch: what gives the mesh its processes, for a hint.
+        holders: number of consecutive ranks that hold the same shard, among which `copy` sums; None: all of them.
     """
 
     name: str | None
     size: int
     rank: int
     launch: str
+    holders: int | None = None
 
     @classmethod
     def along(cls, mesh: Mesh, mesh_dim: str) -> RankGroup:
@@ -89,7 +91,7 @@ def all_reduce(tensor: Tensor, group: RankGroup, *, overwrite: bool = False) -> 
 
 
 def copy(tensor: Tensor, group: RankGroup) -> Tensor:
-    """The tensor itself; its gradient is summed over the ranks."""
+    """The tensor itself; its gradient is summed over the ranks, or over those that hold the same shard."""
     return _call("copy", tensor, group)
 
 
@@ -192,6 +194,8 @@ def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | N
         return _AllReduceInPlace.apply(tensor, group.running())
     if name in ("all_reduce", "all_reduce_"):
         return _AllReduce.apply(tensor, group.running())
+    if name == "copy" and group.holders is not None:
+        return _CopyOfHolders.apply(tensor, group.running(), group.size, group.rank, group.holders)
     if name == "copy":
         return _Copy.apply(tensor, group.running())
     if name == "all_gather":
@@ -251,6 +255,28 @@ class _Copy(Function):
         return _AllReduce.apply(gradient, ctx.name), None
 
 
+class _CopyOfHolders(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
+        ctx.arguments = arguments
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _SumOfHolders.apply(gradient, *ctx.arguments), None, None, None, None
+
+
+class _SumOfHolders(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
+        ctx.arguments = arguments
+        return _sum_of_holders(tensor, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _CopyOfHolders.apply(gradient, *ctx.arguments), None, None, None, None
+
+
 class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int, rank: int, length: int | None) -> Tensor:
@@ -307,6 +333,17 @@ class _ReduceScatter(Function):
 
 def _sum(tensor: Tensor, name: str) -> Tensor:
     return _ops.wait_tensor.default(_ops.all_reduce.default(tensor, "sum", name))
+
+
+def _sum_of_holders(tensor: Tensor, name: str, size: int, rank: int, holders: int) -> Tensor:
+    """Exchange among some of the ranks over the group of all, each adding in the order of the ranks."""
+    if tensor.is_cuda and is_gloo(name):
+        return _sum_of_holders(tensor.cpu(), name, size, rank, holders).to(tensor.device)
+    first, length = rank - rank % holders, tensor.numel()
+    lengths = [length if first <= other < first + holders else 0 for other in range(size)]
+    sent = tensor.reshape(-1).repeat(holders)
+    received = _ops.wait_tensor.default(_ops.all_to_all_single.default(sent, lengths, lengths, name))
+    return received.view(holders, *tensor.shape).sum(0)
 
 
 def _concatenate(tensor: Tensor, axis: int, name: str, size: int, length: int | None = None) -> Tensor:

@@ -14,15 +14,19 @@ from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import layer_type_of
 from slapo_tp.private import children_of, has_global_forward_hooks, has_gradient_hooks, hooks_of
 from slapo_tp.splits import (
+    KV_HEAD_COUNTS,
     as_tuple,
     bias_is_left_out,
     heads_of,
+    holders,
     makes_gradient_partial,
+    mesh_size,
     output_state,
     sites,
     split_axis,
     weight_name,
 )
+from slapo_tp.sync_gradient import summed_among_holders
 from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
 
 OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
@@ -57,10 +61,12 @@ def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
             continue
         axis = split_axis(node, weight_name(node), mesh_dim)
         if axis is not None and split_axis(node, "bias", mesh_dim) is None:
+            counts = dict(node.layout(weight_name(node)).shard_counts)
+            shards = f", shards={counts[mesh_dim]}" if mesh_dim in counts else ""
             yield Violation(
                 f"{_cause(node, mesh_dim)} split the output axis of {_where(node.path)}, whose 'bias' is still full",
-                f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}), or add '
-                f'{_address(node.path)}.shard("bias", axis=0)',
+                f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}{shards}), or add '
+                f'{_address(node.path)}.shard("bias", axis=0{shards})',
             )
 
 
@@ -184,14 +190,62 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
         weight, axis = node.parameters.get("weight"), split_axis(node, "weight", mesh_dim)
         if weight is None or axis is None:
             continue  # a norm of channels without one
-        whole = weight.shape[axis] * size
-        name, heads = next(((name, heads) for name, heads in heads_of(node, whole) if heads % size), (None, 1))
+        held = holders(node, "weight", mesh_dim)
+        whole = weight.shape[axis] * size // held
+        found = ((name, heads) for name, heads in heads_of(node, whole) if heads % (size // held))
+        name, heads = next(found, (None, 1))
         if name is not None:
+            hint = f"a {mesh_dim} size that divides {heads}"
+            if name in KV_HEAD_COUNTS and size % heads == 0:
+                hint += f", or the same head on several ranks: {_address(node.path)}.shard(..., shards={heads})"
             yield Violation(
                 f"{_cause(node, mesh_dim)} cuts a head: 'weight' holds {heads} heads ('{name}') of "
                 f"{whole // heads} elements, not divisible by {mesh_dim} size {size}",
-                f"a {mesh_dim} size that divides {heads}",
+                hint,
             )
+
+
+def shared_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
+    """Yield mistakes around shards that several ranks hold: gradients not summed, outputs gathered, head groups."""
+    for node in schedule.root.walk():
+        held = {name: holders(node, name, mesh_dim) for name in node.parameters}
+        names = [name for name, count in held.items() if count > 1]
+        if not names:
+            continue
+        weight = names[0]
+        several = f"each shard of '{weight}' at {_where(node.path)} is on {held[weight]} ranks"
+        summed = {name for wrapper in node.wrappers for name in summed_among_holders(wrapper)}
+        for name in names:
+            if name not in summed:
+                yield Violation(
+                    f"{several}, and a later step took away the sum of the gradients of '{name}' over them",
+                    f"apply that step first, and {_address(node.path)}.shard(..., shards=) then",
+                    gradients_only=True,
+                )
+        if any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
+            yield Violation(
+                f"{several}, and sync all-gathers the output, which would repeat them",
+                "leave that sync out, or shards=",
+            )
+        yield from _head_groups(node, mesh_dim, held[weight])
+
+
+def _head_groups(node: Node, mesh_dim: str, held: int) -> Iterator[Violation]:
+    """Yield counts of query heads for each KV head that ranks with the same KV head have not divided."""
+    attention = node.parent
+    for name in _HEAD_GROUPS if attention is not None else ():
+        assert attention is not None
+        value = vars(attention.module).get(name)
+        if type(value) is int and name not in attention.changed_attributes:
+            shards = mesh_size(node, mesh_dim) // held
+            yield Violation(
+                f"{_cause(node, mesh_dim)} leaves {held} ranks the same KV heads, and '{name}' of "
+                f"{_where(attention.path)}, the query heads for each, is still {value}",
+                f'add {_address(attention.path)}.shard_attribute("{name}", holders_of={shards})',
+            )
+
+
+_HEAD_GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 
 
 def _gathers(node: Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +13,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo_core import Edit, Equivalence, Layout, Node, Primitive, Violation
+from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import leave_bias_out, look_up_own_rows, look_up_own_rows_below
 from slapo_tp.layers import EMBEDDING, LINEAR, LayerType, SubclassType, layer_type_of, reads_weights_itself
 from slapo_tp.preconditions import Distributed, Divisible
 from slapo_tp.private import buffers_of, is_traceable_wrapper_subclass, parameters_of
 from slapo_tp.splits import (
+    KV_HEAD_COUNTS,
     as_tuple,
     heads_of,
     mesh_size,
     own_tensor,
+    shards_violations,
     sites,
     sized_tensor,
     split_axis,
@@ -28,6 +32,7 @@ from slapo_tp.splits import (
     tensor_axis,
     weight_name,
 )
+from slapo_tp.sync_gradient import gradients_summed
 
 Packed = int | tuple[int, ...]
 
@@ -60,9 +65,17 @@ def packed_sizes(packed: Packed, extent: int) -> tuple[int, ...]:
 
 
 def tensor_violations(
-    node: Node, name: str, names: tuple[str, ...], axis: int, packed: Packed, mesh_dim: str, *, pad: bool
+    node: Node,
+    name: str,
+    names: tuple[str, ...],
+    axis: int,
+    packed: Packed,
+    mesh_dim: str,
+    *,
+    pad: bool,
+    shards: int | None = None,
 ) -> Iterator[Violation]:
-    """Every reason why ``shard(names, axis, packed=packed, pad=pad)`` cannot split tensor ``name`` of this node."""
+    """Every reason why ``shard(names, axis, ...)`` with these arguments cannot split tensor ``name`` of this node."""
     tensor = own_tensor(node, name)
     if tensor is None:
         yield _missing(node, name)
@@ -87,7 +100,11 @@ def tensor_violations(
     if refusals:
         yield from refusals
     elif not pad:
-        yield from _indivisible(node, name, tensor, own_axis, packed, mesh_dim)
+        yield from _indivisible(node, name, tensor, own_axis, packed, mesh_dim, shards)
+        if shards is not None:
+            yield from _cannot_be_shared(node, name, own_axis)
+    elif shards is not None:
+        yield Violation(f"pad=True is for one shard a rank (got shards={shards})", "leave one of them out")
     elif packed != 1 or not _can_be_padded(node, name, own_axis):
         got = f"axis {own_axis} of '{name}' of {type(node.module).__name__}" if packed == 1 else f"packed={packed}"
         yield Violation(
@@ -177,7 +194,7 @@ def _split_already(node: Node, name: str, axis: int, mesh_dim: str) -> Iterator[
 
 
 def _indivisible(
-    node: Node, name: str, tensor: Tensor, axis: int, packed: Packed, mesh_dim: str
+    node: Node, name: str, tensor: Tensor, axis: int, packed: Packed, mesh_dim: str, shards: int | None
 ) -> Iterator[Violation]:
     extent, size = tensor.shape[axis], mesh_size(node, mesh_dim)
     what = f"axis {axis} of '{name}'"
@@ -198,14 +215,49 @@ def _indivisible(
     for number, length in enumerate(sizes, start=1):
         part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
         heads = heads_of(node, length)
+        if shards is not None:
+            yield from _shards_refuse(part, length, heads, shards, mesh_dim, size)
+            continue
         step = size * length // heads[0][1] if heads else size  # whole heads
         near = [near for near in (length - length % step, length - length % step + step) if near]
         hint = f"sizes that work: {' or '.join(map(str, near))}"
         if heads:
             hint += f", or a {mesh_dim} size that divides its {heads[0][1]} heads ('{heads[0][0]}')"
+            if heads[0][0] in KV_HEAD_COUNTS and size % heads[0][1] == 0:
+                hint += f", or the same head on several ranks: shards={heads[0][1]}"
         elif packed == 1 and _can_be_padded(node, name, axis) and _is_vocabulary(node, extent):
             hint += f'; a vocabulary can be padded: shard("{name}", axis={axis}, pad=True)'
         yield from Divisible(part, length, mesh_dim, hint)(node)
+
+
+def _shards_refuse(
+    part: str, length: int, heads: list[tuple[str, int]], shards: int, mesh_dim: str, size: int
+) -> Iterator[Violation]:
+    """Why one matrix cannot be split into so many shards, or its heads not be shared by the ranks."""
+    if length % shards:
+        yield Violation(f"{part} has {length} elements, not divisible by shards={shards}", "a divisor of its size")
+    elif size > shards and heads and all(count != shards for _, count in heads):
+        name, count = heads[0]
+        hint = f"use shards={count}" if name in KV_HEAD_COUNTS else "leave shards out"
+        yield Violation(
+            f"{part} holds {count} heads ('{name}'), and each of {size} {mesh_dim} ranks reads less than one of "
+            f"{shards} shards (got shards={shards})",
+            hint,
+        )
+
+
+def _cannot_be_shared(node: Node, name: str, axis: int) -> Iterator[Violation]:
+    """Why several ranks cannot hold the same shard: some layer with the tensor sums or combines its shards."""
+    for place, own in sites(node, name):
+        kind = layer_type_of(place.module)
+        if kind is None or own not in (kind.weight, *kind.together) or kind.role(axis) == "output":
+            continue
+        where = "" if place is node else f" of '{place.path}', tied to it,"
+        yield Violation(
+            f"axis {axis} of '{own}'{where} is the {kind.role(axis)} axis of {kind.name}: shards= is for output "
+            "features, of which ranks with the same shard compute the same",
+            "leave shards out",
+        )
 
 
 def _module_refuses(
@@ -317,6 +369,9 @@ class Shard(Primitive):
             tensor of equal size. State dicts and checkpoints have the reference model's shapes, ``sync("fwd_post",
             "all_gather")`` cuts the padding off, and its gradient is zero, so that it stays zero. (A function given
             to ``sync`` gets the padding.)
+        shards: number of different shards where the ranks are more, e.g. the number of KV heads: consecutive ranks hold
+            the same shard, each uses it for its own query heads, and its gradients are summed over them. Of fewer
+            ranks each holds its own part, as without it. For the output axis; each ``packed`` matrix has as many.
 
     Raises:
         PreconditionError: no mesh, no such tensor or axis, split already, a size that cannot be divided evenly, or a
@@ -340,6 +395,9 @@ class Shard(Primitive):
 
         ``pad=True``: as above with ``w`` of ``v`` rows followed by zeros up to ``n ceil(v/n)`` rows
 
+        ``shards=k < n``: as above with ``w[r]`` the shard ``r // (n/k)`` of k, and ``w[r].grad`` summed over the ranks
+        that hold it
+
     On a mesh dimension of one rank the layout is recorded, and nothing else changes.
 
     Source: paper section 3.2.2, ``.shard(param, axis)``; section 2.2, "Tensor parallelism".
@@ -353,6 +411,7 @@ class Shard(Primitive):
     packed: int | tuple[int, ...] = dataclasses.field(default=1, kw_only=True)
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
     pad: bool = dataclasses.field(default=False, kw_only=True)
+    shards: int | None = dataclasses.field(default=None, kw_only=True)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         unplaced = list(Distributed(self.mesh_dim)(node))
@@ -361,14 +420,21 @@ class Shard(Primitive):
             return
         names = as_tuple(self.names)
         yield from names_violations(names)
+        uneven = list(shards_violations(node, self.mesh_dim, self.shards, "shards"))
+        if uneven:
+            yield from uneven
+            return
         for name in dict.fromkeys(names):
-            yield from tensor_violations(node, name, names, self.axis, self.packed, self.mesh_dim, pad=self.pad)
+            yield from tensor_violations(
+                node, name, names, self.axis, self.packed, self.mesh_dim, pad=self.pad, shards=self.shards
+            )
         yield from together_violations(node, names)
 
     def apply(self, node: Node, edit: Edit) -> None:
         if mesh_size(node, self.mesh_dim) == 1:
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: nothing to split")
         names = as_tuple(self.names)
+        shared: dict[str, tuple[Node, list[str]]] = {}
         for name in names:
             axis = tensor_axis(node, name, names, self.axis)
             assert axis is not None
@@ -376,6 +442,10 @@ class Shard(Primitive):
             self._cut(node, edit, name, axis)
             for place, own in places:
                 self._follow(place, edit, own, axis)
+                if own in place.parameters:
+                    shared.setdefault(place.path, (place, []))[1].append(own)
+        for place, own_names in shared.values() if self.shards is not None else ():
+            self._sum_over_holders(place, edit, tuple(own_names))
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         for name in as_tuple(self.names):
@@ -386,6 +456,15 @@ class Shard(Primitive):
                 shape = None if tensor is None else tuple(tensor.shape)
                 yield Violation(f"'{name}' must have shape {layout.local_shape(node.mesh)} (got {shape})")
 
+    def _sum_over_holders(self, node: Node, edit: Edit, names: tuple[str, ...]) -> None:
+        """Sum the gradients that parameters get from a module over the ranks that hold the same shard."""
+        assert node.mesh is not None
+        assert self.shards is not None
+        size = mesh_size(node, self.mesh_dim)
+        group = dataclasses.replace(RankGroup.along(node.mesh, self.mesh_dim), holders=max(1, size // self.shards))
+        wrapper = functools.partial(gradients_summed, names=names, group=group)
+        edit.wrap_forward(node, wrapper, active=size > self.shards)
+
     def _cut(self, node: Node, edit: Edit, name: str, axis: int) -> None:
         """Replace the tensor by this rank's shard, wherever it is tied."""
         from torch.distributed.tensor import Shard as ShardPlacement  # brings sympy along
@@ -395,6 +474,7 @@ class Shard(Primitive):
         sizes = packed_sizes(self.packed, old.shape[axis])
         placements = ((self.mesh_dim, ShardPlacement(axis)),)
         packing = ((axis, sizes),) if len(sizes) > 1 else ()
+        counts = ((self.mesh_dim, self.shards),) if self.shards is not None else ()
         missing = -old.shape[axis] % mesh_size(node, self.mesh_dim) if self.pad else 0
         padding = ((axis, missing),) if missing else ()
         before = node.layout(name)
@@ -403,11 +483,12 @@ class Shard(Primitive):
             placements=(*before.placements, *placements),
             packing=(*before.packing, *packing),
             padding=(*before.padding, *padding),
+            shard_counts=(*before.shard_counts, *counts),
         )
         if mesh_size(node, self.mesh_dim) == 1:
             edit.set_layout(node, name, layout)
             return
-        shard = Layout(before.origin, tuple(old.shape), placements, packing, padding).local(old, node.mesh)
+        shard = Layout(before.origin, tuple(old.shape), placements, packing, padding, counts).local(old, node.mesh)
         if name in node.parameters:
             edit.set_parameter(node, name, shard, layout=layout)
         else:
@@ -455,4 +536,5 @@ class Shard(Primitive):
             and "bias" not in as_tuple(self.names)
             and split_axis(node, "bias", self.mesh_dim) is None
         ):
-            edit.note(f"the bias of '{node.path}' is whole still: shard('bias', axis=0) belongs to this")
+            shards = f", shards={self.shards}" if self.shards is not None else ""
+            edit.note(f"the bias of '{node.path}' is whole still: shard('bias', axis=0{shards}) belongs to this")

@@ -6,12 +6,13 @@ right everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from slapo_core import Node
+from slapo_core import Node, Violation
 from slapo_tp.layers import LayerType, layer_type_of
 from slapo_tp.private import buffers_of, parameters_of
 
@@ -83,6 +84,25 @@ def split_axis(node: Node, name: str, mesh_dim: str) -> int | None:
     return next((axis for split_dim, axis in node.layout(name).shards() if split_dim == mesh_dim), None)
 
 
+def holders(node: Node, name: str, mesh_dim: str) -> int:
+    """Number of ranks along ``mesh_dim`` that hold the same shard of an own tensor; 1 where it is not split."""
+    if split_axis(node, name, mesh_dim) is None:
+        return 1
+    return len(node.layout(name).holders(node.mesh, mesh_dim))
+
+
+def shards_violations(node: Node, mesh_dim: str, shards: int | None, argument: str) -> Iterator[Violation]:
+    """Yield why the ranks along ``mesh_dim`` cannot hold so many different shards, each on as many ranks."""
+    size = mesh_size(node, mesh_dim)
+    if shards is not None and shards < 1:
+        yield Violation(f"{argument} must be positive (got {shards})", f"leave {argument} out for one shard a rank")
+    elif shards is not None and size % shards and shards % size:
+        yield Violation(
+            f"{argument}={shards} and {mesh_dim} size {size}: neither divides the other",
+            f"a {mesh_dim} size that divides {shards}, or a multiple of it",
+        )
+
+
 def has_split_below(node: Node, mesh_dim: str) -> bool:
     """Whether a tensor here or at any descendant was split over ``mesh_dim``, be it through a tie."""
     return any(
@@ -119,7 +139,8 @@ def bias_is_left_out(node: Node, mesh_dim: str) -> bool:
     return own_tensor(node, "bias") is not None and output_state(node, mesh_dim) == "partial"
 
 
-_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head")
+KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", *KV_HEAD_COUNTS, "n_heads", "n_head")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 

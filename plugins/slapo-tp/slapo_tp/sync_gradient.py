@@ -111,6 +111,13 @@ class SyncGradient(Primitive):
         )
 
 
+def summed_among_holders(wrapper: Any) -> tuple[str, ...]:
+    """Return the parameters whose gradients a wrapper sums over the ranks that hold the same shard."""
+    if not isinstance(wrapper, functools.partial) or wrapper.func is not gradients_summed:
+        return ()
+    return wrapper.keywords["names"] if wrapper.keywords["group"].holders is not None else ()  # type: ignore[no-any-return]
+
+
 def gradients_summed(forward: Forward, *, names: tuple[str, ...], group: RankGroup) -> Forward:
     """Run ``forward`` with copies of the parameters, whose gradient is summed.
 

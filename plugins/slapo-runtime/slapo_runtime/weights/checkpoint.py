@@ -461,9 +461,8 @@ class _Writer:
             return True
         split, rest = {mesh_dim for mesh_dim, _ in layout.shards()}, self._number
         for mesh_dim, size in mesh.sizes.items():
-            if mesh_dim in split or size == 1:
-                continue
-            places = holders.get(mesh_dim, tuple(range(size)))
+            everyone = layout.holders(mesh, mesh_dim) if mesh_dim in split else tuple(range(size))
+            places = holders.get(mesh_dim, everyone)
             turn = 0
             if mesh_dim in DATA_DIMS:
                 rest, turn = divmod(rest, len(places))
