@@ -249,10 +249,11 @@ def llama(
         PreconditionError: see :func:`bert`.
     """
     layers: Any = sch["model.layers.*"]
-    kv_heads = sch.model.config.num_key_value_heads  # of more ranks, several hold the same head
-    for name, shards in (("self_attn.q_proj", None), ("self_attn.[kv]_proj", kv_heads), ("mlp.[gu]*_proj", None)):
+    for name, shards in (
+        ("self_attn.[kv]_proj", sch.model.config.num_key_value_heads),  # type: ignore[union-attr]
+        *((name, None) for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")),
+    ):
         layers[name].shard("weight", axis=0, shards=shards)
-    layers["self_attn"].shard_attribute("num_key_value_groups", holders_of=kv_heads)
     for name in ("self_attn", "mlp"):
         layers[name].sync("bwd_post", "all_reduce")
     for name in ("self_attn.o_proj", "mlp.down_proj"):

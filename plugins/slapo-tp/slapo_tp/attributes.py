@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_tp.layers import layer_type_of
 from slapo_tp.preconditions import Distributed, Divisible
-from slapo_tp.splits import KV_HEAD_COUNTS, as_tuple, mesh_size, shards_violations, sized_tensor, split_axis
+from slapo_tp.splits import (
+    HEAD_GROUPS,
+    KV_HEAD_COUNTS,
+    as_tuple,
+    mesh_size,
+    shards_violations,
+    sized_tensor,
+    split_axis,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class ShardAttribute(Primitive):
         shards: as of ``shard(..., shards=)``: divide by the number of shards where the ranks are more, e.g. the number
             of KV heads.
         holders_of: as ``shards``, but divide by the number of ranks that hold the same shard, e.g. the number of query
-            heads for each KV head, ``num_key_value_groups``.
+            heads for each KV head (``shard`` does that for ``num_key_value_groups`` and ``n_rep``).
 
     Raises:
         PreconditionError: no mesh, no such attribute, not a positive integer, not divisible, or divided already.
@@ -142,6 +150,8 @@ class ShardAttribute(Primitive):
                 and name in as_tuple(before.names)
             ):
                 return str(record)
+        if name in HEAD_GROUPS and name in node.changed_attributes:
+            return "tp.shard of its keys and values"
         kind = layer_type_of(node.module)
         sized = sized_tensor(node, kind) if kind is not None else None
         if kind is not None and sized is not None:

@@ -12,7 +12,7 @@ from slapo_tp.obligations import (
     full_biases,
     missing_gradient_reductions,
     missing_reductions,
-    shared_shards,
+    repeated_shards,
 )
 from slapo_tp.splits import split_axis
 from slapo_tp.suggestions import suggestions
@@ -66,14 +66,14 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]
 
 @hookimpl
 def slapo_check(schedule: Schedule) -> Iterator[Violation]:
-    """Refuse partial sums and gradients reduced never or twice, lost biases, cut heads, and shards held in vain."""
+    """Refuse partial sums and gradients reduced never or twice, lost biases, cut heads, and repeated shards."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from full_biases(schedule, mesh_dim)
         yield from missing_reductions(schedule, mesh_dim)
         yield from doubled_reductions(schedule, mesh_dim)
         yield from missing_gradient_reductions(schedule, mesh_dim)
         yield from cut_heads(schedule, mesh_dim)
-        yield from shared_shards(schedule, mesh_dim)
+        yield from repeated_shards(schedule, mesh_dim)
 
 
 @hookimpl

@@ -20,7 +20,6 @@ from slapo_tp.splits import (
     heads_of,
     holders,
     makes_gradient_partial,
-    mesh_size,
     output_state,
     sites,
     split_axis,
@@ -57,7 +56,7 @@ def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
 def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     """Yield each layer whose weight is split on its output axis, and whose bias is not: it cannot run."""
     for node in schedule.root.walk():
-        if output_state(node, mesh_dim) != "split" or not node.runs_own_forward or "bias" not in node.parameters:
+        if output_state(node, mesh_dim) != "split" or not _runs_own_forward(node) or "bias" not in node.parameters:
             continue
         axis = split_axis(node, weight_name(node), mesh_dim)
         if axis is not None and split_axis(node, "bias", mesh_dim) is None:
@@ -68,6 +67,12 @@ def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
                 f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}{shards}), or add '
                 f'{_address(node.path)}.shard("bias", axis=0{shards})',
             )
+
+
+def _runs_own_forward(node: Node) -> bool:
+    return node.runs_own_forward or (
+        not node.forward_is_replaced and all(summed_among_holders(wrapper) for wrapper in node.wrappers)
+    )
 
 
 def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
@@ -205,47 +210,16 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
             )
 
 
-def shared_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield mistakes around shards that several ranks hold: gradients not summed, outputs gathered, head groups."""
+def repeated_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
+    """Yield each layer whose shards several ranks hold, and whose output a step all-gathers."""
     for node in schedule.root.walk():
-        held = {name: holders(node, name, mesh_dim) for name in node.parameters}
-        names = [name for name, count in held.items() if count > 1]
-        if not names:
-            continue
-        weight = names[0]
-        several = f"each shard of '{weight}' at {_where(node.path)} is on {held[weight]} ranks"
-        summed = {name for wrapper in node.wrappers for name in summed_among_holders(wrapper)}
-        for name in names:
-            if name not in summed:
-                yield Violation(
-                    f"{several}, and a later step took away the sum of the gradients of '{name}' over them",
-                    f"apply that step first, and {_address(node.path)}.shard(..., shards=) then",
-                    gradients_only=True,
-                )
-        if any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
+        held = holders(node, weight_name(node), mesh_dim)
+        if held > 1 and any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
             yield Violation(
-                f"{several}, and sync all-gathers the output, which would repeat them",
+                f"{_cause(node, mesh_dim)} leaves each shard of {_where(node.path)} on {held} ranks, and sync "
+                "all-gathers the output, which would repeat them",
                 "leave that sync out, or shards=",
             )
-        yield from _head_groups(node, mesh_dim, held[weight])
-
-
-def _head_groups(node: Node, mesh_dim: str, held: int) -> Iterator[Violation]:
-    """Yield counts of query heads for each KV head that ranks with the same KV head have not divided."""
-    attention = node.parent
-    for name in _HEAD_GROUPS if attention is not None else ():
-        assert attention is not None
-        value = vars(attention.module).get(name)
-        if type(value) is int and name not in attention.changed_attributes:
-            shards = mesh_size(node, mesh_dim) // held
-            yield Violation(
-                f"{_cause(node, mesh_dim)} leaves {held} ranks the same KV heads, and '{name}' of "
-                f"{_where(attention.path)}, the query heads for each, is still {value}",
-                f'add {_address(attention.path)}.shard_attribute("{name}", holders_of={shards})',
-            )
-
-
-_HEAD_GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
 
 
 def _gathers(node: Node) -> bool:

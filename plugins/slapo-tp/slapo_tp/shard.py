@@ -21,7 +21,9 @@ from slapo_tp.private import buffers_of, is_traceable_wrapper_subclass, paramete
 from slapo_tp.splits import (
     KV_HEAD_COUNTS,
     as_tuple,
+    head_groups,
     heads_of,
+    holds_queries_and_keys,
     mesh_size,
     own_tensor,
     shards_violations,
@@ -216,7 +218,7 @@ def _indivisible(
         part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
         heads = heads_of(node, length)
         if shards is not None:
-            yield from _shards_refuse(part, length, heads, shards, mesh_dim, size)
+            yield from _shards_refuse(node, part, length, heads, shards, mesh_dim)
             continue
         step = size * length // heads[0][1] if heads else size  # whole heads
         near = [near for near in (length - length % step, length - length % step + step) if near]
@@ -231,18 +233,27 @@ def _indivisible(
 
 
 def _shards_refuse(
-    part: str, length: int, heads: list[tuple[str, int]], shards: int, mesh_dim: str, size: int
+    node: Node, part: str, length: int, heads: list[tuple[str, int]], shards: int, mesh_dim: str
 ) -> Iterator[Violation]:
     """Why one matrix cannot be split into so many shards, or its heads not be shared by the ranks."""
+    size = mesh_size(node, mesh_dim)
     if length % shards:
         yield Violation(f"{part} has {length} elements, not divisible by shards={shards}", "a divisor of its size")
     elif size > shards and heads and all(count != shards for _, count in heads):
         name, count = heads[0]
-        hint = f"use shards={count}" if name in KV_HEAD_COUNTS else "leave shards out"
+        hint = f"use shards={count}" if name in KV_HEAD_COUNTS else "leave shards out: it is for keys and values"
         yield Violation(
-            f"{part} holds {count} heads ('{name}'), and each of {size} {mesh_dim} ranks reads less than one of "
-            f"{shards} shards (got shards={shards})",
+            f"{part} holds {count} heads ('{name}'), not one in each shard (got shards={shards}, "
+            f"{mesh_dim} size {size})",
             hint,
+        )
+    elif size > shards and not heads and holds_queries_and_keys(node, length):
+        attention = node.path.rpartition(".")[0]
+        yield Violation(
+            f"{part} holds queries, keys and values: with shards={shards} and {mesh_dim} size {size} several ranks "
+            "would compute the same queries",
+            f"write sch['{attention}'].replace(...) with an attention of separate projections, and shards= for its "
+            "keys and values",
         )
 
 
@@ -255,7 +266,7 @@ def _cannot_be_shared(node: Node, name: str, axis: int) -> Iterator[Violation]:
         where = "" if place is node else f" of '{place.path}', tied to it,"
         yield Violation(
             f"axis {axis} of '{own}'{where} is the {kind.role(axis)} axis of {kind.name}: shards= is for output "
-            "features, of which ranks with the same shard compute the same",
+            "features only",
             "leave shards out",
         )
 
@@ -371,7 +382,9 @@ class Shard(Primitive):
             to ``sync`` gets the padding.)
         shards: number of different shards where the ranks are more, e.g. the number of KV heads: consecutive ranks hold
             the same shard, each uses it for its own query heads, and its gradients are summed over them. Of fewer
-            ranks each holds its own part, as without it. For the output axis; each ``packed`` matrix has as many.
+            ranks each holds its own part, as without it. For the output axis; each ``packed`` matrix has as many. The
+            query heads for each KV head of the attention around (``num_key_value_groups``, ``n_rep``) are divided by
+            the holders; other attributes by ``shard_attribute(..., holders_of=)``.
 
     Raises:
         PreconditionError: no mesh, no such tensor or axis, split already, a size that cannot be divided evenly, or a
@@ -429,6 +442,13 @@ class Shard(Primitive):
                 node, name, names, self.axis, self.packed, self.mesh_dim, pad=self.pad, shards=self.shards
             )
         yield from together_violations(node, names)
+        for attribute, groups in head_groups(node).items():
+            if groups % self._holders(node):
+                yield Violation(
+                    f"'{attribute}' of the attention around it, its query heads for each KV head, is {groups}, not "
+                    f"divisible by the {self._holders(node)} ranks that would hold the same one",
+                    f"a {self.mesh_dim} size that divides the query heads",
+                )
 
     def apply(self, node: Node, edit: Edit) -> None:
         if mesh_size(node, self.mesh_dim) == 1:
@@ -446,6 +466,9 @@ class Shard(Primitive):
                     shared.setdefault(place.path, (place, []))[1].append(own)
         for place, own_names in shared.values() if self.shards is not None else ():
             self._sum_over_holders(place, edit, tuple(own_names))
+        for attribute, groups in head_groups(node).items() if self.shards is not None else ():
+            assert node.parent is not None
+            edit.set_attribute(node.parent, attribute, groups // self._holders(node))
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         for name in as_tuple(self.names):
@@ -459,11 +482,14 @@ class Shard(Primitive):
     def _sum_over_holders(self, node: Node, edit: Edit, names: tuple[str, ...]) -> None:
         """Sum the gradients that parameters get from a module over the ranks that hold the same shard."""
         assert node.mesh is not None
-        assert self.shards is not None
-        size = mesh_size(node, self.mesh_dim)
-        group = dataclasses.replace(RankGroup.along(node.mesh, self.mesh_dim), holders=max(1, size // self.shards))
+        held = self._holders(node)
+        group = dataclasses.replace(RankGroup.along(node.mesh, self.mesh_dim), holders=held)
         wrapper = functools.partial(gradients_summed, names=names, group=group)
-        edit.wrap_forward(node, wrapper, active=size > self.shards)
+        edit.wrap_forward(node, wrapper, active=held > 1)
+
+    def _holders(self, node: Node) -> int:
+        """Number of ranks that hold the same shard."""
+        return 1 if self.shards is None else max(1, mesh_size(node, self.mesh_dim) // self.shards)
 
     def _cut(self, node: Node, edit: Edit, name: str, axis: int) -> None:
         """Replace the tensor by this rank's shard, wherever it is tied."""

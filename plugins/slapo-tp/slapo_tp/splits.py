@@ -146,15 +146,41 @@ _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 def heads_of(node: Node, extent: int) -> list[tuple[str, int]]:
     """Return the attributes of the attention around a layer that say how many heads ``extent`` features are."""
+    counts, widths = _heads_around(node)
+    return [(name, heads) for name, heads in counts if any(extent == heads * width for width in widths)]
+
+
+def holds_queries_and_keys(node: Node, extent: int) -> bool:
+    """Whether ``extent`` features are the query, key and value heads of the attention around a layer together."""
+    counts, widths = _heads_around(node)
+    keys = [heads for name, heads in counts if name in KV_HEAD_COUNTS]
+    queries = [heads for name, heads in counts if name not in KV_HEAD_COUNTS]
+    pairs = [(count, kv) for count in queries for kv in keys or (1, count)]
+    return any(extent == (count + 2 * kv) * width for count, kv in pairs for width in widths)
+
+
+def _heads_around(node: Node) -> tuple[list[tuple[str, int]], list[int]]:
+    """Return what the attention around a layer says: the numbers of heads by attribute, and the heads' sizes."""
     attention = node.parent.module if node.parent is not None else nn.Identity()
     known = {**vars(getattr(attention, "config", None) or nn.Identity()), **vars(attention)}
     widths = [known[name] for name in _HEAD_SIZES if type(known.get(name)) is int]
-    counts = [(name, known.get(name)) for name in _HEAD_COUNTS]
-    return [
-        (name, heads)
-        for name, heads in counts
-        if type(heads) is int and heads > 0 and any(extent == heads * width for width in widths)
-    ]
+    counts = [(name, known[name]) for name in _HEAD_COUNTS if type(known.get(name)) is int and known[name] > 0]
+    return counts, widths
+
+
+HEAD_GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
+
+
+def head_groups(node: Node) -> dict[str, int]:
+    """Return the attributes of the attention around a layer that count its query heads for each KV head.
+
+    Without those that a step changed.
+    """
+    attention = node.parent
+    if attention is None:
+        return {}
+    own = {name: vars(attention.module).get(name) for name in HEAD_GROUPS if name not in attention.changed_attributes}
+    return {name: value for name, value in own.items() if type(value) is int}
 
 
 def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
