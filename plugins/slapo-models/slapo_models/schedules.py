@@ -250,8 +250,10 @@ def llama(
     """
     layers: Any = sch["model.layers.*"]
     for name, shards in (
+        ("self_attn.q_proj", None),
         ("self_attn.[kv]_proj", sch.model.config.num_key_value_heads),  # type: ignore[union-attr]
-        *((name, None) for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj")),
+        ("mlp.gate_proj", None),
+        ("mlp.up_proj", None),
     ):
         layers[name].shard("weight", axis=0, shards=shards)
     for name in ("self_attn", "mlp"):
