@@ -63,6 +63,18 @@ def test_marks_say_how_a_parameter_lies() -> None:
         assert marks_on(one) == dict(zip(names, wanted, strict=True)), name
 
 
+def test_of_a_shard_that_several_ranks_hold_the_first_is_marked() -> None:
+    found = []
+    for tp in range(4):
+        one = live("w", (4, 6), ("tp", Shard(0)), shard_counts=(("tp", 2),))
+        mesh = SimpleNamespace(size=lambda dim: 4 if dim == "tp" else 1, rank=lambda dim, tp=tp: tp * (dim == "tp"))
+        request = request_of(one)
+        request.schedule.mesh = mesh
+        mark(request)
+        found.append(one.tensor.tensor_model_parallel)  # type: ignore[attr-defined]
+    assert found == [True, False, True, False]
+
+
 def test_later_copies_of_a_tie_are_shared() -> None:
     found = []
     for pp in (1, 3):

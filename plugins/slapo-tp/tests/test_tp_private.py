@@ -47,7 +47,14 @@ def test_trees_are_flattened_and_mapped() -> None:
 
 
 def test_functional_collectives_have_one_overload_each() -> None:
-    for name in ("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
+    for name in (
+        "all_reduce",
+        "all_reduce_",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+        "wait_tensor",
+    ):
         assert getattr(private.FUNCTIONAL, name).overloads() == ["default"]
 
 

@@ -309,7 +309,24 @@ def check_storage(directory: str) -> tuple[dict[str, torch.Tensor], ...]:
     again = train_on(mesh, 1, load=directory)
     sch = split(slapo.create_schedule(model(), mesh=mesh))
     slapo.save_pretrained(sch, f"{directory}/pretrained")
+    check_written_once()
     return started, trained, again
+
+
+def check_written_once() -> None:
+    """Each element of a checkpoint of shards is one rank's."""
+    engine = engine_on({"tp": 4})
+    engine.train_step(batch())
+    own = engine._state.shards(optimizer=engine.optimizer).own
+    blocks = [(one.kind, one.name, one.shape, one.offset, one.value) for one in own]
+    by_rank: list[Any] = [None] * 4
+    dist.all_gather_object(by_rank, blocks)
+    count: dict[tuple[str, str], torch.Tensor] = {}
+    for kind, name, shape, offset, value in (block for theirs in by_rank for block in theirs):
+        at = tuple(slice(begin, begin + size) for begin, size in zip(offset, value.shape, strict=True))
+        count.setdefault((kind, name), torch.zeros(shape))[at] += 1
+    assert ("optimizer", "layers.0.k_proj.weight::exp_avg") in count
+    assert all(torch.equal(found, torch.ones_like(found)) for found in count.values())
 
 
 def trained_alone(steps: int) -> dict[str, torch.Tensor]:

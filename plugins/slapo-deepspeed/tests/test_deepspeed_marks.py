@@ -1,0 +1,27 @@
+"""What DeepSpeed's norm counts follows from layouts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from slapo_core.layout import Layout
+from slapo_deepspeed.marks import SHARDED, mark_tensors
+from slapo_runtime.storage import LiveTensor
+
+
+def marks_of(shards: int, tp: int) -> list[bool]:
+    layout = Layout("w", (4, 6), (("tp", Shard(0)),), shard_counts=(("tp", shards),))
+    one = LiveTensor("", "w", nn.Parameter(torch.zeros(2, 6)), layout, True, True)
+    mesh: Any = SimpleNamespace(size=lambda dim: 4 if dim == "tp" else 1, rank=lambda dim: tp if dim == "tp" else 0)
+    mark_tensors([one], mesh)
+    return [getattr(one.tensor, name, False) for name in SHARDED]
+
+
+def test_of_a_shard_that_several_ranks_hold_the_first_is_counted() -> None:
+    assert [any(marks_of(2, tp)) for tp in range(4)] == [True, False, True, False]
+    assert all(all(marks_of(4, tp)) for tp in range(4))
