@@ -21,6 +21,7 @@ __all__ = [
     "is_recording",
     "only_looks",
     "run_from",
+    "withheld",
     "without",
 ]
 
@@ -119,3 +120,12 @@ def without(functions: Sequence[Callable[..., Any]], others: Sequence[Callable[.
         else:
             del left[position]
     return kept
+
+
+def withheld(value: object) -> str | None:
+    """Return why a step gives no values for an output (``slapo_withheld`` of its type); None where they are there.
+
+    Such an output has a shape, a type and a device, and can be carried: kept in containers, moved and cast.
+    """
+    why: str | None = getattr(type(value), "slapo_withheld", None)
+    return why

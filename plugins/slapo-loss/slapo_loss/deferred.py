@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
 from slapo_loss.private import without_torch_function
+from slapo_loss.withheld import withheld_error
 
 Operation = Callable[[Tensor], Tensor]
 
@@ -137,11 +138,7 @@ class DeferredLogits(Tensor):
     def compute(self, by: str) -> Tensor:
         """Compute the logits, gathered over the ranks."""
         if self.call.is_over:
-            raise RuntimeError(
-                "the logits of this forward were not computed: its loss was taken of the hidden states\n"
-                "  hint: linear_cross_entropy(keep_logits=True) keeps them; without labels, or in evaluation, "
-                "the model gives them"
-            )
+            raise withheld_error(use=by)
         self.call.computed.append(by)
         head = self.head
         logits = F.linear(self.hidden.movedim(self.axis, -1), head.weight, head.bias)

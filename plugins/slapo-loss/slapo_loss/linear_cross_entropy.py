@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_core.observers import Forward
+from slapo_core import Edit, Equivalence, MeshError, Node, Primitive, Violation
+from slapo_core.observers import Forward, dropout_is_off, is_recording
 from slapo_loss.chunked import Vocabulary
 from slapo_loss.deferred import Call, DeferredLogits, Head
-from slapo_loss.private import gather_functional, tree_map_only
+from slapo_loss.private import detect_fake_mode, gather_functional
+from slapo_loss.withheld import WithheldLogits
 
 
 @dataclass(frozen=True)
 class LinearCrossEntropy(Primitive):
     """Compute the loss of a head's logits from its hidden states, in chunks of tokens.
+
+    In training, wherever the model's forward takes the cross entropy of what the head gives: ``F.cross_entropy``,
+    ``nn.CrossEntropyLoss``, ``log_softmax`` and ``nll_loss``. ``output.logits`` then has a shape and no values.
+    In evaluation, and of a forward that computes no loss, the logits are there, whole on every rank.
 
     Args:
         mesh_dim: the mesh dimension over which the head may be split along its classes.
@@ -31,6 +38,8 @@ class LinearCrossEntropy(Primitive):
     rewrite:
         ``logits = head(hidden); loss = cross_entropy(logits, labels)`` -> ``loss = linear_cross_entropy(hidden,
         head.weight, labels)``, without a tensor of all tokens by the whole vocabulary
+
+        ``head split along its classes (n ranks)``: the same of its shards; no ``sync("fwd_post", "all_gather")``
     """
 
     name = "loss.linear_cross_entropy"
@@ -41,115 +50,247 @@ class LinearCrossEntropy(Primitive):
     chunk: int | None = dataclasses.field(default=None, kw_only=True)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        if not isinstance(node.module, nn.Linear):
+        from slapo_loss.rules import gather_violations, head_violations, split_violations
+
+        if self.chunk is not None and self.chunk < 1:
+            yield Violation(f"chunk must be at least 1 (got {self.chunk})", "leave it out")
+        if self.mesh_dim != "tp" and (node.mesh is None or self.mesh_dim not in node.mesh):
             yield Violation(
-                f"the head must be an nn.Linear (got {type(node.module).__name__})", "name the layer that gives logits"
+                f"mesh_dim '{self.mesh_dim}' is not a dimension of the mesh ({node.mesh})", "leave mesh_dim out"
             )
-        if node.parent is None:
-            yield Violation("the root is not a head", "name the layer that gives logits")
+        found = list(head_violations(node))
+        yield from found or (*split_violations(node, self.mesh_dim), *gather_violations(node))
 
     def apply(self, node: Node, edit: Edit) -> None:
-        root = node
+        root, ranks = node, None
         while root.parent is not None:
             root = root.parent
-        group = None
-        if node.mesh is not None and node.mesh.size(self.mesh_dim) > 1:
-            running = None if node.mesh.is_abstract else node.mesh.group(self.mesh_dim)
-            name = None if running is None else running.group_name
-            group = Ranks(name, node.mesh.size(self.mesh_dim), node.mesh.rank(self.mesh_dim))
-        key = node.path
-        edit.wrap_forward(node, DeferHead(key, node.layout("weight").shape[0], group, self.chunk))
-        edit.add_hook(root, "forward_pre", Begin(key), prepend=True)
-        edit.add_hook(root, "forward", End(key, self.keep_logits))
+        if node.mesh is not None and self.mesh_dim in node.mesh and node.mesh.size(self.mesh_dim) > 1:
+            group = None if node.mesh.is_abstract else node.mesh.group(self.mesh_dim)
+            name = None if group is None else group.group_name
+            ranks = Ranks(name, node.mesh.size(self.mesh_dim), node.mesh.rank(self.mesh_dim), node.mesh.launch_hint())
+        scope = Scope(node.path)
+        # Within what others wrap around these forwards, whatever comes first: a checkpoint that runs the root's forward
+        # again opens a call again, and a wrapper around the head that exchanges its weight is in force.
+        edit.wrap_forward(node, DeferHead(scope, classes_of(node), ranks, self.chunk), inside=True)
+        edit.wrap_forward(root, SpanForward(scope, self.keep_logits), inside=True)
+
+    def postconditions(self, node: Node) -> Iterator[Violation]:
+        if not any(isinstance(wrapper, DeferHead) for wrapper in node.wrappers):
+            yield Violation("the head's forward is not wrapped")
+
+
+def classes_of(node: Node) -> int:
+    """Return the number of classes of a head, of all ranks and without padding."""
+    if "weight" in node.parameters:
+        return node.layout("weight").shape[0]
+    weight: Tensor = node.module.weight  # of a parametrization
+    return weight.shape[0]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that hold a vocabulary."""
+    """The ranks that hold a vocabulary.
+
+    Args:
+        name: torch's name of the process group; None where the mesh is only declared.
+        size: their number.
+        rank: this process's place.
+        launch: what gives the mesh its processes, for a hint.
+    """
 
     name: str | None
     size: int
     rank: int
+    launch: str = field(default="", compare=False)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather: (...) -> (ranks, ...)."""
-        assert self.name is not None
-        return gather_functional(tensor, self.size, self.name)
+        """Gather: (...) -> (ranks, ...).
+
+        Raises:
+            MeshError: the mesh is abstract, and the tensor has values.
+        """
+        if self.name is not None:
+            return gather_functional(tensor, self.size, self.name)
+        if not tensor.is_meta and detect_fake_mode(tensor) is None:
+            raise MeshError(
+                f"linear_cross_entropy ran on an abstract mesh: this process has no process group for the {self.size} "
+                "ranks",
+                hint=self.launch,
+            )
+        return torch.stack([tensor] * self.size)
 
 
-_CALLS: ContextVar[dict[str, list[Call]]] = ContextVar("calls")
+class Scope:
+    """What the wrappers of one step share: the same object in copies of the model.
+
+    Args:
+        path: of the head.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.has_warned = False
+
+    def __deepcopy__(self, memo: Any) -> Scope:
+        return self
 
 
-def calls_of(key: str) -> list[Call]:
-    found = _CALLS.get(None)
-    if found is None:
-        found = {}
-        _CALLS.set(found)
-    return found.setdefault(key, [])
+@dataclass
+class OpenCall(Call):
+    """A forward of the model during which a head defers its logits."""
+
+    scope: Scope = field(default_factory=lambda: Scope(""))
+    has_deferred: bool = False
+
+
+_OPEN: ContextVar[tuple[OpenCall, ...]] = ContextVar("open calls", default=())
+"""The forwards that run here, outermost first."""
+
+
+def open_call(scope: Scope) -> OpenCall | None:
+    """Return the innermost forward that runs for a step; None outside of any."""
+    for call in reversed(_OPEN.get()):
+        if call.scope is scope:
+            # A checkpoint runs a part of a forward again, in the context of its first run.
+            return OpenCall(scope=scope) if call.is_over else call
+    return None
 
 
 @dataclass(frozen=True)
-class Begin:
-    key: str
+class SpanForward:
+    """Wrapper of the root's forward: during it the head's logits may be deferred, and not after it."""
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls_of(self.key).append(Call())
-
-
-@dataclass(frozen=True)
-class End:
-    key: str
+    scope: Scope
     keep_logits: bool
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        call = calls_of(self.key).pop()
-        if not call.used or self.keep_logits:
-            output = tree_map_only(DeferredLogits, lambda logits: logits.compute("the output"), output)
-        call.is_over = True
-        return output
+    slapo_goes_around = True
+    slapo_spans_stages = True
+
+    def __call__(self, forward: Forward) -> Forward:
+        scope, keep_logits = self.scope, self.keep_logits
+
+        @functools.wraps(forward)
+        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or is_recording():
+                return forward(module, *args, **kwargs)
+            call = OpenCall(scope=scope)
+            before = _OPEN.set((*_OPEN.get(), call))
+            try:
+                output = forward(module, *args, **kwargs)
+                return closed(call, output, keep_logits=keep_logits) if call.has_deferred else output
+            finally:
+                _OPEN.reset(before)
+                call.is_over = True
+
+        return run
+
+
+def closed(call: OpenCall, output: Any, *, keep_logits: bool) -> Any:
+    """End a forward: return its output with logits, or with what stands for them where the loss was computed."""
+    if not call.used and not call.scope.has_warned and not dropout_is_off():  # verify leaves out labels, too
+        call.scope.has_warned = True
+        by = f": {call.computed[0]} took its logits" if call.computed else ""
+        warnings.warn(
+            f"linear_cross_entropy at '{call.scope.path}' had no effect on this forward in training, which computes no "
+            f"cross entropy of what the head gives{by}; give the model its labels, or leave the step out",
+            stacklevel=6,
+        )
+
+    def end(logits: DeferredLogits) -> Tensor:
+        if logits.call is not call:
+            return logits
+        if keep_logits or not call.used:
+            return logits.compute("the output")
+        return WithheldLogits(logits.shape, logits.dtype, logits.device, call.scope.path)
+
+    return exchanged(output, end, {})
+
+
+_ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, Tensor, nn.Parameter))
+
+
+def exchanged(value: Any, end: Callable[[DeferredLogits], Tensor], seen: dict[int, Any]) -> Any:
+    """Exchange the deferred logits in an output; containers and objects that can be changed are changed in place.
+
+    Args:
+        value: a part of the output.
+        end: gives what comes in their place.
+        seen: the parts that were looked into.
+    """
+    if type(value) in _ATOMS or id(value) in seen:
+        return value
+    if isinstance(value, DeferredLogits):
+        return end(value)
+    if isinstance(value, (Tensor, nn.Module, type)) or callable(value):
+        return value
+    seen[id(value)] = value
+    if isinstance(value, tuple):
+        parts = [exchanged(part, end, seen) for part in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
+    if isinstance(value, (MutableMapping, MutableSequence)):
+        entries = value.items() if isinstance(value, MutableMapping) else enumerate(value)
+        for key, part in list(entries):
+            if (new := exchanged(part, end, seen)) is not part:
+                value[key] = new
+    for name, part in list(getattr(value, "__dict__", {}).items()):
+        if (new := exchanged(part, end, seen)) is not part:
+            object.__setattr__(value, name, new)
+    return value
 
 
 @dataclass(frozen=True)
 class DeferHead:
-    """Wrapper of a head's forward."""
+    """Wrapper of a head's forward: in training, within a forward of the model, its logits are deferred.
 
-    key: str
+    Args:
+        scope: shared with the wrapper of the root.
+        classes: of all ranks.
+        ranks: that may hold shards of the classes; None: all of them are here.
+        chunk: tokens whose logits exist at a time; None: by the size of their logits.
+    """
+
+    scope: Scope
     classes: int
     ranks: Ranks | None
     chunk: int | None
 
     def __call__(self, forward: Forward) -> Forward:
-        return DeferredForward(self, forward)
+        @functools.wraps(forward)
+        def run(module: Any, input: Tensor) -> Any:
+            weight = module.weight
+            ranks = self.ranks if weight.shape[0] < self.classes else None
+            if module.training and torch.is_grad_enabled() and not is_recording():
+                call = open_call(self.scope)
+                if call is not None:
+                    call.has_deferred = True
+                    return self._deferred(module, input, weight, ranks, call)
+            logits = forward(module, input)
+            return logits if ranks is None else whole(logits, ranks, self.classes)
 
+        return run
 
-@dataclass(frozen=True, eq=False)
-class DeferredForward:
-    settings: DeferHead
-    forward: Forward
-
-    def __call__(self, module: Any, input: Tensor) -> Any:
-        settings, weight, bias = self.settings, module.weight, module.bias
-        ranks = settings.ranks if weight.shape[0] < settings.classes else None
-        calls = calls_of(settings.key)
-        if not calls or not (module.training and torch.is_grad_enabled()):
-            logits = self.forward(module, input)
-            return logits if ranks is None else whole(logits, ranks, settings.classes)
-        kind = input.device.type
+    def _deferred(self, module: Any, input: Tensor, weight: Tensor, ranks: Ranks | None, call: Call) -> DeferredLogits:
+        bias, kind = module.bias, input.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         start, gather = 0, None
         if ranks is not None:
-            start, gather = min(ranks.rank * weight.shape[0], settings.classes), ranks.gather
-        vocabulary = Vocabulary(settings.classes, start, gather)
-        chunk = settings.chunk or max(1, (64 << 20) // (weight.shape[0] * 4))
-        head = Head(weight, bias, vocabulary, None if ranks is None else Whole(ranks, settings.classes), chunk)
-        return DeferredLogits(input, head, calls[-1])
+            start, gather = min(ranks.rank * weight.shape[0], self.classes), ranks.gather
+        vocabulary = Vocabulary(self.classes, start, gather)
+        chunk = self.chunk or max(1, (64 << 20) // (weight.shape[0] * 4))
+        head = Head(weight, bias, vocabulary, None if ranks is None else Whole(ranks, self.classes), chunk)
+        return DeferredLogits(input, head, call)
 
 
 @dataclass(frozen=True)
 class Whole:
+    """Gathers the logits of all ranks' classes."""
+
     ranks: Ranks
     classes: int
 
@@ -165,10 +306,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        start = ctx.ranks.rank * ctx.own
+        start = min(ctx.ranks.rank * ctx.own, gradient.shape[-1])
         own = gradient[..., start : start + ctx.own]
         return F.pad(own, (0, ctx.own - own.shape[-1])), None, None
 
 
 def whole(logits: Tensor, ranks: Ranks, classes: int) -> Tensor:
+    """Gather logits over the ranks that hold the classes: (..., classes here) -> (..., classes)."""
     return _Gather.apply(logits, ranks, classes)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
-from torch.utils._pytree import tree_map_only as tree_map_only
+from torch._guards import detect_fake_mode as detect_fake_mode
 
 
 def keeps_graph() -> bool:

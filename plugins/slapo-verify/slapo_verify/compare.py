@@ -14,7 +14,7 @@ from slapo_core.primitive import Equivalence
 from slapo_verify.copies import Counterparts
 from slapo_verify.dropout import DropoutComparison, compare_draws
 from slapo_verify.kinds import KINDS, ORDER, label
-from slapo_verify.phases import Observation
+from slapo_verify.phases import Observation, Withheld
 from slapo_verify.precision import dtype_name, is_inexact
 
 _REORDERED: dict[torch.dtype, float] = {
@@ -443,7 +443,10 @@ def _output_pairs(
     for name, before in expected.items():
         if name not in got:
             continue
-        if before is None or isinstance(before, (torch.Tensor, bool, int, float, complex, str)):
+        if isinstance(got[name], Withheld):
+            if kind == "output":
+                result.not_compared.append(f"{name}: {got[name].why}")
+        elif before is None or isinstance(before, (torch.Tensor, bool, int, float, complex, str)):
             yield name, name, before, got[name]
         elif kind == "output":
             result.not_compared.append(f"{name}: slapo cannot look into a {type(before).__name__}")

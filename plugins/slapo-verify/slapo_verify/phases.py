@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slapo_core.layout import fork_rng
+from slapo_core.observers import withheld
 from slapo_runtime.float32 import float32_products
 from slapo_verify.dropout import DropoutMode
 from slapo_verify.inputs import Batch, Batches, Inputs
@@ -136,6 +137,8 @@ class Conditions:
         more_batches: further ones, each with what to call it, e.g. ``"a batch of 4"``.
         caller: makes of a model what calls it.
         choices: of the reference model in a finer type, which both models follow in their own.
+        withheld: names of outputs that the scheduled model does not give in training: of no model are they
+            differentiated there, unless nothing else is.
     """
 
     dtype: torch.dtype | None
@@ -146,6 +149,18 @@ class Conditions:
     more_batches: Batches = ()
     caller: Callable[[nn.Module], Caller] = Caller
     choices: tuple[Choice, ...] = ()
+    withheld: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """Stands for an output that a step withholds.
+
+    Args:
+        why: in words.
+    """
+
+    why: str
 
 
 def _backward(roots: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...]) -> None:
@@ -166,7 +181,13 @@ def _cotangent(leaf: torch.Tensor, position: int, seed: int) -> torch.Tensor:
 
 def _detached(items: Any) -> dict[str, Any]:
     """Copy the tensors among named values."""
-    return {name: _dense(item) if isinstance(item, torch.Tensor) else item for name, item in items}
+    return {name: _copied(item) for name, item in items}
+
+
+def _copied(item: Any) -> Any:
+    if (why := withheld(item)) is not None:
+        return Withheld(why)
+    return _dense(item) if isinstance(item, torch.Tensor) else item
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -326,10 +347,15 @@ class Runner:
                 for position, (_, leaf) in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad
             }
+            given = {position: leaf for position, leaf in roots.items() if not self._is_withheld(leaves[position][0])}
+            roots = given or roots
             if roots:
                 cotangents = (_cotangent(leaf, position, seed) for position, leaf in roots.items())
                 _backward(tuple(roots.values()), tuple(cotangents))
         return seen
+
+    def _is_withheld(self, name: str) -> bool:
+        return name in self.conditions.withheld
 
     def _buffers(self) -> dict[str, Any]:
         return _detached(self.model.named_buffers(remove_duplicate=False))

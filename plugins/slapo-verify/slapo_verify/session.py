@@ -26,7 +26,7 @@ from slapo_verify.compare import Comparison, Difference
 from slapo_verify.copies import Subjects, changed_outside, named_tensors
 from slapo_verify.inputs import Batches, Inputs
 from slapo_verify.kinds import EARLY, KINDS, OWN_TYPES, label, phases_for
-from slapo_verify.phases import Observation, Runner
+from slapo_verify.phases import Observation, Runner, Withheld
 from slapo_verify.precision import dtype_name, is_inexact
 from slapo_verify.refusals import refuse_unexplained, refuse_unsaid_freezing
 from slapo_verify.report import Outcome, Siblings, VerifyReport, merge_largest
@@ -164,6 +164,7 @@ class BothModels:
         self.raised: Attempt[Any] | None = None
         self.raised_for = ""
         self._phases: tuple[str, ...] = EARLY
+        self._withheld = self._found = frozenset[str]()  # in the runs of now, and by the scheduled model
 
     def run(self) -> BothModels:
         """Run all phases that apply to the model, the batch and the schedule."""
@@ -174,14 +175,20 @@ class BothModels:
 
     def run_early(self) -> BothModels:
         """Run the phases of outputs, buffers and gradients only."""
-        self.reference, _, _ = self._reference(lambda: self.trials.start_reference(self.dtype))
+        self.reference, _, _ = self._reference(lambda: self.trials.start_reference(self.dtype, self._withheld))
         self._start()
+        if self._withholds_more():
+            self.run_early()
         self.reference.seen.values.clear()
         return self
 
     def _run(self) -> None:
         updates = self._reference_first()
         started = self._start()
+        if self._withholds_more():
+            del started
+            self._run()
+            return
         if started is None or any(self.world.gather(bool(self.comparison.differences))):
             return  # whatever differs later is a consequence
         runner, other_stream = started
@@ -209,7 +216,9 @@ class BothModels:
 
         Gives whether there are updates among them.
         """
-        self.reference, runner, rate = self._reference(lambda: self.trials.start_reference(self.dtype))
+        self.reference, runner, rate = self._reference(
+            lambda: self.trials.start_reference(self.dtype, self._withheld)
+        )
         rate = min(self.world.gather(rate))
         self._set_conditions(learning_rate=rate)
         updates = bool(self.trials.options.optimizer_steps and rate)
@@ -224,8 +233,16 @@ class BothModels:
             self.raised = started
             return None
         runner, seen = started.value()
-        self._compare(seen)
+        found = {name for name, value in seen.of("output").items() if isinstance(value, Withheld)}
+        self._found = self._withheld.union(*self.world.gather(found))
+        if self._found == self._withheld:
+            self._compare(seen)
         return runner, self.trials.other_stream(self.trials.candidate, self.reference, seen)
+
+    def _withholds_more(self) -> bool:
+        """Whether the scheduled model withholds outputs that the reference model was differentiated through."""
+        more, self._withheld = self._found != self._withheld, self._found
+        return more
 
     def _compare_phase(self, phase: str, runner: Runner | None = None, *, other_stream: bool = False) -> None:
         """Run a phase of the scheduled model and compare it."""

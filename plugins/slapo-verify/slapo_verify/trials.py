@@ -150,9 +150,17 @@ class Trials:
 
     # -- the reference model ----------------------------------------------------------------------------------
 
-    def start_reference(self, dtype: torch.dtype | None) -> tuple[ReferenceRun, Runner, float]:
-        """Run the phases that every model can run; return values, runner, and a learning rate for the updates."""
-        conditions = Conditions(dtype=dtype, seed=self.options.seed, optimizer_steps=self.options.optimizer_steps)
+    def start_reference(
+        self, dtype: torch.dtype | None, withheld: frozenset[str] = frozenset()
+    ) -> tuple[ReferenceRun, Runner, float]:
+        """Run the phases that every model can run; return values, runner, and a learning rate for the updates.
+
+        Args:
+            dtype: as of :class:`~slapo_verify.phases.Conditions`.
+            withheld: likewise.
+        """
+        options = self.options
+        conditions = Conditions(dtype, options.seed, options.optimizer_steps, withheld=withheld)
         model = self.subjects.reference(dtype)
         base = self.own_dtype(model) if dtype is None else dtype
         runner = Runner(model, self.inputs.cast(dtype), conditions)  # before observing: casting is not the model's
@@ -184,7 +192,7 @@ class Trials:
 
     def again(self, reference: ReferenceRun, phases: Sequence[str]) -> ReferenceRun:
         """Repeat the run with those of ``phases`` that it had."""
-        repeated, runner, _ = self.start_reference(reference.conditions.dtype)
+        repeated, runner, _ = self.start_reference(reference.conditions.dtype, reference.conditions.withheld)
         again = dataclasses.replace(reference, seen=repeated.seen, phases=EARLY)
         for phase in phases:
             if phase in reference.phases and phase not in EARLY:

@@ -1,0 +1,132 @@
+"""Where ``linear_cross_entropy`` can be, and which steps do not fit beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_core import Node, Primitive, Record, Violation
+from slapo_loss.linear_cross_entropy import LinearCrossEntropy
+
+_TENSORS = (Tensor, nn.Parameter)
+
+
+def head_violations(node: Node) -> Iterator[Violation]:
+    """Yield why a module's logits cannot be computed from its weight."""
+    module = node.module
+    where = "name the layer that gives logits"
+    if node.parent is None:
+        yield Violation("the root is not a head", f"{where}: {_heads(node)}")
+        return
+    if not isinstance(module, nn.Linear):
+        inside = [name for name, below in module.named_modules() if type(below) is nn.Linear]
+        linear = f"sch['{node.path}.{inside[-1]}']" if inside else _heads(node)
+        yield Violation(f"the head must be an nn.Linear (got {type(module).__name__})", f"{where}: {linear}")
+        return
+    if type(module).forward is not nn.Linear.forward or not node.runs_own_forward:
+        steps = ", ".join(str(record) for record in node.records)
+        by = f" ({steps})" if steps else ""
+        yield Violation(
+            f"another forward than nn.Linear's runs there: that of {type(module).__name__}{by}, which its weight alone "
+            "does not tell",
+            "leave out the step that sets it, or keep the logits",
+        )
+    weight: Any = module.weight
+    if type(weight) not in _TENSORS or not weight.is_floating_point() or type(weight.data) is not Tensor:
+        yield Violation(
+            f"its weight is a {type(weight.data).__name__} of {weight.dtype}, whose product only its own kernels know",
+            "quantize other layers than the head",
+        )
+    if any(isinstance(record.primitive, LinearCrossEntropy) for record in node.records):
+        yield Violation("the loss of this head is computed from its hidden states already", "remove this second call")
+
+
+def _heads(node: Node) -> str:
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    linears = [each for each in root.walk() if type(each.module) is nn.Linear]
+    widest = max(linears, key=lambda each: each.module.out_features, default=None)  # type: ignore[arg-type,return-value]
+    return f"sch['{widest.path}']" if widest is not None else "sch['lm_head']"
+
+
+def split_violations(node: Node, mesh_dim: str) -> Iterator[Violation]:
+    """Yield how a head is split otherwise than along its classes, in their order."""
+    for name in ("weight", "bias"):
+        if name not in node.parameters:
+            continue
+        layout = node.layout(name)
+        others = [dim for dim, axis in layout.shards() if dim != mesh_dim or axis != 0]
+        if not others and not layout.partials() and all(axis != 0 for axis, _ in layout.packing):
+            if not _is_in_order(node, name, mesh_dim):
+                yield Violation(f"'{name}' is not split into as many shards as mesh_dim '{mesh_dim}' has ranks", _CALL)
+            continue
+        yield Violation(f"'{name}' is {layout}, and the classes must be split over mesh_dim '{mesh_dim}'", _CALL)
+
+
+_CALL = 'split it along its classes: shard("weight", axis=0), or ["weight", "bias"]'
+
+
+def _is_in_order(node: Node, name: str, mesh_dim: str) -> bool:
+    """Return whether rank r holds the r-th shard of the classes."""
+    layout, mesh = node.layout(name), node.mesh
+    if mesh is None or not layout.shards() or mesh.size(mesh_dim) == 1:
+        return True
+    rows = node.parameters[name].shape[0]
+    start = mesh.rank(mesh_dim) * rows
+    return layout.segments(mesh)[0] == [(start, start + rows)]
+
+
+def gather_violations(node: Node) -> Iterator[Violation]:
+    """Yield each step that gathers the logits, which a loss from shards does not need."""
+    for record in node.records:
+        primitive: Any = record.primitive
+        if record.name == "tp.sync" and _communicates_output(primitive):
+            yield _gathered(record)
+
+
+def _communicates_output(sync: Any) -> bool:
+    return sync.mode in ("fwd_post", "forward")
+
+
+def _gathered(record: Record) -> Violation:
+    return Violation(
+        f"the loss is computed from shards of the logits, and {record} communicates whole ones",
+        f"leave out sch['{record.path}'].{record.primitive}: where logits are needed the step gathers them itself",
+    )
+
+
+def beside_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
+    """Yield why a step does not fit at a head, or around one, whose loss is computed from its hidden states.
+
+    Args:
+        node: where the step is about to be applied.
+        primitive: the step.
+    """
+    step: Any = primitive
+    own = next((record for record in node.records if isinstance(record.primitive, LinearCrossEntropy)), None)
+    if own is not None and primitive.name == "tp.sync" and _communicates_output(step):
+        yield Violation(
+            f"{own} computes the loss from shards of the logits, which this step would communicate",
+            "leave this call out: where logits are needed linear_cross_entropy gathers them itself",
+        )
+    if own is not None and primitive.name in _OTHER_FORWARDS:
+        yield Violation(
+            f"{own} computes the loss from the weight of this head, and would leave out what this step runs instead of "
+            "its forward",
+            f"leave out {primitive.name.rpartition('.')[2]} there, or linear_cross_entropy",
+        )
+    if primitive.name == "core.replace" and step.match is None:
+        for record in node.records_below():
+            if isinstance(record.primitive, LinearCrossEntropy) and node.parent is not None:
+                yield Violation(
+                    f"{record} belongs to the module that this step takes out",
+                    f"replace first: sch['{node.path}'].replace(...), then "
+                    f"sch['{record.path}'].{record.primitive}",
+                )
+
+
+_OTHER_FORWARDS = ("fusion.bind", "fusion.quantize")
