@@ -21,6 +21,7 @@ __all__ = [
     "is_recording",
     "only_looks",
     "run_from",
+    "spans_stages",
     "withheld",
     "without",
 ]
@@ -120,6 +121,14 @@ def without(functions: Sequence[Callable[..., Any]], others: Sequence[Callable[.
         else:
             del left[position]
     return kept
+
+
+def spans_stages(wrapper: Callable[..., Any]) -> bool:
+    """Return whether a wrapper of the root's forward can go around each stage of a cut model instead.
+
+    It has ``slapo_of_stage(is_last) -> wrapper``, whose result wraps what a stage computes.
+    """
+    return hasattr(wrapper, "slapo_of_stage")
 
 
 def withheld(value: object) -> str | None:

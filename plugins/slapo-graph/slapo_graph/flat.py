@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from slapo_core.errors import GuardError
 from slapo_core.internals import forwards, module_index
-from slapo_core.observers import PATCHING
+from slapo_core.observers import PATCHING, spans_stages
 from slapo_graph.diagnostics import refusal
 from slapo_graph.examples import copied_model
 from slapo_graph.fake import FakeMode
@@ -52,6 +52,7 @@ __all__ = [
     "copied_model",
     "empty_graph",
     "flat",
+    "is_merely_spanned",
     "is_merely_traced",
     "is_plain",
     "is_rewritten",
@@ -257,10 +258,20 @@ def is_rewritten(graph: Graph) -> bool:
 def is_merely_traced(module: nn.Module) -> bool:
     """Return whether a module's forward is just its own recorded graph."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, forwards.ModuleForward) or forward.wrappers or forward.has_own:
+    if not isinstance(forward, forwards.ModuleForward) or forward.has_own:
+        return False
+    if not all(map(spans_stages, forward.wrappers)):
         return False
     graph = getattr(forward.base, "__func__", None)
     return isinstance(graph, TracedForward) and not graph.rewrites
+
+
+def is_merely_spanned(module: nn.Module) -> bool:
+    """Return whether a module runs its class's forward within wrappers that can go around stages instead."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, forwards.ModuleForward) or forward.has_own or forward.base is not None:
+        return False
+    return all(map(spans_stages, forward.wrappers))
 
 
 @contextlib.contextmanager

@@ -165,7 +165,9 @@ class SpanForward:
     keep_logits: bool
 
     slapo_goes_around = True
-    slapo_spans_stages = True
+    def slapo_of_stage(self, is_last: bool) -> SpanForward:
+        """Return the wrapper of a stage: what earlier ones send on has values."""
+        return self if is_last else dataclasses.replace(self, keep_logits=True)
 
     def __call__(self, forward: Forward) -> Forward:
         scope, keep_logits = self.scope, self.keep_logits
@@ -256,6 +258,8 @@ class DeferHead:
     classes: int
     ranks: Ranks | None
     chunk: int | None
+
+    slapo_gathers_output = True
 
     def __call__(self, forward: Forward) -> Forward:
         @functools.wraps(forward)

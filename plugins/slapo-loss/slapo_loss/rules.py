@@ -61,7 +61,7 @@ def split_violations(node: Node, mesh_dim: str) -> Iterator[Violation]:
         layout = node.layout(name)
         others = [dim for dim, axis in layout.shards() if dim != mesh_dim or axis != 0]
         if not others and not layout.partials() and all(axis != 0 for axis, _ in layout.packing):
-            if not _is_in_order(node, name, mesh_dim):
+            if not _is_one_shard_a_rank(node, name, mesh_dim):
                 yield Violation(f"'{name}' is not split into as many shards as mesh_dim '{mesh_dim}' has ranks", _CALL)
             continue
         yield Violation(f"'{name}' is {layout}, and the classes must be split over mesh_dim '{mesh_dim}'", _CALL)
@@ -70,14 +70,12 @@ def split_violations(node: Node, mesh_dim: str) -> Iterator[Violation]:
 _CALL = 'split it along its classes: shard("weight", axis=0), or ["weight", "bias"]'
 
 
-def _is_in_order(node: Node, name: str, mesh_dim: str) -> bool:
-    """Return whether rank r holds the r-th shard of the classes."""
+def _is_one_shard_a_rank(node: Node, name: str, mesh_dim: str) -> bool:
     layout, mesh = node.layout(name), node.mesh
-    if mesh is None or not layout.shards() or mesh.size(mesh_dim) == 1:
+    if mesh is None or not layout.shards():
         return True
-    rows = node.parameters[name].shape[0]
-    start = mesh.rank(mesh_dim) * rows
-    return layout.segments(mesh)[0] == [(start, start + rows)]
+    padding = dict(layout.padding).get(0, 0)
+    return node.parameters[name].shape[0] * mesh.size(mesh_dim) == layout.shape[0] + padding
 
 
 def gather_violations(node: Node) -> Iterator[Violation]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slapo_core import Node, Primitive, Violation
-from slapo_core.observers import only_looks
+from slapo_core.observers import only_looks, spans_stages
 from slapo_graph.traced import graph_of
 from slapo_pipeline.private import children_of, hooks_of, is_compiled
 
@@ -69,12 +69,12 @@ def above_violations(node: Node) -> Iterator[Violation]:
 
 
 def _around(node: Node) -> str | None:
-    from slapo_graph.flat import is_merely_traced, is_rewritten
+    from slapo_graph.flat import is_merely_spanned, is_merely_traced, is_rewritten
 
     steps = [str(record) for record in node.records if record.name not in ("core.annotate", "graph.trace")]
     by = f" ({', '.join(steps)})" if steps else ""
     module: Any = node.module
-    if node.wrappers:
+    if not all(map(spans_stages, node.wrappers)):
         return f"its forward is wrapped{by}"
     if node.hooks:
         return f"has hooks of steps{by}"
@@ -82,7 +82,7 @@ def _around(node: Node) -> str | None:
         return "has hooks"
     if (graph := graph_of(node)) is not None and is_rewritten(graph):
         return f"its graph was rewritten{by}"
-    if "forward" in module.__dict__ and not is_merely_traced(module):
+    if "forward" in module.__dict__ and not is_merely_traced(module) and not is_merely_spanned(module):
         return "its forward was set on the instance"
     if is_compiled(module):
         return "is compiled"

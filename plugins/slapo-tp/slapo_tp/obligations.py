@@ -224,6 +224,8 @@ def repeated_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
 
 def _gathers(node: Node) -> bool:
     """Whether the module or one around it has a collective at its output that puts shards together."""
+    if any(getattr(wrapper, "slapo_gathers_output", False) for wrapper in node.wrappers):
+        return True
     around: Node | None = node
     while around is not None:
         if any(kind == "forward" and getattr(hook, "op", None) not in _SUMS for kind, hook in around.hooks):
@@ -264,7 +266,7 @@ def _others_may_reduce(schedule: Schedule, nodes: Sequence[Node], partial: Seque
 
 def _is_known(schedule: Schedule, record: Record) -> bool:
     """Whether a step is none that may have brought a sum over the ranks of its own."""
-    if record.name.startswith("tp.") or record.primitive.equivalence.is_exact:
+    if record.name.startswith(("tp.", "loss.")) or record.primitive.equivalence.is_exact:
         return True
     if record.name != "core.replace":
         return False

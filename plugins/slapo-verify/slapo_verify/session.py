@@ -26,7 +26,7 @@ from slapo_verify.compare import Comparison, Difference
 from slapo_verify.copies import Subjects, changed_outside, named_tensors
 from slapo_verify.inputs import Batches, Inputs
 from slapo_verify.kinds import EARLY, KINDS, OWN_TYPES, label, phases_for
-from slapo_verify.phases import Observation, Runner, Withheld
+from slapo_verify.phases import Observation, Runner
 from slapo_verify.precision import dtype_name, is_inexact
 from slapo_verify.refusals import refuse_unexplained, refuse_unsaid_freezing
 from slapo_verify.report import Outcome, Siblings, VerifyReport, merge_largest
@@ -233,8 +233,7 @@ class BothModels:
             self.raised = started
             return None
         runner, seen = started.value()
-        found = {name for name, value in seen.of("output").items() if isinstance(value, Withheld)}
-        self._found = self._withheld.union(*self.world.gather(found))
+        self._found = self._withheld | self.trials.withheld(seen)
         if self._found == self._withheld:
             self._compare(seen)
         return runner, self.trials.other_stream(self.trials.candidate, self.reference, seen)

@@ -24,7 +24,7 @@ from slapo_verify.copies import Counterparts, Subjects
 from slapo_verify.divergence import advice, diverged, tell, without_effect
 from slapo_verify.inputs import Inputs
 from slapo_verify.kinds import EARLY, ON_ONE_COPY, ORDER, OWN_TYPES
-from slapo_verify.phases import Conditions, Observation, Runner, step_size
+from slapo_verify.phases import Conditions, Observation, Runner, Withheld, step_size
 from slapo_verify.precision import DtypeObserver, coarsest, own_dtype
 from slapo_verify.search import Failed, Outcome
 from slapo_verify.stages import Staging
@@ -280,6 +280,11 @@ class Trials:
         alike = compare_dropout("dropout", reference.seen, seen, candidate.counterparts, promise)
         return next(filter(None, self.world.gather(alike.other_stream or alike.wrong)), None)
 
+    def withheld(self, seen: Observation) -> frozenset[str]:
+        """Name the outputs that a scheduled model withholds in training, on any rank."""
+        found = {name for name, value in seen.of("output").items() if isinstance(value, Withheld)}
+        return frozenset[str]().union(*self.world.gather(found))
+
     def was_refused(self, attempt: Attempt[Any]) -> bool:
         """Return whether plugins refused to cut the model, or answered wrongly about its stages."""
         refusals = self.staging.refusals if self.staging is not None else set()
@@ -347,6 +352,11 @@ class Trials:
         ran = self.run(candidate, reference, phases)
         if ran.failures:
             return Tried.raising(ran)
+        withheld = reference.conditions.withheld | self.withheld(ran.value())
+        if withheld != reference.conditions.withheld:
+            conditions = dataclasses.replace(reference.conditions, withheld=withheld)
+            reference = self.again(dataclasses.replace(reference, conditions=conditions), phases)
+            return self.judge(candidate, reference, phases, records)
         return self.conclude(self.compare(reference, ran.value(), candidate.counterparts, records))
 
     # -- blame ------------------------------------------------------------------------------------------------

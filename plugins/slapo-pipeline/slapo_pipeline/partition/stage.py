@@ -12,8 +12,18 @@ import torch
 from torch import nn
 
 from slapo_core import GuardError
-from slapo_core.observers import only_looks
-from slapo_graph.flat import FlatGraph, GuardViolation, State, children, is_merely_traced, set_state, state
+from slapo_core.internals import forwards
+from slapo_core.observers import only_looks, spans_stages
+from slapo_graph.flat import (
+    FlatGraph,
+    GuardViolation,
+    State,
+    children,
+    is_merely_spanned,
+    is_merely_traced,
+    set_state,
+    state,
+)
 from slapo_pipeline.private import (
     children_of,
     hooks_of,
@@ -106,7 +116,7 @@ class CutStage(StageModule):
     def __init__(self, index: int, flat: FlatGraph, program: Program) -> None:
         self.__dict__["_ancestor"] = (flat.module,)  # in a tuple: no child
         super().__init__()
-        self.__dict__.update(_index=index, _flat=flat, _program=program, _own=[])
+        self.__dict__.update(_index=index, _flat=flat, _program=program, _own=[], _code=_spanned(flat.module, program))
         for path in program.called:
             self._hold_module(path, flat.module.get_submodule(path))
         for path in program.read:
@@ -154,9 +164,9 @@ class CutStage(StageModule):
         try:
             made: dict[str, torch.Tensor]
             if program.sets_variables:
-                made = contextvars.copy_context().run(program.code, self, *given)
+                made = contextvars.copy_context().run(self.__dict__["_code"], self, *given)
             else:
-                made = program.code(self, *given)
+                made = self.__dict__["_code"](self, *given)
         except GuardViolation as error:
             raise self._error(self.__dict__["_flat"].violated(error)) from None
         finally:
@@ -242,9 +252,20 @@ class CutStage(StageModule):
         return owner, name
 
 
+def _spanned(root: nn.Module, program: Program) -> Callable[..., Any]:
+    """Return what a stage computes, within those wrappers of the model's forward that go around stages."""
+    code, forward = program.code, root.__dict__.get("forward")
+    for wrapper in forward.wrappers if isinstance(forward, forwards.ModuleForward) else ():
+        if spans_stages(wrapper):
+            code = wrapper.slapo_of_stage(program.last is None)(code)  # type: ignore[attr-defined]
+    return code
+
+
 def is_around(module: nn.Module) -> bool:
     """Return whether a module has hooks, another forward, or a compiled one."""
-    if is_compiled(module) or ("forward" in module.__dict__ and not is_merely_traced(module)):
+    if is_compiled(module):
+        return True
+    if "forward" in module.__dict__ and not is_merely_traced(module) and not is_merely_spanned(module):
         return True
     return not all(only_looks(hook) for hooks in hooks_of(module) if hooks for hook in hooks.values())
 
