@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import dis
@@ -30,7 +31,8 @@ class Recomputation:
     """Call a forward: the first time as it is, then to recompute.
 
     A recompute sees the containers, buffers and attributes of the first run, and its changes to them are dropped.
-    Buffers in the state dict are copied before the first run, and other tensors that the module changes in place.
+    Buffers in the state dict are copied before the first run, and other tensors that the module changes in place. It
+    runs in the context of the first run: context variables have the values that they had there.
 
     Args:
         path: of the module, for messages.
@@ -43,10 +45,11 @@ class Recomputation:
             first run, or the first run was the first to change a tensor of the module in place.
     """
 
-    __slots__ = ("_changed", "_has_run", "_inputs", "_kept", "_path", "_state")
+    __slots__ = ("_changed", "_context", "_has_run", "_inputs", "_kept", "_path", "_state")
 
     def __init__(self, path: str, state: ModuleState | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._path, self._has_run, self._changed = path, False, ""
+        self._context = contextvars.copy_context()
         tensors: list[Tensor] = []
         self._kept: dict[int | str, Any] = {}
         done: dict[int, Any] = {}
@@ -70,6 +73,9 @@ class Recomputation:
             if self._state is not None:
                 self._changed = self._state.first_run_ended()
             return result
+        return self._context.run(self._again, forward, module, args, kwargs)
+
+    def _again(self, forward: Forward, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check(args, kwargs)
         if self._kept:
             kept = copied(self._kept, {})
