@@ -348,6 +348,11 @@ class ModuleForward:
             parameters = parameters[1:]
         return signature.replace(parameters=parameters)
 
+    @property
+    def __code__(self) -> Any:
+        """The code that steps wrapped, as of a bound method; ``torch.export`` reads its place."""
+        return inspect.unwrap(self._function).__code__
+
     def __repr__(self) -> str:
         return f"<forward of {type(self._module).__name__}, wrapped>"
 

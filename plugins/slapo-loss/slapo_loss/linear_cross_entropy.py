@@ -18,7 +18,7 @@ from slapo_core import Edit, Equivalence, MeshError, Node, Primitive, Violation
 from slapo_core.observers import Forward, dropout_is_off, is_recording
 from slapo_loss.chunked import Vocabulary
 from slapo_loss.deferred import Call, DeferredLogits, Head
-from slapo_loss.private import detect_fake_mode, gather_functional
+from slapo_loss.private import detect_fake_mode, gather_functional, is_transformed
 from slapo_loss.withheld import WithheldLogits
 
 
@@ -266,7 +266,7 @@ class DeferHead:
         def run(module: Any, input: Tensor) -> Any:
             weight = module.weight
             ranks = self.ranks if weight.shape[0] < self.classes else None
-            if module.training and torch.is_grad_enabled() and not is_recording():
+            if module.training and torch.is_grad_enabled() and not is_recording() and not is_transformed():
                 call = open_call(self.scope)
                 if call is not None:
                     call.has_deferred = True
@@ -280,8 +280,8 @@ class DeferHead:
         bias, kind = module.bias, input.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            input, weight = input.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+            input, weight = _cast(input, dtype), _cast(weight, dtype)
+            bias = None if bias is None else _cast(bias, dtype)
         start, gather = 0, None
         if ranks is not None:
             start, gather = min(ranks.rank * weight.shape[0], self.classes), ranks.gather
@@ -289,6 +289,11 @@ class DeferHead:
         chunk = self.chunk or max(1, (64 << 20) // (weight.shape[0] * 4))
         head = Head(weight, bias, vocabulary, None if ranks is None else Whole(ranks, self.classes), chunk)
         return DeferredLogits(input, head, call)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as autocast does, which leaves float64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,11 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` (``grad``, ``vmap``) is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def without_torch_function() -> AbstractContextManager[None]:
     """Return a context in which tensor subclasses are plain tensors to functions of torch."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()  # type: ignore[assignment]
