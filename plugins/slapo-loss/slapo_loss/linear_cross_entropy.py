@@ -84,8 +84,8 @@ def classes_of(node: Node) -> int:
     """Return the number of classes of a head, of all ranks and without padding."""
     if "weight" in node.parameters:
         return node.layout("weight").shape[0]
-    weight: Tensor = node.module.weight  # of a parametrization
-    return weight.shape[0]
+    weight: Any = node.module.weight  # of a parametrization
+    return int(weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class SpanForward:
     keep_logits: bool
 
     slapo_goes_around = True
+
     def slapo_of_stage(self, is_last: bool) -> SpanForward:
         """Return the wrapper of a stage: what earlier ones send on has values."""
         return self if is_last else dataclasses.replace(self, keep_logits=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slapo_core import Node, Primitive, Record, Violation
@@ -122,8 +121,7 @@ def beside_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
             if isinstance(record.primitive, LinearCrossEntropy) and node.parent is not None:
                 yield Violation(
                     f"{record} belongs to the module that this step takes out",
-                    f"replace first: sch['{node.path}'].replace(...), then "
-                    f"sch['{record.path}'].{record.primitive}",
+                    f"replace first: sch['{node.path}'].replace(...), then sch['{record.path}'].{record.primitive}",
                 )
 
 

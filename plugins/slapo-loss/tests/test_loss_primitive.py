@@ -135,15 +135,22 @@ class Output:
 def test_logits_that_were_not_computed_are_carried_and_say_so_when_they_are_used() -> None:
     output = scheduled(Net()).model.train()(**batch())
     logits = output["logits"]
-    assert isinstance(logits, WithheldLogits) and logits.shape == (4, 7, CLASSES) and logits.dtype == torch.float64
-    assert logits.untyped_storage is not None and logits.requires_grad is False and logits.grad_fn is None
-    assert "WithheldLogits" in repr(output) and "WithheldLogits" in f"{logits}"
+    assert isinstance(logits, WithheldLogits)
+    assert logits.shape == (4, 7, CLASSES)
+    assert logits.dtype == torch.float64
+    assert logits.untyped_storage is not None
+    assert logits.requires_grad is False
+    assert logits.grad_fn is None
+    assert "WithheldLogits" in repr(output)
+    assert "WithheldLogits" in f"{logits}"
     leaves, spec = pytree.tree_flatten(output)
     assert pytree.tree_unflatten(leaves, spec)["logits"] is logits
     assert pytree.tree_map(lambda one: one.detach(), output)["logits"].shape == logits.shape
-    assert logits.float().to("cpu").dtype == torch.float32 and logits.to(torch.float16).dtype == torch.float16
+    assert logits.float().to("cpu").dtype == torch.float32
+    assert logits.to(torch.float16).dtype == torch.float16
     for kept in (pickle.loads(pickle.dumps(logits)), copy.deepcopy(logits)):
-        assert isinstance(kept, WithheldLogits) and kept.shape == logits.shape
+        assert isinstance(kept, WithheldLogits)
+        assert kept.shape == logits.shape
     for use in (
         lambda: logits + 1,
         lambda: logits.argmax(-1),
@@ -202,9 +209,12 @@ def test_verify_compares_everything_but_the_logits_of_training_and_says_so() -> 
     (left_out,) = [text for text in report.not_compared if "output['logits']" in text]
     assert "keep_logits=True" in left_out
     compared = {one.kind: one.compared for one in report.largest}
-    assert compared["gradient"] == 10 and compared["output"] == 1 and compared["evaluation output"] == 2
+    assert compared["gradient"] == 10
+    assert compared["output"] == 1
+    assert compared["evaluation output"] == 2
     kept = slapo.verify(scheduled(Net(), keep_logits=True), batch())
-    assert not kept.not_compared and {one.kind: one.compared for one in kept.largest}["output"] == 2
+    assert not kept.not_compared
+    assert {one.kind: one.compared for one in kept.largest}["output"] == 2
 
 
 def test_verify_finds_a_wrong_loss_where_logits_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +224,8 @@ def test_verify_finds_a_wrong_loss_where_logits_are_withheld(monkeypatch: pytest
     monkeypatch.setattr(deferred, "linear_cross_entropy", lambda *args, **kwargs: true(*args, **kwargs) * 1.001)
     with pytest.raises(slapo.VerifyError, match="linear_cross_entropy") as raised:
         slapo.verify(scheduled(Net()), batch())
-    assert raised.value.tensor == "output['loss']" and "#1 linear_cross_entropy" in raised.value.steps[0]
+    assert raised.value.tensor == "output['loss']"
+    assert "#1 linear_cross_entropy" in raised.value.steps[0]
 
 
 # -- other steps and tools around it --------------------------------------------------------------------------
@@ -259,7 +270,8 @@ def test_it_is_in_effect_within_graphs_and_checkpoints(around: str, first: bool)
     agree([sch.model.eval()(ids)["logits"]], [Net(bias=True)(ids)["logits"]])
     agree(trained(sch.model), trained(Net(bias=True)))
     sch.undo(to=0)
-    assert "forward" not in sch.model.__dict__ and "forward" not in sch.model.head.__dict__
+    assert "forward" not in sch.model.__dict__
+    assert "forward" not in sch.model.head.__dict__
 
 
 def test_a_checkpointed_part_with_head_and_loss_computes_its_loss_again() -> None:
@@ -339,6 +351,38 @@ def test_compiled_models_train_as_plain_ones(what: str) -> None:
     agree([model.eval()(ids)["logits"]], [Net()(ids)["logits"]])
     agree(trained(model), trained(Net()))
     assert isinstance(model(**batch())["logits"], WithheldLogits)  # it is in effect
+
+
+def test_autocast_computes_in_the_types_that_it_chooses() -> None:
+    for dtype, expected in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):
+        sch, plain = scheduled(Net().to(dtype)), Net().to(dtype)
+        sch.model.train()
+        with torch.autocast("cpu", torch.bfloat16):
+            output, other = sch.model(**batch()), plain(**batch())
+        assert output["logits"].dtype == other["logits"].dtype == expected
+        found, wanted = (
+            torch.autograd.grad(one["loss"], one["model"].head.weight)
+            for one in ({"loss": output["loss"], "model": sch.model}, {"loss": other["loss"], "model": plain})
+        )
+        agree(
+            [output["loss"].double(), *found], [other["loss"].double(), *wanted], 2e-2 if expected != dtype else 1e-12
+        )
+
+
+def test_transforms_of_functions_and_exports_take_the_logits() -> None:
+    sch, plain = scheduled(Net()), Net()
+    sch.model.train()
+    given = {name: one.detach() for name, one in sch.model.named_parameters()}
+    found = torch.func.grad(lambda own: torch.func.functional_call(sch.model, own, kwargs=batch())["loss"])(given)
+    plain(**batch())["loss"].backward()
+    agree([found[name] for name, _ in plain.named_parameters()], [one.grad for one in plain.parameters()])
+
+
+@BREADTH
+def test_a_model_with_it_is_exported() -> None:
+    sch, ids = scheduled(Net()), batch()["ids"]
+    exported = torch.export.export(sch.model.eval(), (ids,))
+    agree([exported.module()(ids)["logits"]], [Net()(ids)["logits"]])
 
 
 # -- calls that nest, fail, or run elsewhere ------------------------------------------------------------------
@@ -430,7 +474,9 @@ def test_two_heads_with_a_step_each_end_only_their_own_logits() -> None:
     sch["second"].linear_cross_entropy(chunk=CHUNK, keep_logits=True)
     agree(trained(sch.model), trained(Two()))
     output, expected = sch.model(**batch()), trained(Two())
-    assert isinstance(output["a"], WithheldLogits) and type(output["b"]) is Tensor and expected
+    assert isinstance(output["a"], WithheldLogits)
+    assert type(output["b"]) is Tensor
+    assert expected
 
 
 def test_threads_have_calls_of_their_own() -> None:
@@ -465,8 +511,10 @@ def refused(model: nn.Module, path: str, word: str, **options: Any) -> None:
     sch: Any = slapo.create_schedule(model, mesh=options.pop("mesh", None))
     with pytest.raises(PreconditionError, match=word) as raised:
         (sch[path] if path else sch.root).linear_cross_entropy(**options)
-    assert raised.value.path == path and all(one.hint for one in raised.value.violations)
-    assert len(sch.records) == 0 and "forward" not in model.__dict__
+    assert raised.value.path == path
+    assert all(one.hint for one in raised.value.violations)
+    assert len(sch.records) == 0
+    assert "forward" not in model.__dict__
 
 
 def test_what_is_not_a_head_is_refused_by_name() -> None:
@@ -519,7 +567,7 @@ def test_steps_that_do_not_fit_beside_it_are_refused_in_both_orders() -> None:
 def test_a_head_split_along_its_features_afterwards_is_refused_by_build() -> None:
     sch: Any = slapo.create_schedule(Net(), mesh={"tp": 1}, example_inputs=batch())
     sch["head"].linear_cross_entropy()
-    sch["head"].shard("weight", axis=1).sync
+    sch["head"].shard("weight", axis=1)
     with pytest.raises(slapo.BuildError, match="along its classes"):
         slapo.build(sch)
 

@@ -121,9 +121,7 @@ ON_TWO = {
     "no target here": Case({"tp": 2}, (split, loss), given=of_first_rank),
     "layers and checkpoints": Case({"tp": 2}, (blocks, split, loss, checkpoint)),
     "sequence": Case({"tp": 2}, (in_sequence, loss), given=even),
-    "accumulation": Case(
-        {"tp": 2}, (split, loss), options={"accumulate": 2}, plain={"accumulate": 2}
-    ),
+    "accumulation": Case({"tp": 2}, (split, loss), options={"accumulate": 2}, plain={"accumulate": 2}),
     "stages, loss first": Case({"pp": 2}, (loss, cut(1)), given=alike, options={"microbatches": 2}),
     "gpipe, tied": Case(
         {"pp": 2},
@@ -231,9 +229,20 @@ def test_a_missing_reduction_of_the_gradient_is_asked_for_as_of_any_split_layer(
     sch["layers.2"].shard(["weight", "bias"], axis=0, pad=True)
     sch["layers.2"].linear_cross_entropy()
     (missing,) = _missing(sch)
-    assert "layers.2" in missing.message and 'sync("bwd_post", "all_reduce")' in str(missing.hint)
+    assert "layers.2" in missing.message
+    assert 'sync("bwd_post", "all_reduce")' in str(missing.hint)
     sch["layers.2"].sync("bwd_post", "all_reduce")
     assert _missing(sch) == []
+
+
+def test_a_full_bias_beside_a_split_head_is_named() -> None:
+    sch: Any = slapo.create_schedule(Net(bias=True), mesh={"tp": 2})
+    sch["head"].shard("weight", axis=0, pad=True)
+    sch["head"].sync("bwd_post", "all_reduce")
+    loss(sch)
+    (missing,) = _missing(sch)
+    assert "'head'" in missing.message
+    assert "'bias'" in missing.message
 
 
 def test_partial_sums_are_still_noticed_beside_it() -> None:
@@ -243,7 +252,8 @@ def test_partial_sums_are_still_noticed_beside_it() -> None:
     sch["blocks.0"].shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
     sch["blocks.1"].shard("weight", axis=1)
     (missing,) = _missing(sch)
-    assert "blocks.1" in missing.message and "all_reduce" in str(missing.hint)
+    assert "blocks.1" in missing.message
+    assert "all_reduce" in str(missing.hint)
 
 
 def _missing(sch: Any) -> list[Any]:

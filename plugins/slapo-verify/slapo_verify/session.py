@@ -216,9 +216,7 @@ class BothModels:
 
         Gives whether there are updates among them.
         """
-        self.reference, runner, rate = self._reference(
-            lambda: self.trials.start_reference(self.dtype, self._withheld)
-        )
+        self.reference, runner, rate = self._reference(lambda: self.trials.start_reference(self.dtype, self._withheld))
         rate = min(self.world.gather(rate))
         self._set_conditions(learning_rate=rate)
         updates = bool(self.trials.options.optimizer_steps and rate)
