@@ -122,7 +122,7 @@ class Ranks:
 
 
 class Scope:
-    """What the wrappers of one step share: the same object in copies of the model.
+    """What the wrappers of one step share: the same object in copies of the model, as wrappers are.
 
     Args:
         path: of the head.
@@ -131,9 +131,6 @@ class Scope:
     def __init__(self, path: str) -> None:
         self.path = path
         self.has_warned = False
-
-    def __deepcopy__(self, memo: Any) -> Scope:
-        return self
 
 
 @dataclass

@@ -385,6 +385,51 @@ def test_a_model_with_it_is_exported() -> None:
     agree([exported.module()(ids)["logits"]], [Net()(ids)["logits"]])
 
 
+def _doubled(forward: Any) -> Any:
+    return lambda module, input: forward(module, input) * 2
+
+
+_doubled.slapo_goes_around = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Double(slapo.Primitive):
+    """Double what a module gives."""
+
+    name = "test.double"
+    equivalence = slapo.Equivalence.APPROXIMATE(10.0)
+
+    def apply(self, node: Any, edit: Any) -> None:
+        edit.wrap_forward(node, _doubled)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["loss first", "loss last"])
+def test_what_is_wrapped_around_the_head_stays_in_force(first: bool) -> None:
+    plain = Net()
+    plain.head.register_forward_hook(lambda module, args, output: output * 2)
+    sch: Any = slapo.create_schedule(Net(), example_inputs=batch())
+    for is_loss in (first, not first):
+        if is_loss:
+            sch["head"].linear_cross_entropy(chunk=CHUNK)
+        else:
+            sch["head"].apply(Double())
+    assert logits_made(sch.model) == 0
+    agree(trained(sch.model), trained(plain))
+
+
+def test_logits_that_the_model_keeps_elsewhere_are_not_computed_after_its_forward() -> None:
+    class Keeps(Net):
+        def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+            logits = self.head(self.hidden(ids))
+            self.__dict__["last"] = logits
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}  # type: ignore[union-attr]
+
+    sch = scheduled(Keeps())
+    sch.model.train()(**batch())
+    with pytest.raises(RuntimeError, match="keep_logits=True"):
+        sch.model.last.sum()
+
+
 # -- calls that nest, fail, or run elsewhere ------------------------------------------------------------------
 
 
