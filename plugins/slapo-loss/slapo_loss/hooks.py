@@ -11,7 +11,7 @@ from slapo_loss.rules import beside_violations, split_violations
 
 @hookimpl
 def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]:
-    """Refuse collectives on the logits, and what takes the head out."""
+    """Refuse collectives on the logits."""
     yield from beside_violations(node, primitive)
 
 

@@ -25,13 +25,15 @@ def head_violations(node: Node) -> Iterator[Violation]:
         linear = f"sch['{node.path}.{inside[-1]}']" if inside else _heads(node)
         yield Violation(f"the head must be an nn.Linear (got {type(module).__name__})", f"{where}: {linear}")
         return
+    if any(isinstance(record.primitive, LinearCrossEntropy) for record in node.records):
+        yield Violation("the loss of this head is computed from its hidden states already", "remove this second call")
+        return
     if type(module).forward is not nn.Linear.forward or not node.runs_own_forward:
-        steps = ", ".join(str(record) for record in node.records)
-        by = f" ({steps})" if steps else ""
+        by = f" ({', '.join(map(str, node.records))})" if node.records else ""
         yield Violation(
-            f"another forward than nn.Linear's runs there: that of {type(module).__name__}{by}, which its weight alone "
-            "does not tell",
-            "leave out the step that sets it, or keep the logits",
+            f"{type(module).__name__} has another forward there than nn.Linear{by}, and its weight alone does not tell "
+            "the logits",
+            "leave out what sets that forward, or linear_cross_entropy",
         )
     weight: Any = module.weight
     if type(weight) not in _TENSORS or not weight.is_floating_point() or type(weight.data) is not Tensor:
@@ -39,8 +41,6 @@ def head_violations(node: Node) -> Iterator[Violation]:
             f"its weight is a {type(weight.data).__name__} of {weight.dtype}, whose product only its own kernels know",
             "quantize other layers than the head",
         )
-    if any(isinstance(record.primitive, LinearCrossEntropy) for record in node.records):
-        yield Violation("the loss of this head is computed from its hidden states already", "remove this second call")
 
 
 def _heads(node: Node) -> str:
@@ -97,32 +97,15 @@ def _gathered(record: Record) -> Violation:
 
 
 def beside_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
-    """Yield why a step does not fit at a head, or around one, whose loss is computed from its hidden states.
+    """Yield why a step does not fit at a head whose loss is computed from its hidden states.
 
     Args:
         node: where the step is about to be applied.
         primitive: the step.
     """
-    step: Any = primitive
     own = next((record for record in node.records if isinstance(record.primitive, LinearCrossEntropy)), None)
-    if own is not None and primitive.name == "tp.sync" and _communicates_output(step):
+    if own is not None and primitive.name == "tp.sync" and _communicates_output(primitive):
         yield Violation(
             f"{own} computes the loss from shards of the logits, which this step would communicate",
             "leave this call out: where logits are needed linear_cross_entropy gathers them itself",
         )
-    if own is not None and primitive.name in _OTHER_FORWARDS:
-        yield Violation(
-            f"{own} computes the loss from the weight of this head, and would leave out what this step runs instead of "
-            "its forward",
-            f"leave out {primitive.name.rpartition('.')[2]} there, or linear_cross_entropy",
-        )
-    if primitive.name == "core.replace" and step.match is None:
-        for record in node.records_below():
-            if isinstance(record.primitive, LinearCrossEntropy) and node.parent is not None:
-                yield Violation(
-                    f"{record} belongs to the module that this step takes out",
-                    f"replace first: sch['{node.path}'].replace(...), then sch['{record.path}'].{record.primitive}",
-                )
-
-
-_OTHER_FORWARDS = ("fusion.bind", "fusion.quantize")
