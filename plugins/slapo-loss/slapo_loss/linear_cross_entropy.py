@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, MeshError, Node, Primitive, Violation
@@ -307,17 +306,17 @@ class Whole:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ranks: Ranks, classes: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks, ctx.own = ranks, logits.shape[-1]
-        return torch.cat(list(ranks.gather(logits.contiguous())), dim=-1)[..., :classes]
+        return torch.cat(list(ranks.gather(logits.contiguous())), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        start = min(ctx.ranks.rank * ctx.own, gradient.shape[-1])
-        own = gradient[..., start : start + ctx.own]
-        return F.pad(own, (0, ctx.own - own.shape[-1])), None, None
+        return gradient.narrow(-1, ctx.ranks.rank * ctx.own, ctx.own), None
 
 
 def whole(logits: Tensor, ranks: Ranks, classes: int) -> Tensor:
     """Gather logits over the ranks that hold the classes: (..., classes here) -> (..., classes)."""
-    return _Gather.apply(logits, ranks, classes)  # type: ignore[no-any-return]
+    # The padding is taken off outside of the function: in-place operations on views made inside of one are errors.
+    gathered: Tensor = _Gather.apply(logits, ranks)  # type: ignore[no-untyped-call]
+    return gathered[..., :classes]
