@@ -1,13 +1,18 @@
 """Logits that are not computed: `DeferredLogits`, between a head and its loss.
 
-They know the hidden states, the head, and the elementwise operations met on the way. ``cross_entropy``, and
-``log_softmax`` with ``nll_loss``, take them without computing them whole; anything else computes them, there and then.
+Deferred logits know the hidden states, the head, and the elementwise operations and views of tokens that the model
+applied. ``cross_entropy``, and ``log_softmax`` with ``nll_loss``, compute their loss in chunks of tokens. Any other
+function computes the logits, once, and everything after it works on them: views share their memory, in-place
+operations and gradients are those of the plain model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
-from slapo_loss.private import without_torch_function
-from slapo_loss.withheld import withheld_error
-
-Operation = Callable[[Tensor], Tensor]
+from slapo_loss.private import assert_async, without_torch_function
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Head:
     gather: Callable[[Tensor], Tensor] | None = None
     chunk: int = 1024
 
+    def requires_grad(self) -> bool:
+        """Return whether a tensor of the layer requires grad."""
+        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+
+    def detach(self) -> Head:
+        """Return the layer without gradients."""
+        bias = None if self.bias is None else self.bias.detach()
+        return dataclasses.replace(self, weight=self.weight.detach(), bias=bias)
+
 
 @dataclass
 class Call:
@@ -47,7 +58,7 @@ class Call:
 
     Attributes:
         used: whether a loss was computed of deferred logits.
-        computed: what made real logits of them, by the name of the operation.
+        computed: what made real logits of them, by the name of the function.
         is_over: whether the forward has ended.
     """
 
@@ -56,312 +67,439 @@ class Call:
     is_over: bool = False
 
 
-class DeferredLogits(Tensor):
-    """A tensor without values; see the module's docstring.
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An elementwise function of logits, whose other operands are numbers, or tensors with an element per class.
+
+    Args:
+        function: e.g. ``Tensor.mul``.
+        before: operands before the logits.
+        after: operands after the logits.
+        options: keyword arguments.
+    """
+
+    function: Callable[..., Tensor]
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    options: dict[str, Any]
+    versions: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", {id(one): one._version for one in self._tensors()})
+
+    def __call__(self, logits: Tensor, start: int = 0) -> Tensor:
+        """Compute it.
+
+        Args:
+            logits: (..., classes), some classes of the vocabulary.
+            start: the first of these classes.
+        """
+        for one in self._tensors():
+            _check_version(one, self.versions[id(one)], "an operand of an operation on the logits")
+        of_classes = functools.partial(_narrowed, start=start, count=logits.shape[-1])
+        before, after = map(of_classes, self.before), map(of_classes, self.after)
+        options = {key: of_classes(value) for key, value in self.options.items()}
+        return self.function(*before, logits, *after, **options)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (one for one in (*self.before, *self.after, *self.options.values()) if isinstance(one, Tensor))
+
+
+def _narrowed(operand: Any, start: int, count: int) -> Any:
+    """Return an operand for ``count`` classes from ``start`` on; that of padding is 1."""
+    if not isinstance(operand, Tensor) or operand.dim() == 0:
+        return operand
+    operand = operand.reshape(-1)
+    if len(operand) == 1:
+        return operand
+    own = operand[start : start + count]
+    return own if len(own) == count else F.pad(own, (0, count - len(own)), value=1)
+
+
+def _all(operations: tuple[Operation, ...], start: int, logits: Tensor) -> Tensor:
+    for operation in operations:
+        logits = operation(logits, start)
+    return logits
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext()
+
+
+def _is_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _check_version(tensor: Tensor, version: int, what: str) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"{what} was modified in place before the loss was computed: it is at version {tensor._version}; "
+            f"expected version {version}"
+        )
+
+
+class _Values:
+    """The values of deferred logits: those of one tensor of the plain model, which its views share.
 
     Args:
         hidden: hidden states, with their features on axis ``axis``.
         head: the layer.
         call: the forward that it is part of.
-        between: elementwise operations, in order.
         axis: of the classes.
         classes: of the vocabulary that are left, counted from its start.
+        dtype: of the logits.
+        between: elementwise operations, in order.
         is_log_softmax: whether these are log-probabilities.
     """
 
-    hidden: Tensor
-    head: Head
-    call: Call
-    between: tuple[Operation, ...]
-    axis: int
-    classes: int
-    is_log_softmax: bool
-
-    @staticmethod
-    def __new__(
-        cls,
+    def __init__(
+        self,
         hidden: Tensor,
         head: Head,
         call: Call,
+        axis: int,
+        classes: int,
+        dtype: torch.dtype,
         between: tuple[Operation, ...] = (),
-        axis: int = -1,
-        classes: int | None = None,
         is_log_softmax: bool = False,
-    ) -> DeferredLogits:
-        axis %= hidden.dim()
-        classes = head.vocabulary.size if classes is None else classes
-        shape = [*hidden.shape]
-        shape[axis] = classes
-        dtype = _dtype_of(hidden, head, between)
-        self: DeferredLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=hidden.device, requires_grad=False
-        )
-        self.hidden, self.head, self.call, self.between = hidden, head, call, between
-        self.axis, self.classes, self.is_log_softmax = axis, classes, is_log_softmax
-        return self
+    ) -> None:
+        self.hidden, self.head, self.call, self.axis, self.classes = hidden, head, call, axis, classes
+        self.dtype, self.between, self.is_log_softmax = dtype, between, is_log_softmax
+        self.version, self.members = hidden._version, list[weakref.ref[DeferredLogits]]()
+
+    def compute(self, by: str) -> None:
+        """Compute the logits, gathered over the ranks, and those of all views."""
+        if self.call.is_over:
+            raise RuntimeError(
+                f"the logits of this forward were not computed: its loss was taken from the hidden states (got a call "
+                f"of {by})\n  hint: linear_cross_entropy(keep_logits=True) computes them, slapo_loss.log_probs gives "
+                f"log-probabilities and entropy without them; without labels, or in evaluation, the model gives logits"
+            )
+        self.check()
+        self.call.computed.append(by)
+        head = self.head
+        with without_torch_function(), torch.enable_grad(), _without_autocast(self.hidden.device.type):
+            logits = F.linear(self.hidden.movedim(self.axis, -1), head.weight, head.bias)
+            if head.gather is not None:
+                logits = head.gather(logits)
+            logits = _all(self.between, 0, logits[..., : self.classes])
+            if self.is_log_softmax:
+                logits = logits.log_softmax(-1)
+            logits = logits.movedim(-1, self.axis)
+            for member in [found for ref in self.members if (found := ref()) is not None]:
+                member.computed = functools.reduce(lambda value, view: view(value), member.views, logits)
+
+    def check(self) -> None:
+        _check_version(self.hidden, self.version, "the input of the head")
+
+
+class DeferredLogits(Tensor):
+    """A tensor without values; see the module's docstring.
+
+    Args:
+        hidden: hidden states, with their features on the last axis.
+        head: the layer.
+        call: the forward that it is part of.
+
+    Attributes:
+        computed: the logits, once a function has needed them.
+    """
+
+    shared: _Values
+    views: tuple[Callable[[Tensor], Tensor], ...]
+    hidden: Tensor
+    head: Head
+    axis: int
+    classes: int
+    computed: Tensor | None
+
+    @staticmethod
+    def __new__(cls, hidden: Tensor, head: Head, call: Call) -> DeferredLogits:
+        classes = head.vocabulary.size
+        return _member(_Values(hidden, head, call, hidden.dim() - 1, classes, hidden.dtype))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeferredLogits({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
+    def __format__(self, specification: str) -> str:
+        return repr(self)
+
+    @property
+    def call(self) -> Call:
+        """The forward that they are part of."""
+        return self.shared.call
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, DeferredLogits)]
         name = getattr(func, "__name__", str(func))
-        handler = _HANDLERS.get(name)
-        if name in _METADATA or func in _PROPERTIES:
-            with without_torch_function():
-                return func(*args, **kwargs)
-        if handler is not None:
-            found = handler(func, *args, **kwargs)
+        if all(one.computed is None for one in given):
+            if func in _PROPERTIES or name in _METADATA or (func in _OF_GRAPH and given[0].shared.call.is_over):
+                with without_torch_function():
+                    return func(*args, **kwargs)
+            handler = _VIEWS.get(name) if args and isinstance(args[0], DeferredLogits) else None
+            handler = handler or _FUNCTIONS.get(name)
+            found = NotImplemented if handler is None else handler(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
-        return func(*[_compute(arg, name) for arg in args], **{key: _compute(arg, name) for key, arg in kwargs.items()})
+        by = f"Tensor.{func.__self__.__name__}" if name in ("__get__", "__set__") else name
+        return func(*_computed(args, by), **_computed(kwargs, by))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"{func} on deferred logits")
-
-    def with_(self, **changes: Any) -> DeferredLogits:
-        settings = {
-            "hidden": self.hidden,
-            "head": self.head,
-            "call": self.call,
-            "between": self.between,
-            "axis": self.axis,
-            "classes": self.classes,
-            "is_log_softmax": self.is_log_softmax,
-        }
-        return DeferredLogits(**{**settings, **changes})
+        raise NotImplementedError(
+            f"{func} was called below torch.Tensor's functions with deferred logits\n"
+            "  hint: leave linear_cross_entropy out, or call it through torch.Tensor"
+        )
 
     def compute(self, by: str) -> Tensor:
-        """Compute the logits, gathered over the ranks."""
-        if self.call.is_over:
-            raise withheld_error(use=by)
-        self.call.computed.append(by)
-        head = self.head
-        logits = F.linear(self.hidden.movedim(self.axis, -1), head.weight, head.bias)
-        if head.gather is not None:
-            logits = head.gather(logits)
-        logits = logits[..., : self.classes]
-        for operation in self.between:
-            logits = operation(logits)
-        logits = logits.movedim(-1, self.axis)
-        return logits.log_softmax(self.axis) if self.is_log_softmax else logits
+        """Return the logits, gathered over the ranks.
+
+        Args:
+            by: name of the function that needs them.
+
+        Raises:
+            RuntimeError: the forward is over.
+        """
+        if self.computed is None:
+            self.shared.compute(by)
+        assert self.computed is not None
+        return self.computed
 
 
-def _dtype_of(hidden: Tensor, head: Head, between: tuple[Operation, ...]) -> torch.dtype:
-    with without_torch_function():
-        probe = F.linear(hidden.new_empty((0, head.weight.shape[1])), head.weight[:1])
-        for operation in between:
-            probe = operation(probe)
-    return probe.dtype
-
-
-def _compute(value: Any, by: str) -> Any:
+def _computed(value: Any, by: str) -> Any:
     if isinstance(value, DeferredLogits):
         return value.compute(by)
-    if type(value) in (list, tuple):
-        return type(value)(_compute(one, by) for one in value)
-    return value
+    if type(value) is dict:
+        return {key: _computed(one, by) for key, one in value.items()}
+    return type(value)(_computed(one, by) for one in value) if type(value) in (list, tuple) else value
 
 
-_METADATA = frozenset(
-    {
-        "dim",
-        "size",
-        "numel",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-        "get_device",
-        "element_size",
-        "ndimension",
-        "nelement",
-    }
-)
+# -- making deferred logits of others ----------------------------------------------------------------------------
+
+
+def _member(
+    values: _Values,
+    hidden: Tensor | None = None,
+    head: Head | None = None,
+    axis: int | None = None,
+    classes: int | None = None,
+    views: tuple[Callable[[Tensor], Tensor], ...] = (),
+) -> DeferredLogits:
+    """Make deferred logits; what is left out is that of ``values``."""
+    hidden, head = values.hidden if hidden is None else hidden, head or values.head
+    axis = values.axis if axis is None else axis
+    classes = values.classes if classes is None else classes
+    shape = [*hidden.shape]
+    shape[axis] = classes
+    requires_grad = hidden.requires_grad or head.requires_grad()
+    logits: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        DeferredLogits, shape, dtype=values.dtype, device=hidden.device, requires_grad=requires_grad
+    )
+    logits.shared, logits.views, logits.computed = values, views, None
+    logits.hidden, logits.head, logits.axis, logits.classes = hidden, head, axis, classes
+    if requires_grad:
+        with without_torch_function():
+            logits.register_hook(_refuse_gradient)
+    values.members.append(weakref.ref(logits))
+    return logits
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise RuntimeError(
+        "a torch.autograd.Function was applied to deferred logits: their gradient would not reach the head\n"
+        "  hint: leave linear_cross_entropy out where the model has a loss of its own kernel"
+    )
+
+
+def _view(
+    logits: DeferredLogits,
+    view: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    *,
+    axis: int | None = None,
+    classes: int | None = None,
+    head: Head | None = None,
+) -> DeferredLogits:
+    """Make a view, or a copy of some tokens; ``view`` makes it of the real logits."""
+    views, head = (*logits.views, view), head or logits.head
+    if not torch.is_grad_enabled():
+        hidden, head, views = hidden.detach(), head.detach(), (*views, Tensor.detach)
+    axis = logits.axis if axis is None else axis
+    return _member(logits.shared, hidden, head, axis, logits.classes if classes is None else classes, views)
+
+
+def _new(logits: DeferredLogits, dtype: torch.dtype, *operations: Operation, log_softmax: bool = False) -> Any:
+    """Make a tensor of its own: the logits after operations."""
+    values, hidden, head = logits.shared, logits.hidden, logits.head
+    values.check()
+    if not torch.is_grad_enabled():
+        hidden, head = hidden.detach(), head.detach()
+    between, is_log_softmax = (*values.between, *operations), values.is_log_softmax or log_softmax
+    return _member(_Values(hidden, head, values.call, logits.axis, logits.classes, dtype, between, is_log_softmax))
+
+
+# -- metadata ----------------------------------------------------------------------------------------------------
+
+_METADATA = frozenset((
+    "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_signed", "ndimension",
+    "nelement", "numel", "size",
+))  # fmt: skip
 _PROPERTIES = frozenset(
     getattr(Tensor, name).__get__
     for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "is_cuda",
-        "is_meta",
-        "is_cpu",
-        "layout",
-        "is_sparse",
-        "is_quantized",
-        "names",
-        "is_nested",
-        "is_mps",
-        "is_xla",
-        "itemsize",
-        "nbytes",
+        "device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_xla",
+        "is_xpu", "itemsize", "layout", "names", "nbytes", "ndim", "requires_grad", "shape",
     )
     if hasattr(getattr(Tensor, name, None), "__get__")
-)
-_HANDLERS: dict[str, Callable[..., Any]] = {}
+)  # fmt: skip
+"""Answered without computing the logits."""
+_OF_GRAPH = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "grad_fn", "is_leaf", "retains_grad"))
+"""Answered without the logits once the forward is over: then no graph leads to them."""
+
+# -- elementwise operations --------------------------------------------------------------------------------------
+
+_CASTS = frozenset(("bfloat16", "double", "float", "half", "to", "type"))
+_ELEMENTWISE = _CASTS | frozenset((
+    "__rsub__", "add", "clamp", "clamp_max", "clamp_min", "clip", "div", "divide", "mul", "multiply", "neg", "negative",
+    "rsub", "sigmoid", "sub", "subtract", "tanh", "true_divide",
+))  # fmt: skip
+"""Functions whose derivative is finite everywhere: the columns of padding take part in them."""
+_IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "__iadd__": Tensor.add, "__imul__": Tensor.mul, "__isub__": Tensor.sub, "__itruediv__": Tensor.div,
+    "add_": Tensor.add, "clamp_": Tensor.clamp, "div_": Tensor.div, "mul_": Tensor.mul, "neg_": Tensor.neg,
+    "sigmoid_": Tensor.sigmoid, "sub_": Tensor.sub, "tanh_": Tensor.tanh,
+}  # fmt: skip
 
 
-def _handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _HANDLERS.update(dict.fromkeys(names, function))
-        return function
+def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    at = next((position for position, one in enumerate(args) if isinstance(one, DeferredLogits)), None)
+    if at is None or args[at].shared.is_log_softmax:
+        return NotImplemented
+    logits, others = args[at], (*args[:at], *args[at + 1 :], *kwargs.values())
+    if not all(_is_operand(one, logits) for one in others):
+        return NotImplemented
+    name = func.__name__
+    if name in _CASTS and any(one is True for one in others):  # a copy, or another device without waiting for it
+        return NotImplemented
+    in_place = name in _IN_PLACE
+    operation = Operation(_IN_PLACE.get(name, func), args[:at], args[at + 1 :], kwargs)
+    with without_torch_function():
+        probe = operation(torch.empty((0, logits.classes), dtype=logits.shared.dtype, device=logits.device))
+    if not isinstance(probe, Tensor) or probe.device != logits.device or probe.shape != (0, logits.classes):
+        return NotImplemented
+    if in_place:
+        alone = len(logits.shared.members) == 1 and torch.is_grad_enabled()
+        if at or not alone or probe.dtype != logits.shared.dtype:
+            return NotImplemented
+        logits.shared.between = (*logits.shared.between, operation)
+        return logits
+    if name in _CASTS and probe.dtype == logits.shared.dtype:
+        return logits
+    return _new(logits, probe.dtype, operation)
 
-    return register
 
-
-# -- elementwise ----------------------------------------------------------------------------------------------
-
-
-def _is_scalar(value: Any) -> bool:
+def _is_operand(value: Any, logits: DeferredLogits) -> bool:
     if isinstance(value, DeferredLogits):
         return False
     if isinstance(value, Tensor):
-        return value.numel() == 1 and value.dim() == 0 and not value.requires_grad
-    return isinstance(value, (int, float, bool, torch.dtype, torch.device, type(None), torch.memory_format))
+        of_classes = value.shape[-1:].numel() == value.numel() and value.numel() in (1, logits.classes)
+        on_last_axis = value.dim() == 0 or (value.dim() <= logits.dim() and logits.axis == logits.dim() - 1)
+        return of_classes and on_last_axis and not value.requires_grad
+    return isinstance(value, (int, float, torch.dtype, torch.device, type(None), torch.memory_format))
 
 
-@_handles(
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "to",
-    "type",
-    "mul",
-    "div",
-    "true_divide",
-    "tanh",
-    "neg",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__neg__",
-    "clamp",
-    "sigmoid",
-    "add",
-    "sub",
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "multiply",
-    "divide",
-    "mul_",
-    "div_",
-    "tanh_",
-    "__imul__",
-    "__itruediv__",
-    "__rtruediv__",
-    "__iadd__",
-    "__isub__",
-    "add_",
-    "sub_",
-    "clamp_",
-)
-def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    deferred = [arg for arg in args if isinstance(arg, DeferredLogits)]
-    others = [arg for arg in (*args, *kwargs.values()) if not isinstance(arg, DeferredLogits)]
-    if len(deferred) != 1 or not all(map(_is_scalar, others)) or deferred[0].is_log_softmax:
-        return NotImplemented
-    at = next(position for position, arg in enumerate(args) if isinstance(arg, DeferredLogits))
-    before, after = args[:at], args[at + 1 :]
-
-    def operation(logits: Tensor) -> Tensor:
-        return func(*before, logits, *after, **kwargs)  # type: ignore[no-any-return]
-
-    name = func.__name__
-    logits = deferred[0]
-    if (name.endswith("_") and not name.startswith("__")) or name in (
-        "__imul__",
-        "__itruediv__",
-        "__iadd__",
-        "__isub__",
-    ):
-        out_of_place = getattr(Tensor, name.rstrip("_") if not name.startswith("__") else "__" + name[3:])
-        logits.between = (*logits.between, lambda z: out_of_place(z, *after, **kwargs))
-        return logits
-    changed = logits.with_(between=(*logits.between, operation))
-    return changed if changed.device == logits.device else NotImplemented
+def _clone(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    return _new(logits, logits.shared.dtype)
 
 
-# -- views of tokens ------------------------------------------------------------------------------------------
+# -- views of tokens ---------------------------------------------------------------------------------------------
 
 
-@_handles("contiguous", "clone", "detach", "requires_grad_")
-def _itself(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    return logits.with_(hidden=logits.hidden.detach()) if func.__name__ == "detach" else logits
+def _contiguous(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    return _view(logits, lambda real: func(real, *args, **kwargs), logits.hidden)
 
 
-@_handles("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+def _detach(func: Any, logits: DeferredLogits) -> Any:
+    return _view(logits, Tensor.detach, logits.hidden.detach(), head=logits.head.detach())
+
+
 def _in_order(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    if logits.axis != logits.dim() - 1 or any(isinstance(arg, torch.dtype) for arg in args):
+    if logits.axis != logits.dim() - 1 or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
         return NotImplemented
     with without_torch_function():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-    if not shape or shape[-1] != logits.classes or shape[:-1].numel() != logits.shape[:-1].numel():
+    if not shape or shape[-1] != logits.classes or shape.numel() != logits.shape.numel():
         return NotImplemented
     hidden = logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])
-    return logits.with_(hidden=hidden, axis=hidden.dim() - 1)
+    return _view(logits, lambda real: func(real, *args, **kwargs), hidden, axis=len(shape) - 1)
 
 
-@_handles("transpose", "permute", "movedim", "swapaxes", "swapdims")
 def _permuted(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     with without_torch_function():
         marked = torch.empty([2 if axis == logits.axis else 1 for axis in range(logits.dim())], device="meta")
         axis = list(func(marked, *args, **kwargs).shape).index(2)
-        hidden = func(logits.hidden, *args, **kwargs)
-    return logits.with_(hidden=hidden, axis=axis)
+    return _view(logits, lambda real: func(real, *args, **kwargs), func(logits.hidden, *args, **kwargs), axis=axis)
 
 
-@_handles("__getitem__")
 def _indexed(func: Any, logits: DeferredLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(item, DeferredLogits) for item in items) or logits.axis != logits.dim() - 1:
+    if logits.axis != logits.dim() - 1 or not all(map(_is_index, items)):
         return NotImplemented
-    taken = sum(
-        item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
-        for item in items
-        if item is not None and item is not Ellipsis
+    indexed = sum(
+        one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
+        for one in items
+        if one is not None and one is not Ellipsis
     )
-    if any(item is Ellipsis for item in items):
-        at = next(position for position, item in enumerate(items) if item is Ellipsis)
-        items = (*items[:at], *[slice(None)] * (logits.dim() - taken), *items[at + 1 :])
-    else:
-        items = (*items, *[slice(None)] * (logits.dim() - taken))
+    rest = [slice(None)] * (logits.dim() - indexed)
+    at = next((position for position, one in enumerate(items) if one is Ellipsis), len(items))
+    items = (*items[:at], *rest, *items[at + 1 :])
     last = items[-1]
     if not isinstance(last, slice) or last.step not in (None, 1) or last.start not in (None, 0):
         return NotImplemented
-    _, stop, _ = last.indices(logits.classes)
-    if stop < 1:
+    stop = last.indices(logits.classes)[1]
+    if stop < 1 or (logits.shared.is_log_softmax and stop != logits.classes):
         return NotImplemented
     hidden = logits.hidden[(*items[:-1], slice(None))]
-    return logits.with_(hidden=hidden, axis=hidden.dim() - 1, classes=stop)
+    return _view(logits, lambda real: real[index], hidden, axis=hidden.dim() - 1, classes=stop)
 
 
-@_handles("narrow", "select", "index_select", "unbind", "chunk", "split")
+def _is_index(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return not isinstance(item, DeferredLogits) and item.dtype in (torch.bool, torch.int64)
+    if type(item) is list:
+        return all(type(one) is int for one in item)
+    return item is None or item is Ellipsis or isinstance(item, slice) or type(item) is int
+
+
+_POSITIONS = {"chunk": 1, "index_select": 0, "narrow": 0, "select": 0, "split": 1, "unbind": 0}
+"""Where among the arguments after the tensor a function takes ``dim``."""
+
+
 def _of_tokens(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    axis = kwargs.get(
-        "dim", args[-1] if func.__name__ in ("unbind", "chunk", "split") and len(args) > 1 else args[0] if args else 0
-    )
-    if not isinstance(axis, int) or axis % logits.dim() == logits.axis:
+    name = func.__name__
+    position = _POSITIONS[name]
+    axis = kwargs.get("dim", args[position] if len(args) > position else 0)
+    if _axis(axis, logits) in (None, logits.axis):
         return NotImplemented
     found = func(logits.hidden, *args, **kwargs)
-    lost = (
-        logits.axis - 1 if func.__name__ in ("select", "unbind") and axis % logits.dim() < logits.axis else logits.axis
-    )
+    is_lost = name in ("select", "unbind") and axis % logits.dim() < logits.axis
+    classes_axis = logits.axis - is_lost
     if isinstance(found, Tensor):
-        return logits.with_(hidden=found, axis=lost)
-    return tuple(logits.with_(hidden=one, axis=lost) for one in found)
+        return _view(logits, lambda real: func(real, *args, **kwargs), found, axis=classes_axis)
+
+    def part(number: int) -> DeferredLogits:
+        return _view(logits, lambda real: func(real, *args, **kwargs)[number], found[number], axis=classes_axis)
+
+    return tuple(map(part, range(len(found))))
 
 
-# -- losses ---------------------------------------------------------------------------------------------------
+# -- losses ------------------------------------------------------------------------------------------------------
 
 
-@_handles("cross_entropy")
 def _cross_entropy(
     func: Any,
     input: Any,
@@ -373,54 +511,32 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if not isinstance(input, DeferredLogits) or input.is_log_softmax or target.is_floating_point():
+    if not isinstance(input, DeferredLogits) or input.shared.is_log_softmax:
         return NotImplemented
-    if size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
-        return NotImplemented
-    if (
-        input.axis != (1 if input.dim() > 1 else 0)
-        or target.shape != (*input.shape[:1], *input.shape[2:])[: target.dim()]
-    ):
-        return NotImplemented
-    return _loss(input, target, weight, Objective(ignore_index, reduction, label_smoothing))
+    return _loss(input, target, weight, (size_average, reduce), Objective(ignore_index, reduction, label_smoothing))
 
 
-def _loss(logits: DeferredLogits, target: Tensor, weight: Tensor | None, objective: Objective) -> Tensor:
-    head, between = logits.head, logits.between
-    hidden = logits.hidden.movedim(logits.axis, -1)
-    vocabulary = Vocabulary(logits.classes, head.vocabulary.start, head.vocabulary.gather)
-    logits.call.used = True
-    found = linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
-        head.weight,
-        target.reshape(-1),
-        bias=head.bias,
-        class_weight=weight,
-        objective=objective,
-        vocabulary=vocabulary,
-        between=functools.partial(_all, between) if between else None,
-        chunk=head.chunk,
-    )
-    return found.reshape(target.shape) if objective.reduction == "none" else found
+def _axis(dim: Any, logits: DeferredLogits) -> int | None:
+    """Return an axis counted from the front; None for what torch has to refuse."""
+    return dim % logits.dim() if type(dim) is int and -logits.dim() <= dim < logits.dim() else None
 
 
-def _all(between: tuple[Operation, ...], logits: Tensor) -> Tensor:
-    for operation in between:
-        logits = operation(logits)
-    return logits
-
-
-@_handles("log_softmax")
 def _log_softmax(
     func: Any, input: DeferredLogits, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Any:
-    if dim is None or dim % input.dim() != input.axis or input.is_log_softmax:
-        return NotImplemented
+    if func is not F.log_softmax:  # torch.log_softmax(input, dim, dtype)
+        dtype = dtype if _stacklevel == 3 else _stacklevel
     logits = input if dtype is None else _elementwise(Tensor.to, input, dtype)
-    return logits.with_(is_log_softmax=True)
+    if (
+        type(dim) is not int
+        or dim % input.dim() != input.axis
+        or input.shared.is_log_softmax
+        or logits is NotImplemented
+    ):
+        return NotImplemented
+    return _new(logits, logits.shared.dtype, log_softmax=True)
 
 
-@_handles("nll_loss")
 def _nll_loss(
     func: Any,
     input: Any,
@@ -431,20 +547,65 @@ def _nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    if not isinstance(input, DeferredLogits) or not input.is_log_softmax:
+    if not isinstance(input, DeferredLogits) or not input.shared.is_log_softmax:
         return NotImplemented
-    return _cross_entropy(
-        func, input.with_(is_log_softmax=False), target, weight, size_average, ignore_index, reduce, reduction
-    )
+    return _loss(input, target, weight, (size_average, reduce), Objective(ignore_index, reduction))
 
 
-def deferred(value: Any) -> Iterator[DeferredLogits]:
-    """Yield the deferred logits in a nested output."""
-    if isinstance(value, DeferredLogits):
-        yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from deferred(one)
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from deferred(one)
+def _loss(
+    logits: DeferredLogits, target: Tensor, weight: Tensor | None, old: tuple[Any, Any], objective: Objective
+) -> Any:
+    """Compute the cross entropy in chunks; NotImplemented where torch has to say what is wrong, or right."""
+    values, axis = logits.shared, 1 if logits.dim() > 1 else 0
+    if old != (None, None) or objective.reduction not in ("mean", "none", "sum") or logits.axis != axis:
+        return NotImplemented
+    if not isinstance(target, Tensor) or isinstance(target, DeferredLogits) or target.dtype != torch.int64:
+        return NotImplemented
+    if target.shape != logits.shape[:axis] + logits.shape[axis + 1 :] or target.device != logits.device:
+        return NotImplemented
+    if weight is not None and (weight.requires_grad or weight.shape != (logits.classes,)):
+        return NotImplemented
+    if not 0 <= objective.label_smoothing <= 1 or values.call.is_over:
+        return NotImplemented
+    values.check()
+    is_known = ((target >= 0) & (target < logits.classes)) | (target == objective.ignore_index)
+    assert_async(is_known.all(), f"a target is out of bounds: required 0 <= target < {logits.classes}")
+    head, kind = logits.head, logits.device.type
+    operations = values.between
+    if _is_autocast(kind):
+        operations = (*operations, Operation(Tensor.float, (), (), {}))
+    hidden = logits.hidden.movedim(axis, -1)
+    vocabulary = Vocabulary(logits.classes, head.vocabulary.start, head.vocabulary.gather)
+    values.call.used = True
+    with _without_autocast(kind):
+        found = linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            head.weight,
+            target.reshape(-1),
+            bias=head.bias,
+            class_weight=weight,
+            objective=objective,
+            vocabulary=vocabulary,
+            between=functools.partial(_all, operations, vocabulary.start) if operations else None,
+            chunk=head.chunk,
+        )
+    return found.reshape(target.shape) if objective.reduction == "none" else found
+
+
+_VIEWS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"), _in_order),
+    **dict.fromkeys(("moveaxis", "movedim", "permute", "swapaxes", "swapdims", "transpose"), _permuted),
+    **dict.fromkeys(_POSITIONS, _of_tokens),
+    "__getitem__": _indexed,
+    "clone": _clone,
+    "contiguous": _contiguous,
+    "detach": _detach,
+}
+"""By the name of a function whose first argument is deferred logits."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*_ELEMENTWISE, *_IN_PLACE), _elementwise),
+    "cross_entropy": _cross_entropy,
+    "log_softmax": _log_softmax,
+    "nll_loss": _nll_loss,
+}
+"""By the name of a function with deferred logits among its arguments."""

@@ -35,10 +35,12 @@ class Architecture:
     Args:
         name: the model type, e.g. ``"bert"``.
         model: the class's name, e.g. ``"BertForMaskedLM"``.
+        changes: fields that the tiny configuration must have.
     """
 
     name: str
     model: str
+    changes: tuple[tuple[str, Any], ...] = ()
 
     def _class(self) -> Any:
         import transformers
@@ -56,7 +58,7 @@ class Architecture:
         """
         model = self._class()
         try:
-            config = shrunk(model.config_class)
+            config = shrunk(model.config_class, **dict(self.changes))
         except Exception as error:
             raise CannotMake(f"configuration: {_short(error)}") from error
         config.use_cache = False
