@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slapo_loss import operations
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
+from slapo_loss.operations import Operation, check_version
 from slapo_loss.private import assert_async, without_torch_function
 
 
@@ -67,77 +68,6 @@ class Call:
     is_over: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """An elementwise function of logits, whose other operands are numbers, or tensors with an element per class.
-
-    Args:
-        function: e.g. ``Tensor.mul``.
-        before: operands before the logits.
-        after: operands after the logits.
-        options: keyword arguments.
-    """
-
-    function: Callable[..., Tensor]
-    before: tuple[Any, ...]
-    after: tuple[Any, ...]
-    options: dict[str, Any]
-    versions: dict[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "versions", {id(one): one._version for one in self._tensors()})
-
-    def __call__(self, logits: Tensor, start: int = 0) -> Tensor:
-        """Compute it.
-
-        Args:
-            logits: (..., classes), some classes of the vocabulary.
-            start: the first of these classes.
-        """
-        for one in self._tensors():
-            _check_version(one, self.versions[id(one)], "an operand of an operation on the logits")
-        of_classes = functools.partial(_narrowed, start=start, count=logits.shape[-1])
-        before, after = map(of_classes, self.before), map(of_classes, self.after)
-        options = {key: of_classes(value) for key, value in self.options.items()}
-        return self.function(*before, logits, *after, **options)
-
-    def _tensors(self) -> Iterator[Tensor]:
-        return (one for one in (*self.before, *self.after, *self.options.values()) if isinstance(one, Tensor))
-
-
-def _narrowed(operand: Any, start: int, count: int) -> Any:
-    """Return an operand for ``count`` classes from ``start`` on; that of padding is 1."""
-    if not isinstance(operand, Tensor) or operand.dim() == 0:
-        return operand
-    operand = operand.reshape(-1)
-    if len(operand) == 1:
-        return operand
-    own = operand[start : start + count]
-    return own if len(own) == count else F.pad(own, (0, count - len(own)), value=1)
-
-
-def _all(operations: tuple[Operation, ...], start: int, logits: Tensor) -> Tensor:
-    for operation in operations:
-        logits = operation(logits, start)
-    return logits
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext()
-
-
-def _is_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _check_version(tensor: Tensor, version: int, what: str) -> None:
-    if tensor._version != version:
-        raise RuntimeError(
-            f"{what} was modified in place before the loss was computed: it is at version {tensor._version}; "
-            f"expected version {version}"
-        )
-
-
 class _Values:
     """The values of deferred logits: those of one tensor of the plain model, which its views share.
 
@@ -178,11 +108,11 @@ class _Values:
         self.check()
         self.call.computed.append(by)
         head = self.head
-        with without_torch_function(), torch.enable_grad(), _without_autocast(self.hidden.device.type):
+        with without_torch_function(), torch.enable_grad(), operations.without_autocast(self.hidden.device.type):
             logits = F.linear(self.hidden.movedim(self.axis, -1), head.weight, head.bias)
             if head.gather is not None:
                 logits = head.gather(logits)
-            logits = _all(self.between, 0, logits[..., : self.classes])
+            logits = operations.applied(self.between, 0, logits[..., : self.classes])
             if self.is_log_softmax:
                 logits = logits.log_softmax(-1)
             logits = logits.movedim(-1, self.axis)
@@ -190,7 +120,7 @@ class _Values:
                 member.computed = functools.reduce(lambda value, view: view(value), member.views, logits)
 
     def check(self) -> None:
-        _check_version(self.hidden, self.version, "the input of the head")
+        check_version(self.hidden, self.version, "the input of the head")
 
 
 class DeferredLogits(Tensor):
@@ -332,14 +262,32 @@ def _view(
     return _member(logits.shared, hidden, head, axis, logits.classes if classes is None else classes, views)
 
 
-def _new(logits: DeferredLogits, dtype: torch.dtype, *operations: Operation, log_softmax: bool = False) -> Any:
-    """Make a tensor of its own: the logits after operations."""
-    values, hidden, head = logits.shared, logits.hidden, logits.head
+def _new(
+    logits: DeferredLogits,
+    *after: Operation,
+    dtype: torch.dtype | None = None,
+    hidden: Tensor | None = None,
+    classes: int | None = None,
+    log_softmax: bool = False,
+) -> DeferredLogits:
+    """Make a tensor of its own, which shares no memory: the logits of some tokens, after operations."""
+    values, head = logits.shared, logits.head
     values.check()
+    hidden, axis = (logits.hidden, logits.axis) if hidden is None else (hidden, hidden.dim() - 1)
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    between, is_log_softmax = (*values.between, *operations), values.is_log_softmax or log_softmax
-    return _member(_Values(hidden, head, values.call, logits.axis, logits.classes, dtype, between, is_log_softmax))
+    return _member(
+        _Values(
+            hidden,
+            head,
+            values.call,
+            axis,
+            logits.classes if classes is None else classes,
+            dtype or values.dtype,
+            (*values.between, *after),
+            values.is_log_softmax or log_softmax,
+        )
+    )
 
 
 # -- metadata ----------------------------------------------------------------------------------------------------
@@ -362,18 +310,6 @@ _OF_GRAPH = frozenset(getattr(Tensor, name).__get__ for name in ("grad", "grad_f
 
 # -- elementwise operations --------------------------------------------------------------------------------------
 
-_CASTS = frozenset(("bfloat16", "double", "float", "half", "to", "type"))
-_ELEMENTWISE = _CASTS | frozenset((
-    "__rsub__", "add", "clamp", "clamp_max", "clamp_min", "clip", "div", "divide", "mul", "multiply", "neg", "negative",
-    "rsub", "sigmoid", "sub", "subtract", "tanh", "true_divide",
-))  # fmt: skip
-"""Functions whose derivative is finite everywhere: the columns of padding take part in them."""
-_IN_PLACE: dict[str, Callable[..., Tensor]] = {
-    "__iadd__": Tensor.add, "__imul__": Tensor.mul, "__isub__": Tensor.sub, "__itruediv__": Tensor.div,
-    "add_": Tensor.add, "clamp_": Tensor.clamp, "div_": Tensor.div, "mul_": Tensor.mul, "neg_": Tensor.neg,
-    "sigmoid_": Tensor.sigmoid, "sub_": Tensor.sub, "tanh_": Tensor.tanh,
-}  # fmt: skip
-
 
 def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     at = next((position for position, one in enumerate(args) if isinstance(one, DeferredLogits)), None)
@@ -383,10 +319,12 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not all(_is_operand(one, logits) for one in others):
         return NotImplemented
     name = func.__name__
-    if name in _CASTS and any(one is True for one in others):  # a copy, or another device without waiting for it
+    if name in operations.CASTS and any(
+        one is True for one in others
+    ):  # a copy, or another device without waiting for it
         return NotImplemented
-    in_place = name in _IN_PLACE
-    operation = Operation(_IN_PLACE.get(name, func), args[:at], args[at + 1 :], kwargs)
+    in_place = name in operations.IN_PLACE
+    operation = Operation(operations.IN_PLACE.get(name, func), args[:at], args[at + 1 :], kwargs)
     with without_torch_function():
         probe = operation(torch.empty((0, logits.classes), dtype=logits.shared.dtype, device=logits.device))
     if not isinstance(probe, Tensor) or probe.device != logits.device or probe.shape != (0, logits.classes):
@@ -397,9 +335,9 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
             return NotImplemented
         logits.shared.between = (*logits.shared.between, operation)
         return logits
-    if name in _CASTS and probe.dtype == logits.shared.dtype:
+    if name in operations.CASTS and probe.dtype == logits.shared.dtype:
         return logits
-    return _new(logits, probe.dtype, operation)
+    return _new(logits, operation, dtype=probe.dtype)
 
 
 def _is_operand(value: Any, logits: DeferredLogits) -> bool:
@@ -413,7 +351,7 @@ def _is_operand(value: Any, logits: DeferredLogits) -> bool:
 
 
 def _clone(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    return _new(logits, logits.shared.dtype)
+    return _new(logits)
 
 
 # -- views of tokens ---------------------------------------------------------------------------------------------
@@ -464,12 +402,14 @@ def _indexed(func: Any, logits: DeferredLogits, index: Any) -> Any:
     if stop < 1 or (logits.shared.is_log_softmax and stop != logits.classes):
         return NotImplemented
     hidden = logits.hidden[(*items[:-1], slice(None))]
+    if any(isinstance(one, (Tensor, list)) for one in items):
+        return _new(logits, hidden=hidden, classes=stop)
     return _view(logits, lambda real: real[index], hidden, axis=hidden.dim() - 1, classes=stop)
 
 
 def _is_index(item: Any) -> bool:
     if isinstance(item, Tensor):
-        return not isinstance(item, DeferredLogits) and item.dtype in (torch.bool, torch.int64)
+        return not isinstance(item, DeferredLogits) and item.dtype in (torch.bool, torch.int64) and item.dim() > 0
     if type(item) is list:
         return all(type(one) is int for one in item)
     return item is None or item is Ellipsis or isinstance(item, slice) or type(item) is int
@@ -486,6 +426,8 @@ def _of_tokens(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> 
     if _axis(axis, logits) in (None, logits.axis):
         return NotImplemented
     found = func(logits.hidden, *args, **kwargs)
+    if name == "index_select":
+        return _new(logits, hidden=found) if logits.axis == logits.dim() - 1 else NotImplemented
     is_lost = name in ("select", "unbind") and axis % logits.dim() < logits.axis
     classes_axis = logits.axis - is_lost
     if isinstance(found, Tensor):
@@ -534,7 +476,7 @@ def _log_softmax(
         or logits is NotImplemented
     ):
         return NotImplemented
-    return _new(logits, logits.shared.dtype, log_softmax=True)
+    return _new(logits, log_softmax=True)
 
 
 def _nll_loss(
@@ -571,13 +513,13 @@ def _loss(
     is_known = ((target >= 0) & (target < logits.classes)) | (target == objective.ignore_index)
     assert_async(is_known.all(), f"a target is out of bounds: required 0 <= target < {logits.classes}")
     head, kind = logits.head, logits.device.type
-    operations = values.between
-    if _is_autocast(kind):
-        operations = (*operations, Operation(Tensor.float, (), (), {}))
+    between = values.between
+    if operations.is_autocast(kind):
+        between = (*between, Operation(Tensor.float, (), (), {}))
     hidden = logits.hidden.movedim(axis, -1)
     vocabulary = Vocabulary(logits.classes, head.vocabulary.start, head.vocabulary.gather)
     values.call.used = True
-    with _without_autocast(kind):
+    with operations.without_autocast(kind):
         found = linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             head.weight,
@@ -586,7 +528,7 @@ def _loss(
             class_weight=weight,
             objective=objective,
             vocabulary=vocabulary,
-            between=functools.partial(_all, operations, vocabulary.start) if operations else None,
+            between=functools.partial(operations.applied, between, vocabulary.start) if between else None,
             chunk=head.chunk,
         )
     return found.reshape(target.shape) if objective.reduction == "none" else found
@@ -603,7 +545,7 @@ _VIEWS: dict[str, Callable[..., Any]] = {
 }
 """By the name of a function whose first argument is deferred logits."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys((*_ELEMENTWISE, *_IN_PLACE), _elementwise),
+    **dict.fromkeys((*operations.ELEMENTWISE, *operations.IN_PLACE), _elementwise),
     "cross_entropy": _cross_entropy,
     "log_softmax": _log_softmax,
     "nll_loss": _nll_loss,

@@ -42,7 +42,8 @@ class LossRow:
         head: path of the head.
         dtype: ``"float64"``, or ``"float32"`` where the model does not run in float64.
         results: by the number of ranks: ``"loss"``: taken from the hidden states; ``"logits: f"``: the logits were
-            computed, for a function f; ``"unused: ..."``; ``"refused: ..."``; ``"WRONG: ..."``.
+            computed, for a function f; ``"unused: ..."``; ``"refused: ..."`` at the step; ``"raises: ..."`` when
+            it runs; ``"WRONG: ..."``.
     """
 
     kind: str
@@ -157,9 +158,8 @@ class _Plain:
         others = [(path, module) for path, module in model.named_modules() if module is not head]
         self.tied = [path for path, module in others if getattr(module, "weight", None) is weight]
         bias = getattr(head, "bias", None)
-        self.holder = next(
-            (path for path, one in others if bias is not None and getattr(one, "bias", None) is bias), ""
-        )
+        holders = [path for path, module in others if getattr(module, "bias", None) is bias]
+        self.holder = holders[0] if holders and bias is not None else ""
 
     def make(self) -> Any:
         torch.manual_seed(0)
@@ -225,8 +225,11 @@ def _compare(plain: _Plain, ranks: int) -> str:
     except slapo.SlapoError as error:
         return f"refused: {_line(error)}"
     with plain.exactly(), _calls() as calls:
-        found = _training(model, plain.batch)
-        evaluated = _evaluation(sch.model, plain.batch)
+        try:
+            found = _training(model, plain.batch)
+            evaluated = _evaluation(sch.model, plain.batch)
+        except (RuntimeError, slapo.SlapoError) as error:
+            return f"raises: {type(error).__name__}: {_line(error)}"
     used = any(call.used for call in calls)
     computed = [by for call in calls for by in call.computed]
     differences = [*_differences(found, plain.training, used)]
