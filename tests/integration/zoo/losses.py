@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import signal
@@ -20,6 +21,7 @@ import slapo_core as slapo
 from slapo_loss import deferred
 from slapo_loss.deferred import Call
 from tests.integration.zoo.architectures import Architecture, CannotMake
+from tests.integration.zoo.shrinking import VOCABULARY
 
 __all__ = ["KINDS", "LossRow", "cases", "compare_all", "compare_on_ranks"]
 
@@ -132,7 +134,7 @@ class _Plain:
     """The plain model, in float64 where it runs so, and what it gives."""
 
     def __init__(self, architecture: Architecture) -> None:
-        self.architecture = architecture
+        self.architecture = dataclasses.replace(architecture, changes=(*architecture.changes, *_odd(architecture)))
         failed: list[Exception] = []
         for dtype in (torch.float64, torch.float32):
             self.dtype = dtype
@@ -188,6 +190,16 @@ class _Plain:
             key: value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
             for key, value in batch.items()
         }
+
+
+def _odd(architecture: Architecture) -> Iterator[tuple[str, Any]]:
+    """Yield a size of the vocabulary that two ranks cannot share evenly."""
+    try:
+        size = architecture.config().to_dict().get("vocab_size")
+    except CannotMake:
+        return
+    if size == VOCABULARY:
+        yield "vocab_size", VOCABULARY - 1
 
 
 @dataclass
