@@ -22,7 +22,7 @@ from torch import Tensor
 from slapo_loss import operations
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
 from slapo_loss.operations import Operation, check_version
-from slapo_loss.private import assert_async, without_torch_function
+from slapo_loss.private import without_torch_function
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Head:
         vocabulary: what of it is here.
         gather: the logits of the whole vocabulary from those here: (..., classes here) -> (..., classes).
         chunk: tokens whose logits exist at a time.
+        implementation: of the loss.
     """
 
     weight: Tensor
@@ -42,6 +43,7 @@ class Head:
     vocabulary: Vocabulary
     gather: Callable[[Tensor], Tensor] | None = None
     chunk: int = 1024
+    implementation: Callable[..., Tensor] = linear_cross_entropy
 
     def requires_grad(self) -> bool:
         """Return whether a tensor of the layer requires grad."""
@@ -510,17 +512,15 @@ def _loss(
     if not 0 <= objective.label_smoothing <= 1 or values.call.is_over:
         return NotImplemented
     values.check()
-    is_known = ((target >= 0) & (target < logits.classes)) | (target == objective.ignore_index)
-    assert_async(is_known.all(), f"a target is out of bounds: required 0 <= target < {logits.classes}")
     head, kind = logits.head, logits.device.type
     between = values.between
     if operations.is_autocast(kind):
         between = (*between, Operation(Tensor.float, (), (), {}))
     hidden = logits.hidden.movedim(axis, -1)
-    vocabulary = Vocabulary(logits.classes, head.vocabulary.start, head.vocabulary.gather)
+    vocabulary = dataclasses.replace(head.vocabulary, size=logits.classes)
     values.call.used = True
     with operations.without_autocast(kind):
-        found = linear_cross_entropy(
+        found = head.implementation(
             hidden.reshape(-1, hidden.shape[-1]),
             head.weight,
             target.reshape(-1),

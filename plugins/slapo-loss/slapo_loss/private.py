@@ -29,8 +29,3 @@ def gather_functional(tensor: torch.Tensor, size: int, name: str) -> torch.Tenso
     ops = torch.ops._c10d_functional
     found = ops.wait_tensor.default(ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
     return found.view(size, *tensor.shape)
-
-
-def assert_async(condition: torch.Tensor, message: str) -> None:
-    """Raise where a condition does not hold, on a GPU without waiting for it."""
-    torch._assert_async(condition, message)

@@ -390,14 +390,6 @@ def test_an_autograd_function_of_logits_is_refused_in_the_backward() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("label", [-1, CLASSES])
-def test_a_label_out_of_bounds_is_refused(label: int) -> None:
-    tensors = Tensors()
-    tensors.labels[0, 0] = label
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        ce(tensors.logits(Call()), tensors.labels)
-
-
 def test_errors_of_torch_are_those_of_the_plain_model() -> None:
     tensors = Tensors()
     wrong: dict[str, Program] = {

@@ -25,9 +25,9 @@ from tests.integration.zoo.shrinking import VOCABULARY
 
 __all__ = ["KINDS", "LossRow", "cases", "compare_all", "compare_on_ranks"]
 
-KINDS = ("causal", "masked", "sequence to sequence")
+KINDS = ("causal", "sequence to sequence", "masked")
 _CHANGES = {"gpt_neo": (("attention_types", [[["global", "local"], 1]]),), "mamba2": (("num_heads", 8),)}
-_TASKS = dict(zip(KINDS, ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"), strict=True))
+_TASKS = dict(zip(KINDS, ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM"), strict=True))
 TIME_LIMIT = 90
 TOGETHER = 10
 
