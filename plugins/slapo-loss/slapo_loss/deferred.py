@@ -514,7 +514,7 @@ def _loss(
     values.check()
     head, kind = logits.head, logits.device.type
     between = values.between
-    if operations.is_autocast(kind):
+    if operations.is_autocast(kind) and values.dtype != torch.float64:  # which autocast leaves
         between = (*between, Operation(Tensor.float, (), (), {}))
     hidden = logits.hidden.movedim(axis, -1)
     vocabulary = dataclasses.replace(head.vocabulary, size=logits.classes)

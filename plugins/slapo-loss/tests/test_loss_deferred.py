@@ -411,10 +411,11 @@ def test_errors_of_torch_are_those_of_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_under_autocast_a_loss_has_the_type_that_torch_gives_it(reduction: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_under_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch.dtype, reduction: str) -> None:
     tensors = Tensors()
-    hidden = tensors.hidden.detach().bfloat16().requires_grad_()
-    weight = tensors.weight.detach().bfloat16().requires_grad_()
+    hidden = tensors.hidden.detach().to(dtype).requires_grad_()
+    weight = tensors.weight.detach().to(dtype).requires_grad_()
     found = []
     for logits in (F.linear(hidden, weight), DeferredLogits(hidden, Head(weight, None, Vocabulary(CLASSES)), Call())):
         with torch.autocast("cpu", dtype=torch.bfloat16):
