@@ -22,7 +22,7 @@ from torch import Tensor
 from slapo_loss import operations
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
 from slapo_loss.operations import Operation, check_version
-from slapo_loss.private import without_torch_function
+from slapo_loss.private import without_dynamo, without_torch_function
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ class DeferredLogits(Tensor):
         return self.shared.call
 
     @classmethod
+    @without_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, DeferredLogits)]
@@ -328,8 +329,8 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     in_place = name in operations.IN_PLACE
     operation = Operation(operations.IN_PLACE.get(name, func), args[:at], args[at + 1 :], kwargs)
     with without_torch_function():
-        probe = operation(torch.empty((0, logits.classes), dtype=logits.shared.dtype, device=logits.device))
-    if not isinstance(probe, Tensor) or probe.device != logits.device or probe.shape != (0, logits.classes):
+        probe = operation(torch.empty((0, logits.classes), dtype=logits.shared.dtype, device=logits.hidden.device))
+    if not isinstance(probe, Tensor) or probe.device != logits.hidden.device or probe.shape != (0, logits.classes):
         return NotImplemented
     if in_place:
         alone = len(logits.shared.members) == 1 and torch.is_grad_enabled()
@@ -347,7 +348,9 @@ def _is_operand(value: Any, logits: DeferredLogits) -> bool:
         return False
     if isinstance(value, Tensor):
         of_classes = value.shape[-1:].numel() == value.numel() and value.numel() in (1, logits.classes)
-        on_last_axis = value.dim() == 0 or (value.dim() <= logits.dim() and logits.axis == logits.dim() - 1)
+        on_last_axis = value.dim() == 0 or (
+            value.dim() <= logits.hidden.dim() and logits.axis == logits.hidden.dim() - 1
+        )
         return of_classes and on_last_axis and not value.requires_grad
     return isinstance(value, (int, float, torch.dtype, torch.device, type(None), torch.memory_format))
 
@@ -368,7 +371,7 @@ def _detach(func: Any, logits: DeferredLogits) -> Any:
 
 
 def _in_order(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    if logits.axis != logits.dim() - 1 or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
+    if logits.axis != logits.hidden.dim() - 1 or any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
         return NotImplemented
     with without_torch_function():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
@@ -380,21 +383,21 @@ def _in_order(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> A
 
 def _permuted(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     with without_torch_function():
-        marked = torch.empty([2 if axis == logits.axis else 1 for axis in range(logits.dim())], device="meta")
+        marked = torch.empty([2 if axis == logits.axis else 1 for axis in range(logits.hidden.dim())], device="meta")
         axis = list(func(marked, *args, **kwargs).shape).index(2)
     return _view(logits, lambda real: func(real, *args, **kwargs), func(logits.hidden, *args, **kwargs), axis=axis)
 
 
 def _indexed(func: Any, logits: DeferredLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    if logits.axis != logits.dim() - 1 or not all(map(_is_index, items)):
+    if logits.axis != logits.hidden.dim() - 1 or not all(map(_is_index, items)):
         return NotImplemented
     indexed = sum(
         one.dim() if isinstance(one, Tensor) and one.dtype == torch.bool else 1
         for one in items
         if one is not None and one is not Ellipsis
     )
-    rest = [slice(None)] * (logits.dim() - indexed)
+    rest = [slice(None)] * (logits.hidden.dim() - indexed)
     at = next((position for position, one in enumerate(items) if one is Ellipsis), len(items))
     items = (*items[:at], *rest, *items[at + 1 :])
     last = items[-1]
@@ -429,8 +432,8 @@ def _of_tokens(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> 
         return NotImplemented
     found = func(logits.hidden, *args, **kwargs)
     if name == "index_select":
-        return _new(logits, hidden=found) if logits.axis == logits.dim() - 1 else NotImplemented
-    is_lost = name in ("select", "unbind") and axis % logits.dim() < logits.axis
+        return _new(logits, hidden=found) if logits.axis == logits.hidden.dim() - 1 else NotImplemented
+    is_lost = name in ("select", "unbind") and axis % logits.hidden.dim() < logits.axis
     classes_axis = logits.axis - is_lost
     if isinstance(found, Tensor):
         return _view(logits, lambda real: func(real, *args, **kwargs), found, axis=classes_axis)
@@ -462,7 +465,7 @@ def _cross_entropy(
 
 def _axis(dim: Any, logits: DeferredLogits) -> int | None:
     """Return an axis counted from the front; None for what torch has to refuse."""
-    return dim % logits.dim() if type(dim) is int and -logits.dim() <= dim < logits.dim() else None
+    return dim % logits.hidden.dim() if type(dim) is int and -logits.hidden.dim() <= dim < logits.hidden.dim() else None
 
 
 def _log_softmax(
@@ -473,7 +476,7 @@ def _log_softmax(
     logits = input if dtype is None else _elementwise(Tensor.to, input, dtype)
     if (
         type(dim) is not int
-        or dim % input.dim() != input.axis
+        or dim % input.hidden.dim() != input.axis
         or input.shared.is_log_softmax
         or logits is NotImplemented
     ):
@@ -500,19 +503,19 @@ def _loss(
     logits: DeferredLogits, target: Tensor, weight: Tensor | None, old: tuple[Any, Any], objective: Objective
 ) -> Any:
     """Compute the cross entropy in chunks; NotImplemented where torch has to say what is wrong, or right."""
-    values, axis = logits.shared, 1 if logits.dim() > 1 else 0
+    values, axis = logits.shared, 1 if logits.hidden.dim() > 1 else 0
     if old != (None, None) or objective.reduction not in ("mean", "none", "sum") or logits.axis != axis:
         return NotImplemented
     if not isinstance(target, Tensor) or isinstance(target, DeferredLogits) or target.dtype != torch.int64:
         return NotImplemented
-    if target.shape != logits.shape[:axis] + logits.shape[axis + 1 :] or target.device != logits.device:
+    if target.shape != logits.shape[:axis] + logits.shape[axis + 1 :] or target.device != logits.hidden.device:
         return NotImplemented
     if weight is not None and (weight.requires_grad or weight.shape != (logits.classes,)):
         return NotImplemented
     if not 0 <= objective.label_smoothing <= 1 or values.call.is_over:
         return NotImplemented
     values.check()
-    head, kind = logits.head, logits.device.type
+    head, kind = logits.head, logits.hidden.device.type
     between = values.between
     if operations.is_autocast(kind) and values.dtype != torch.float64:  # which autocast leaves
         between = (*between, Operation(Tensor.float, (), (), {}))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch._guards import detect_fake_mode as detect_fake_mode
 
 
@@ -29,3 +32,8 @@ def gather_functional(tensor: torch.Tensor, size: int, name: str) -> torch.Tenso
     ops = torch.ops._c10d_functional
     found = ops.wait_tensor.default(ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
     return found.view(size, *tensor.shape)
+
+
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile run a function as it is; torch.compiler.disable would import dynamo at once."""
+    return _disable_dynamo(function)

@@ -517,3 +517,18 @@ def test_logits_in_nested_outputs_and_of_a_head_that_is_called_twice() -> None:
     output, expected = model(inputs), plain(inputs)
     torch.testing.assert_close(output["nested"][0][0], expected["nested"][0][0])
     torch.testing.assert_close(output["nested"][0][1]["second"], expected["nested"][0][1]["second"])
+
+
+@pytest.mark.breadth
+def test_a_compiled_model_defers_its_logits() -> None:
+    torch.manual_seed(0)
+    plain = Nested()
+    model, inputs, labels = scheduled(plain, "head"), torch.randn(2, 3, 4), torch.randint(0, 9, (2, 3))
+    compiled: Any = torch.compile(model, backend="eager")
+    found, expected = compiled(inputs, labels), plain(inputs, labels)
+    torch.testing.assert_close(found["loss"], expected["loss"])
+    assert type(found["nested"][0][0]) is not Tensor
+    found["loss"].backward()
+    expected["loss"].backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
