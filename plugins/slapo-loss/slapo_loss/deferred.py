@@ -465,7 +465,8 @@ def _cross_entropy(
 
 def _axis(dim: Any, logits: DeferredLogits) -> int | None:
     """Return an axis counted from the front; None for what torch has to refuse."""
-    return dim % logits.hidden.dim() if type(dim) is int and -logits.hidden.dim() <= dim < logits.hidden.dim() else None
+    axes = logits.hidden.dim()
+    return dim % axes if type(dim) is int and -axes <= dim < axes else None
 
 
 def _log_softmax(
@@ -474,12 +475,7 @@ def _log_softmax(
     if func is not F.log_softmax:  # torch.log_softmax(input, dim, dtype)
         dtype = dtype if _stacklevel == 3 else _stacklevel
     logits = input if dtype is None else _elementwise(Tensor.to, input, dtype)
-    if (
-        type(dim) is not int
-        or dim % input.hidden.dim() != input.axis
-        or input.shared.is_log_softmax
-        or logits is NotImplemented
-    ):
+    if logits is NotImplemented or input.shared.is_log_softmax or _axis(dim, input) != input.axis:
         return NotImplemented
     return _new(logits, log_softmax=True)
 

@@ -398,7 +398,7 @@ def test_errors_of_torch_are_those_of_the_plain_model() -> None:
         "a step backwards": lambda z, y: z[:, ::-1],
         "too many indices": lambda z, y: z[0, 0, 0, 0],
         "a shape": lambda z, y: z.view(5, 5),
-        "an axis": lambda z, y: z.log_softmax(7),
+        "an axis": lambda z, y: z.log_softmax(5),
         "weights of classes": lambda z, y: ce(z, y, weight=drawn(3)),
         "a reduction": lambda z, y: ce(z, y, reduction="median"),
     }
@@ -519,16 +519,25 @@ def test_logits_in_nested_outputs_and_of_a_head_that_is_called_twice() -> None:
     torch.testing.assert_close(output["nested"][0][1]["second"], expected["nested"][0][1]["second"])
 
 
+class Shifted(nn.Module):
+    """A body, a head, and the loss of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 9)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        logits = torch.tanh(self.head(self.body(inputs)).float() / 5) * 5
+        logits = logits[..., :-1, :].contiguous()
+        return {"loss": F.cross_entropy(logits.view(-1, 9), labels[..., 1:].reshape(-1)), "logits": logits}
+
+
 @pytest.mark.breadth
 def test_a_compiled_model_defers_its_logits() -> None:
     torch.manual_seed(0)
-    plain = Nested()
-    model, inputs, labels = scheduled(plain, "head"), torch.randn(2, 3, 4), torch.randint(0, 9, (2, 3))
+    plain = Shifted()
+    model = scheduled(plain, "head")
     compiled: Any = torch.compile(model, backend="eager")
-    found, expected = compiled(inputs, labels), plain(inputs, labels)
-    torch.testing.assert_close(found["loss"], expected["loss"])
-    assert type(found["nested"][0][0]) is not Tensor
-    found["loss"].backward()
-    expected["loss"].backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    given = {"inputs": torch.randn(2, 3, 4), "labels": torch.randint(0, 9, (2, 3))}
+    output = compared(plain, compiled, **given)
+    assert type(output["logits"]) is not Tensor
