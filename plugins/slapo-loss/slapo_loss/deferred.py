@@ -23,6 +23,7 @@ from slapo_loss import operations
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
 from slapo_loss.operations import Operation, check_version
 from slapo_loss.private import without_dynamo, without_torch_function
+from slapo_loss.withheld import withheld_error
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,7 @@ class _Values:
     def compute(self, by: str) -> None:
         """Compute the logits, gathered over the ranks, and those of all views."""
         if self.call.is_over:
-            raise RuntimeError(
-                f"the logits of this forward were not computed: its loss was taken from the hidden states (got a call "
-                f"of {by})\n  hint: linear_cross_entropy(keep_logits=True) computes them, slapo_loss.log_probs gives "
-                f"log-probabilities and entropy without them; without labels, or in evaluation, the model gives logits"
-            )
+            raise withheld_error(use=by)
         self.check()
         self.call.computed.append(by)
         head = self.head
@@ -195,7 +192,7 @@ class DeferredLogits(Tensor):
             by: name of the function that needs them.
 
         Raises:
-            RuntimeError: the forward is over.
+            WithheldError: the forward is over.
         """
         if self.computed is None:
             self.shared.compute(by)
