@@ -76,7 +76,7 @@ def split(sch: Any, kv_heads: int = 2, layers: str = "layers.*") -> Any:
         attention["[kv]_proj"].shard(names, axis=0, shards=kv_heads)
         attention.sync("bwd_post", "all_reduce", inputs=(0,))
         attention["o_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-        attention["*_norm"].sync_gradient(["weight", "bias"] if with_bias else "weight")
+        attention["*_norm"].sync_gradient(list(attention["q_norm"].parameters))
     return sch
 
 
