@@ -1,4 +1,4 @@
-"""What a GPU shows in a few minutes: training, CUDA graphs, fused regions, estimates, host time.
+"""What a GPU shows in a few minutes: training, large vocabularies, CUDA graphs, fused regions, estimates, host time.
 
     python benchmarks/gpu.py --minutes 3 --out DIR              on a machine with a GPU
     python benchmarks/gpu.py --small --minutes 10 --out DIR     tiny sizes, also on a CPU: whether it runs at all
@@ -141,6 +141,20 @@ keys and values, vocabulary 128,256, embeddings and head one matrix; bfloat16, s
 rotary embeddings and SwiGLU fused.
 *compiled layers* is `sch["model.layers.*"].compile()`.""",
         TRAINING,
+    ),
+    "large_vocabulary": Part(
+        "gpu_loss:large_vocabulary",
+        15,
+        """Forward and backward of a head and its cross entropy in bfloat16, the logits in float32 for the loss as
+transformers has it: plain, and with `sch["lm_head"].linear_cross_entropy(implementation=...)`, which changes nothing in
+the model. Peak memory has the weight and its gradient in it.""",
+        {
+            "tokens x classes x features": lambda row: f"{row['tokens']:,} x {row['classes']:,} x {row['features']:,}",
+            "variant": lambda row: row["variant"],
+            "time": lambda row: f"{1e3 * row['seconds']:.1f} ms",
+            "plain / this": functools.partial(_ratio, key="against_plain"),
+            "peak memory": functools.partial(_gib, key="peak_bytes"),
+        },
     ),
     "launch_bound": Part(
         "gpu_training:launch_bound",

@@ -179,7 +179,7 @@ def noun(kind: str) -> str:
     """A kind in the singular, for messages: ``"primitives"`` as ``"primitive"``."""
     if kind in ("hooks", "hookspecs"):
         return f"{kind} module"
-    return "query" if kind == "queries" else kind.removesuffix("s")
+    return {"losses": "loss", "queries": "query"}.get(kind, kind.removesuffix("s"))
 
 
 def is_identifier(text: str) -> bool:

@@ -223,6 +223,14 @@ def test_the_program_of_slapo_fusion_runs(clean: CleanEnvironment) -> None:
 
 @pytest.mark.slow
 @pytest.mark.breadth
+def test_the_program_of_slapo_loss_runs(clean: CleanEnvironment) -> None:
+    printed = clean.script("loss.py", program(ROOT / "plugins/slapo-loss/README.md"))
+    assert "the loss is computed by 'chunked' in chunks of 393 tokens (cpu)" in printed
+    assert printed.endswith("torch.Size([2, 16]) torch.Size([2, 16])\n")
+
+
+@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_program_of_slapo_pipeline_runs(clean: CleanEnvironment) -> None:
     printed = clean.script("pipeline.py", program(ROOT / "plugins/slapo-pipeline/README.md"))
     assert "* tied: embed.weight, in the stages 0 and 2" in printed

@@ -2,32 +2,52 @@
 
 ``rewrite: cross_entropy(between(hidden @ weight.T + bias), labels) -> chunks of it, and their gradients``
 
-Where the loss is one number (``"mean"`` or ``"sum"``) a chunk's logits are made once: their gradient is known with their
-log-sum-exp, so that the gradients of hidden states, weight and bias are made in the forward and scaled in the
+Where the loss is one number (``"mean"`` or ``"sum"``) a chunk's logits are made once: their gradient is known with
+their log-sum-exp, so that the gradients of hidden states, weight and bias are made in the forward and scaled in the
 backward. Where there is a loss per token the backward makes the logits again.
 
-With the vocabulary split over ranks a chunk takes one exchange: each rank's log-sum-exp, target logit and (for label
-smoothing) sum of logits, three numbers a token; from the gathered log-sum-exps that of the whole vocabulary follows.
+A chunk has one buffer of logits, in the head's type, which become their own gradient: divided by a factor for each
+token, so that the factors are multiplied into hidden states (tokens x features) instead. Where the logits are of a
+smaller type than the loss, or operations lie between, they are taken a block of tokens at a time.
+
+With the vocabulary split over ranks a chunk takes one exchange: each rank's largest logit, the logarithm of its sum of
+exponentials, the target's logit and (for label smoothing) the sum of logits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slapo_loss.private import keeps_graph
+from slapo_loss.private import add_product, assert_on_device, is_cast, keeps_graph
 
 Between = Callable[[Tensor], Tensor]
 """Elementwise operations between the head and its loss, e.g. ``lambda z: z.float()``: logits -> logits of one shape."""
 
 Gather = Callable[[Tensor], Tensor]
 """Gathers over the ranks that hold the vocabulary: (...) -> (ranks, ...)."""
+
+CHUNK_BYTES = {"cpu": 64 << 20}
+"""The bound of all that a chunk takes, by type of device: logits, and what their loss and gradient need besides."""
+
+OTHER_CHUNK_BYTES = 512 << 20
+"""The same elsewhere: products of 1,000 tokens keep a GPU busy, where those of 100 wait for its memory."""
+
+_BLOCKS = 4
+"""Logits take the bound but for one part in so many, which is for a block of tokens."""
+
+_COPIES = {"in place": 0, "cast": 3, "between": 12}
+"""Tensors of a block's size, in the type of the loss, that exist at a time."""
+
+_LEAST_SHARE = 1e-30
+"""Probabilities of a rank's whole part of the vocabulary that are smaller count as this one in gradients."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +58,13 @@ class Vocabulary:
         size: classes in all, without padding.
         start: the first class here.
         gather: over the ranks that hold the others; None where all of it is here.
+        group: name of their process group.
     """
 
     size: int
     start: int = 0
     gather: Gather | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,12 @@ class Objective:
     reduction: str = "mean"
     label_smoothing: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction must be 'mean', 'sum' or 'none' (got {self.reduction!r})")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0 (got {self.label_smoothing})")
+
 
 def linear_cross_entropy(
     hidden: Tensor,
@@ -70,7 +98,7 @@ def linear_cross_entropy(
     objective: Objective = Objective(),
     vocabulary: Vocabulary | None = None,
     between: Between | None = None,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> Tensor:
     """Compute the cross entropy of ``hidden @ weight.T + bias`` in chunks of tokens.
 
@@ -83,15 +111,17 @@ def linear_cross_entropy(
         objective: reduction, label smoothing and the ignored label.
         vocabulary: what of it is here; None: all.
         between: elementwise operations on the logits.
-        chunk: tokens whose logits exist at a time.
+        chunk: tokens whose logits exist at a time; None: as many as the bound of the device holds.
 
     Returns:
         a scalar, or (tokens,) for ``reduction="none"``.
+
+    Raises:
+        IndexError: a label is neither a class nor the ignored one; on a GPU, an assertion on the device.
     """
-    vocabulary = vocabulary or Vocabulary(weight.shape[0])
-    settings = _Settings(objective, vocabulary, between, max(1, min(chunk, max(1, hidden.shape[0]))))
     apply = _PerToken.apply if objective.reduction == "none" else _Reduced.apply
-    return apply(hidden, weight, bias, labels, class_weight, settings)  # type: ignore[no-any-return,no-untyped-call]
+    settings = (objective, vocabulary or Vocabulary(weight.shape[0]), between, chunk)
+    return _applied(apply, hidden, weight, bias, labels, class_weight, settings)  # type: ignore[no-any-return]
 
 
 def log_probs(
@@ -104,7 +134,7 @@ def log_probs(
     ignore_index: int = -100,
     vocabulary: Vocabulary | None = None,
     between: Between | None = None,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each label, and the entropy of each distribution, in chunks of tokens.
 
@@ -117,28 +147,53 @@ def log_probs(
         ignore_index: the ignored label.
         vocabulary: what of it is here; None: all.
         between: elementwise operations on the logits, before the temperature.
-        chunk: tokens whose logits exist at a time.
+        chunk: tokens whose logits exist at a time; None: as many as the bound of the device holds.
 
     Returns:
         log-probabilities (tokens,) and entropies (tokens,), in nats.
     """
-
-    def shown(logits: Tensor) -> Tensor:
-        return (logits if between is None else between(logits)) / temperature
-
-    vocabulary = vocabulary or Vocabulary(weight.shape[0])
-    cooled = between if temperature == 1.0 else shown
-    settings = _Settings(Objective(ignore_index), vocabulary, cooled, max(1, chunk))
-    found: tuple[Tensor, Tensor] = _LogProbs.apply(hidden, weight, bias, labels, None, settings)  # type: ignore[no-untyped-call]
-    return found
+    cooled = between if temperature == 1.0 else functools.partial(_cooled, between, temperature)
+    settings = (Objective(ignore_index), vocabulary or Vocabulary(weight.shape[0]), cooled, chunk)
+    return _applied(_LogProbs.apply, hidden, weight, bias, labels, None, settings)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class _Settings:
-    objective: Objective
-    vocabulary: Vocabulary
-    between: Between | None
-    chunk: int
+def chunk_size(classes: int, dtype: torch.dtype, device: torch.device, way: str = "cast") -> int:
+    """Return the number of tokens whose logits exist at a time.
+
+    Args:
+        classes: here, on this rank.
+        dtype: of the head.
+        device: of the head.
+        way: ``"in place"`` for logits of float32 or float64 that nothing lies between, ``"cast"`` for those that are
+            only cast, ``"between"`` for others.
+    """
+    bound = CHUNK_BYTES.get(device.type, OTHER_CHUNK_BYTES)
+    of_logits = bound if way == "in place" else bound - bound // _BLOCKS
+    return max(1, of_logits // max(1, classes * dtype.itemsize))
+
+
+def _cooled(between: Between | None, temperature: float, logits: Tensor) -> Tensor:
+    return (logits if between is None else between(logits)) / temperature
+
+
+def _applied(apply: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    """Call an autograd function as autocast would: the head in its type, losses in float32."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind):
+        return apply(hidden, weight, bias, *rest)
+    dtype = torch.get_autocast_dtype(kind)
+    tensors = (one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in (hidden, weight, bias))
+    *given, (objective, vocabulary, between, chunk) = rest
+    under = functools.partial(_under_autocast, between, kind, dtype)
+    with torch.autocast(kind, enabled=False):
+        return apply(*tensors, *given, (objective, vocabulary, under, chunk))
+
+
+def _under_autocast(between: Between | None, kind: str, dtype: torch.dtype, logits: Tensor) -> Tensor:
+    if between is not None:
+        with torch.autocast(kind, dtype=dtype):
+            logits = between(logits)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class _Reduced(torch.autograd.Function):
@@ -146,18 +201,21 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        head, needs = _Head(*arguments), ctx.needs_input_grad[:3]
-        norm = head.target_weights.sum() if head.objective.reduction == "mean" else None
-        scale = None if norm is None else norm.reciprocal()
+        head, needs = _Head(*arguments, in_place=True), ctx.needs_input_grad[:3]
         gradients = _Gradients(head, needs) if any(needs) else None
         total = torch.zeros((), dtype=head.dtype, device=head.hidden.device)
         for part in head.chunks():
-            logits = _Logits(head, part)
-            total += logits.losses().sum()
+            targets = head.targets_of(part, None)
+            logits, numbers = head.taken(part, targets if gradients is not None else None)
+            total += head.losses(part, numbers).sum()
             if gradients is not None:
-                gradients.add(logits, scale)
-        ctx.gradients = None if gradients is None else gradients.of_inputs()
-        return (total if norm is None else total / norm).to(head.returned)
+                gradients.add(part, logits, targets.factors)
+        ctx.gradients, ctx.factor = gradients, None
+        if head.objective.reduction == "mean":
+            norm = head.target_weights.sum()
+            total = total / norm
+            ctx.factor = torch.where(head.kept.any(), norm.reciprocal(), 0.0)  # as torch: no label, no gradient
+        return total.to(head.returned)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -165,12 +223,11 @@ class _Reduced(torch.autograd.Function):
         gradients = ctx.gradients
         if gradients is None:
             raise RuntimeError("its gradients were used in another backward: backward(retain_graph=True) keeps them")
-        if keeps_graph():
-            found = [None if one is None else one * scale.to(one.dtype) for one in gradients]
-        else:
+        is_kept = keeps_graph()
+        if not is_kept:
             ctx.gradients = None
-            found = [None if one is None else one.mul_(scale.to(one.dtype)) for one in gradients]
-        return (*found, None, None, None)
+        scale = scale.to(gradients.dtype)
+        return (*gradients.scaled(scale if ctx.factor is None else scale * ctx.factor, is_kept), None, None, None)
 
 
 class _PerToken(torch.autograd.Function):
@@ -179,24 +236,26 @@ class _PerToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         head = _Head(*arguments)
-        losses, log_sums = [], []
+        losses, kept = head.kept.clone(), []
         for part in head.chunks():
-            logits = _Logits(head, part)
-            losses.append(logits.losses())
-            log_sums.append(logits.log_sum)
+            _, numbers = head.taken(part, None)
+            losses[part] = head.losses(part, numbers)
+            kept += [numbers.shift, numbers.log_sum]
         *tensors, ctx.settings = arguments
-        ctx.save_for_backward(*tensors, *log_sums)
-        return (torch.cat(losses) if losses else head.target_weights).to(head.returned)
+        ctx.save_for_backward(*tensors, *kept)
+        return losses.to(head.returned)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, scales: Tensor) -> Any:
-        (*tensors,) = ctx.saved_tensors
-        head = _Head(*tensors[:5], ctx.settings)
+        tensors, head = _again(ctx)
         gradients = _Gradients(head, ctx.needs_input_grad[:3])
-        for part, log_sum in zip(head.chunks(), tensors[5:], strict=True):
-            gradients.add(_Logits(head, part, log_sum), scales[part].to(head.dtype))
-        return (*gradients.of_inputs(), None, None, None)
+        for number, part in enumerate(head.chunks()):
+            targets = head.targets_of(part, scales[part].to(head.dtype))
+            logits = head.logits(part)
+            head.to_gradient(part, logits, targets, _Numbers(*tensors[2 * number : 2 * number + 2]))
+            gradients.add(part, logits, targets.factors)
+        return (*gradients.scaled(None, False), None, None, None)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -205,31 +264,80 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         head = _Head(*arguments)
-        found, kept = [], []
+        log_probs, entropies, kept = head.kept.clone(), head.kept.clone(), []
         for part in head.chunks():
-            logits = _Logits(head, part)
-            mean = logits.mean()
-            found.append((-logits.losses(), logits.log_sum - mean))
-            kept += [logits.log_sum, mean]
+            _, numbers = head.taken(part, None, entropy=True)
+            assert numbers.entropy is not None
+            log_probs[part], entropies[part] = -head.losses(part, numbers), numbers.entropy
+            kept += [numbers.shift, numbers.log_sum, numbers.entropy]
         *tensors, ctx.settings = arguments
         ctx.save_for_backward(*tensors, *kept)
-        empty = head.kept
-        log_probs, entropies = (
-            ([torch.cat(one) for one in zip(*found, strict=True)]) if found else (empty, empty.clone())
-        )
         return log_probs.to(head.returned), entropies.to(head.returned)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, of_log_probs: Tensor, of_entropies: Tensor) -> Any:
-        tensors = ctx.saved_tensors
-        head = _Head(*tensors[:5], ctx.settings)
+        tensors, head = _again(ctx)
         gradients = _Gradients(head, ctx.needs_input_grad[:3])
         for number, part in enumerate(head.chunks()):
-            log_sum, mean = tensors[5 + 2 * number : 7 + 2 * number]
-            logits = _Logits(head, part, log_sum)
-            gradients.add(logits, -of_log_probs[part].to(head.dtype), (mean, of_entropies[part].to(head.dtype)))
-        return (*gradients.of_inputs(), None, None, None)
+            targets = head.targets_of(part, -of_log_probs[part].to(head.dtype))
+            logits = head.logits(part)
+            shift, log_sum, entropy = tensors[3 * number : 3 * number + 3]
+            numbers = _Numbers(shift, log_sum, entropy=entropy)
+            head.to_gradient(part, logits, targets, numbers, of_entropies[part].to(head.dtype))
+            gradients.add(part, logits, None)
+        return (*gradients.scaled(None, False), None, None, None)
+
+
+def _again(ctx: Any) -> tuple[tuple[Tensor, ...], _Head]:
+    hidden, weight, bias, labels, class_weight, *kept = ctx.saved_tensors
+    return tuple(kept), _Head(hidden, weight, bias, labels, class_weight, ctx.settings)
+
+
+@dataclass
+class _Numbers:
+    """What a chunk's losses are made of, for each token: its log-sum-exp is ``shift + log_sum``.
+
+    Args:
+        shift: the largest logit.
+        log_sum: logarithm of the sum of the exponentials, of logits without the shift.
+        target: the label's logit; minus infinity where no rank has it.
+        sum: of the logits, or of those by class weights.
+        entropy: of the distribution.
+        share: probability of the classes that are here; None for 1.
+    """
+
+    shift: Tensor
+    log_sum: Tensor
+    target: Tensor | None = None
+    sum: Tensor | None = None
+    entropy: Tensor | None = None
+    share: Tensor | None = None
+
+
+@dataclass
+class _Targets:
+    """The gradient of a chunk's loss by its logits: ``factors * (probabilities - one_hot * of_label - uniform)``.
+
+    Args:
+        factors: for each token.
+        of_label: for each token; 0 where its label is on another rank.
+        uniform: for each token, of label smoothing.
+    """
+
+    factors: Tensor
+    of_label: Tensor
+    uniform: Tensor | None
+
+    def divide(self, share: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Let probabilities be those of the classes here; return by what they must be multiplied for that."""
+        share = share.clamp_min(_LEAST_SHARE)
+        if dtype == torch.float16:  # its range has no room for quotients
+            return share
+        self.factors = self.factors * share
+        self.of_label = self.of_label / share
+        self.uniform = None if self.uniform is None else self.uniform / share
+        return None
 
 
 class _Head:
@@ -242,149 +350,316 @@ class _Head:
         bias: Tensor | None,
         labels: Tensor,
         class_weight: Tensor | None,
-        settings: _Settings,
+        settings: tuple[Objective, Vocabulary, Between | None, int | None],
+        *,
+        in_place: bool = False,
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.objective, self.vocabulary = settings.objective, settings.vocabulary
-        self.between, self._chunk = settings.between, settings.chunk
-        shown = self.shown(F.linear(hidden[:0], weight, bias))
-        self.returned = shown.dtype
-        self.dtype = torch.promote_types(shown.dtype, torch.float32)
-        self.classes = max(0, min(weight.shape[0], self.vocabulary.size - self.vocabulary.start))
+        self.objective, self.vocabulary, self.between, chunk = settings
+        size, start = self.vocabulary.size, self.vocabulary.start
+        self.classes = max(0, min(weight.shape[0], size - start))
+        self.returned, self.way = hidden.dtype, "cast"
+        if self.between is not None:
+            shown, cast = is_cast(self.between, hidden.new_empty((1, 1)))
+            self.returned, self.way = shown, "cast" if cast else "between"
+        self.dtype = torch.promote_types(self.returned, torch.float32)
+        if in_place and self.way == "cast" and self.dtype == hidden.dtype:
+            self.way = "in place"
+        self.block_bytes = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES) // _BLOCKS
+        self._chunk = chunk or chunk_size(self.classes, hidden.dtype, hidden.device, self.way)
+        self._chunk = max(1, min(self._chunk, hidden.shape[0]))
+        self._read_labels(labels, class_weight)
+        self._buffer: Tensor | None = None
+
+    def _read_labels(self, labels: Tensor, class_weight: Tensor | None) -> None:
+        size, start = self.vocabulary.size, self.vocabulary.start
         kept = labels != self.objective.ignore_index
-        known = torch.where(kept, labels, 0)
+        known = torch.where(kept, labels, 0).long()
+        _check_labels(known, size)
         self.kept = kept.to(self.dtype)
         self.target_weights, self.class_weight = self.kept, None
         if class_weight is not None:
+            if class_weight.shape != (size,):
+                raise RuntimeError(f"class weights must have shape ({size},) (got {tuple(class_weight.shape)})")
             class_weight = class_weight.to(self.dtype)
             self.target_weights = self.kept * class_weight[known]
-            self.class_weight = class_weight.narrow(0, min(self.vocabulary.start, self.vocabulary.size), self.classes)
-        self.total_weight = self.vocabulary.size if class_weight is None else class_weight.sum()
-        self.targets = known - self.vocabulary.start
-        self.is_here = (self.targets >= 0) & (self.targets < self.classes)
-        self.targets = torch.where(self.is_here, self.targets, 0)
-
-    def shown(self, logits: Tensor) -> Tensor:
-        return logits if self.between is None else self.between(logits)
+            self.class_weight = class_weight.narrow(0, min(start, size), self.classes)
+        self.total_weight = size if class_weight is None else class_weight.sum()
+        self.labels = known - start
+        self.is_local = (self.labels >= 0) & (self.labels < self.classes)
+        self.labels = torch.where(self.is_local, self.labels, 0)
 
     def chunks(self) -> Iterator[slice]:
-        for start in range(0, self.hidden.shape[0], self._chunk):
-            yield slice(start, start + self._chunk)
+        tokens = self.hidden.shape[0]
+        for start in range(0, tokens, self._chunk):
+            yield slice(start, min(start + self._chunk, tokens))
 
+    def _blocks(self, part: slice) -> Iterator[tuple[slice, slice]]:
+        """Divide a chunk: rows of its logits, and the tokens that they are of."""
+        row = max(1, self.classes * self.dtype.itemsize * _COPIES[self.way])
+        rows, count = part.stop - part.start, max(1, self.block_bytes // row)
+        for start in range(0, rows, count):
+            stop = min(start + count, rows)
+            yield slice(start, stop), slice(part.start + start, part.start + stop)
 
-class _Logits:
-    """The logits of a chunk, with the log-sum-exp of the whole vocabulary."""
+    def logits(self, part: slice) -> Tensor:
+        """Compute the logits of a chunk, in a buffer that all chunks share."""
+        if self._buffer is None:
+            self._buffer = self.hidden.new_empty((self._chunk, self.classes))
+        hidden, out = self.hidden[part], self._buffer[: part.stop - part.start]
+        weight = self.weight[: self.classes].t()
+        if self.bias is None:
+            return torch.mm(hidden, weight, out=out)
+        return torch.addmm(self.bias[: self.classes], hidden, weight, out=out)
 
-    def __init__(self, head: _Head, part: slice, log_sum: Tensor | None = None) -> None:
-        self.head, self.part = head, part
-        self._of_head = F.linear(head.hidden[part], head.weight, head.bias)
-        self._shown = self._of_head
-        if head.between is not None:
-            with torch.enable_grad():
-                self._of_head.requires_grad_()
-                self._shown = head.shown(self._of_head)
-        self._values = self._shown.detach().to(head.dtype)
-        if head.classes < self._values.shape[1]:
-            self._values = self._values.clone() if self._values is self._shown else self._values
-            self._values[:, head.classes :] = -torch.inf
-        self.log_sum = self._exchange() if log_sum is None else log_sum
+    def taken(self, part: slice, targets: _Targets | None, *, entropy: bool = False) -> tuple[Tensor, _Numbers]:
+        """Compute the numbers of a chunk; given targets, its logits become their gradient, without its factors."""
+        logits = self.logits(part)
+        is_split = self.vocabulary.gather is not None
+        found: list[_Numbers] = []
+        if not self.classes:  # a rank that holds padding
+            nothing = logits.new_full((logits.shape[0],), -torch.inf, dtype=self.dtype)
+            zeros = torch.zeros_like(nothing)
+            sums = zeros if self.objective.label_smoothing else None
+            found.append(_Numbers(nothing, zeros, nothing, sums, zeros if entropy else None))
+        elif self.way == "in place" and not entropy:
+            found.append(self._softmax(logits, part))
+        else:
+            fused = None if is_split and self.way == "between" else targets
+            found += [self._block(logits[rows], rows, tokens, fused, entropy) for rows, tokens in self._blocks(part)]
+        numbers = found[0] if len(found) == 1 else _joined(found)
+        if is_split:
+            numbers = self._exchanged(numbers)
+        if targets is not None and self.way == "between":
+            if is_split:
+                self.to_gradient(part, logits, targets, numbers)
+        elif targets is not None and self.classes:
+            if numbers.share is not None:
+                factor = targets.divide(numbers.share, logits.dtype)
+                if factor is not None:
+                    logits.mul_(factor.to(logits.dtype)[:, None])
+            self._add_targets(logits, part, slice(None), targets)
+        return logits, numbers
 
-    def _exchange(self) -> Tensor:
-        """Take the log-sum-exp, the target logits and the sums of logits of the whole vocabulary."""
-        head, values = self.head, self._values
-        target = values.gather(1, head.targets[self.part, None]).squeeze(1)
-        self._target = torch.where(head.is_here[self.part], target, 0.0)
-        log_sum = values.logsumexp(1)
-        self._sum = None
-        if head.objective.label_smoothing:
-            own = values[:, : head.classes]
-            self._sum = own.sum(1) if head.class_weight is None else own @ head.class_weight
-        gather = head.vocabulary.gather
-        if gather is None:
-            return log_sum
-        parts = [log_sum, self._target] if self._sum is None else [log_sum, self._target, self._sum]
-        gathered = gather(torch.stack(parts))
-        self._target = gathered[:, 1].sum(0)
-        if self._sum is not None:
-            self._sum = gathered[:, 2].sum(0)
-        return gathered[:, 0].logsumexp(0)
+    def _block(self, block: Tensor, rows: slice, tokens: slice, targets: _Targets | None, entropy: bool) -> _Numbers:
+        """Compute the numbers of a block; given targets, leave what becomes its gradient."""
+        leaf, shown = self._shown(block, targets is not None)
+        values = shown.detach()
+        log_probs = values.log_softmax(1, dtype=self.dtype)
+        numbers = self._numbers(values, tokens, values.amax(1).to(self.dtype), -log_probs.amax(1))
+        if entropy:
+            least = torch.finfo(self.dtype).min  # of what is masked: times a probability of 0
+            numbers.entropy = -(log_probs.exp() * log_probs.clamp_min_(least)).sum(1)
+        elif targets is not None and self.way == "cast":
+            block.copy_(log_probs.exp_())
+        elif targets is not None:
+            self._add_targets(log_probs.exp_(), tokens, rows, targets)
+            block.copy_(_through(leaf, shown, log_probs))
+        return numbers
 
-    def mean(self) -> Tensor:
-        """Return the mean logit of each token under its distribution."""
-        own = self._values[:, : self.head.classes]
-        found = (torch.exp(own - self.log_sum[:, None]) * own).sum(1)
-        gather = self.head.vocabulary.gather
-        return found if gather is None else gather(found).sum(0)
+    def _softmax(self, logits: Tensor, part: slice) -> _Numbers:
+        """Compute the softmax of logits in place."""
+        shift = logits.amax(1)
+        numbers = self._numbers(logits, part, shift, shift)
+        torch.softmax(logits, 1, out=logits)
+        numbers.log_sum = -logits.amax(1).log()
+        return numbers
 
-    def losses(self) -> Tensor:
+    def _numbers(self, values: Tensor, tokens: slice, shift: Tensor, log_sum: Tensor) -> _Numbers:
+        target = values.gather(1, self.labels[tokens, None]).squeeze(1).to(self.dtype)
+        target = torch.where(self.is_local[tokens], target, -torch.inf)
+        found = _Numbers(shift, log_sum, target)
+        if self.objective.label_smoothing:
+            weight = self.class_weight
+            found.sum = values.sum(1, dtype=self.dtype) if weight is None else values.to(self.dtype) @ weight
+        return found
+
+    def _exchanged(self, own: _Numbers) -> _Numbers:
+        """Exchange a chunk's numbers: those of the whole vocabulary."""
+        gather = self.vocabulary.gather
+        assert gather is not None
+        assert own.target is not None
+        names = [name for name in ("sum", "entropy") if getattr(own, name) is not None]
+        gathered = gather(torch.stack([own.shift, own.log_sum, own.target, *(getattr(own, name) for name in names)]))
+        shifts, log_sums = gathered[:, 0], gathered[:, 1]
+        shift = shifts.amax(0)
+        of_ranks = log_sums + (shifts - shift)
+        log_sum = of_ranks.logsumexp(0)
+        found = _Numbers(shift, log_sum, gathered[:, 2].amax(0))
+        found.share = torch.exp(own.log_sum + (own.shift - shift) - log_sum)
+        for place, name in enumerate(names, start=3):
+            if name == "sum":
+                found.sum = gathered[:, place].sum(0)
+            else:
+                log_shares = of_ranks - log_sum
+                shares = log_shares.exp()
+                found.entropy = torch.where(shares > 0, shares * (gathered[:, place] - log_shares), 0.0).sum(0)
+        return found
+
+    def losses(self, part: slice, numbers: _Numbers) -> Tensor:
         """Return the loss of each token."""
-        head, smoothing = self.head, self.head.objective.label_smoothing
-        losses = head.target_weights[self.part] * (self.log_sum - self._target)
-        losses = torch.where(head.kept[self.part] > 0, losses, 0.0)  # the logits of an ignored token may be infinite
-        if self._sum is None:
+        smoothing, size = self.objective.label_smoothing, self.vocabulary.size
+        assert numbers.target is not None
+        losses = self.target_weights[part] * ((numbers.shift - numbers.target) + numbers.log_sum)
+        losses = torch.where(self.kept[part] > 0, losses, 0.0)  # the logits of an ignored token may be infinite
+        if numbers.sum is None or not smoothing:
             return losses
-        smooth = head.kept[self.part] * (self.log_sum * head.total_weight - self._sum)
-        return losses * (1 - smoothing) + smooth * (smoothing / head.vocabulary.size)
+        smooth = (numbers.shift * self.total_weight - numbers.sum) + numbers.log_sum * self.total_weight
+        smooth = torch.where(self.kept[part] > 0, smooth, 0.0)
+        return losses * (1 - smoothing) + smooth * (smoothing / size)
 
-    def gradient(self, scale: Tensor | None, entropy: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Return the gradient of what the head gave.
+    def targets_of(self, part: slice, scales: Tensor | None) -> _Targets:
+        """Return the parts of the gradient of a chunk's loss.
 
         Args:
-            scale: gradient of the losses of the tokens; a scalar or one for each. None: 1.
-            entropy: mean logits of the tokens, and gradient of their entropies.
+            part: the chunk.
+            scales: gradients of the losses of its tokens; None: 1.
         """
-        head, smoothing = self.head, self.head.objective.label_smoothing
-        of_target, kept = head.target_weights[self.part], head.kept[self.part]
-        if scale is not None:
-            of_target, kept = of_target * scale, kept * scale
-        of_target = of_target * (1 - smoothing) if smoothing else of_target
-        uniform = kept * (smoothing / head.vocabulary.size) if smoothing else None
-        of_all = of_target if uniform is None else of_target + uniform * head.total_weight
-        found = torch.sub(self._values, self.log_sum[:, None]).exp_()
-        if entropy is None:
-            found.mul_(of_all[:, None])
+        smoothing = self.objective.label_smoothing
+        of_label, kept = self.target_weights[part], self.kept[part]
+        if scales is not None:
+            of_label, kept = torch.where(kept > 0, of_label * scales, 0.0), torch.where(kept > 0, scales, 0.0)
+        factors, uniform = of_label, None
+        if smoothing:
+            of_label, uniform = of_label * (1 - smoothing), kept * (smoothing / self.vocabulary.size)
+            factors = of_label + uniform * self.total_weight
+            uniform = torch.where(factors == 0, 0.0, uniform / factors)
+        share = torch.where(self.is_local[part] & (factors != 0), of_label / factors, 0.0)
+        return _Targets(factors, share, uniform)
+
+    def to_gradient(
+        self,
+        part: slice,
+        logits: Tensor,
+        targets: _Targets,
+        numbers: _Numbers,
+        of_entropies: Tensor | None = None,
+    ) -> None:
+        """Turn logits into their gradient, without its factors unless there is one of entropies."""
+        for rows, tokens in self._blocks(part) if self.classes else ():
+            self._block_to_gradient(logits[rows], rows, tokens, targets, numbers, of_entropies)
+
+    def _block_to_gradient(
+        self,
+        block: Tensor,
+        rows: slice,
+        tokens: slice,
+        targets: _Targets,
+        numbers: _Numbers,
+        of_entropies: Tensor | None,
+    ) -> None:
+        leaf, shown = self._shown(block, self.way == "between")
+        log_probs = shown.detach().to(self.dtype) - numbers.shift[rows, None]
+        log_probs.sub_(numbers.log_sum[rows, None])
+        if of_entropies is None:
+            found = log_probs.exp_()
+            self._add_targets(found, tokens, rows, targets)
         else:
-            mean, of_entropy = entropy
-            values = self._values.clamp_min(torch.finfo(head.dtype).min)  # of padding: times a probability of 0
-            found.mul_(of_all[:, None] - of_entropy[:, None] * (values - mean[:, None]))
-        here = torch.where(head.is_here[self.part], of_target, 0.0)
-        found.scatter_add_(1, head.targets[self.part, None], -here[:, None])
-        if uniform is not None:
-            classes = 1.0 if head.class_weight is None else head.class_weight
-            found[:, : head.classes] -= uniform[:, None] * classes
-        if head.between is None:
-            return found.to(self._of_head.dtype)
-        (found,) = torch.autograd.grad(self._shown, self._of_head, found.to(self._shown.dtype))
-        return found
+            assert numbers.entropy is not None
+            found = log_probs.exp()
+            log_probs.clamp_min_(torch.finfo(self.dtype).min).add_(numbers.entropy[rows, None])
+            found.mul_(log_probs.mul_(-of_entropies[rows, None]).add_(targets.factors[rows, None]))
+            of_label = (targets.of_label * targets.factors)[rows]
+            found.scatter_add_(1, self.labels[tokens, None], -of_label[:, None])
+        block.copy_(_through(leaf, shown, found))
+
+    def _shown(self, block: Tensor, differentiated: bool) -> tuple[Tensor | None, Tensor]:
+        """Let logits pass what lies between them and their loss."""
+        if self.between is None or self.way != "between":
+            return None, block
+        with torch.enable_grad() if differentiated else contextlib.nullcontext():
+            leaf = block.detach().requires_grad_(differentiated)
+            return (leaf if differentiated else None), self.between(leaf)
+
+    def _add_targets(self, values: Tensor, tokens: slice, rows: slice, targets: _Targets) -> None:
+        of_label = targets.of_label[rows].to(values.dtype)
+        values.scatter_add_(1, self.labels[tokens, None], -of_label[:, None])
+        if targets.uniform is not None:
+            uniform = targets.uniform[rows].to(values.dtype)
+            if self.class_weight is None:
+                values.sub_(uniform[:, None])
+            else:
+                values.addr_(uniform, self.class_weight.to(values.dtype), alpha=-1)
+
+
+def _through(leaf: Tensor | None, shown: Tensor, gradient: Tensor) -> Tensor:
+    if leaf is None:
+        return gradient
+    (found,) = torch.autograd.grad(shown, leaf, gradient.to(shown.dtype))
+    return found
+
+
+def _joined(found: list[_Numbers]) -> _Numbers:
+    def of(name: str) -> Tensor | None:
+        return None if getattr(found[0], name) is None else torch.cat([getattr(one, name) for one in found])
+
+    return _Numbers(*(of(name) for name in ("shift", "log_sum", "target", "sum", "entropy")))  # type: ignore[arg-type]
+
+
+def _check_labels(labels: Tensor, size: int) -> None:
+    is_right = ((labels >= 0) & (labels < size)).all()
+    try:
+        assert_on_device(is_right, f"a label is out of bounds for {size} classes")
+    except RuntimeError:
+        wrong = labels[(labels < 0) | (labels >= size)]
+        raise IndexError(f"label {int(wrong[0])} is out of bounds for {size} classes") from None
 
 
 class _Gradients:
     """The gradients of hidden states, weight and bias, chunk by chunk."""
 
     def __init__(self, head: _Head, needs: Any) -> None:
-        self._head = head
         hidden, weight, bias = needs
-        several = head.hidden.shape[0] > head._chunk
-        sums = torch.promote_types(head.weight.dtype, torch.float32) if several else head.weight.dtype
-        self._hidden = torch.empty_like(head.hidden) if hidden else None
-        self._weight = torch.zeros_like(head.weight, dtype=sums) if weight else None
-        self._bias = torch.zeros_like(head.bias, dtype=sums) if bias and head.bias is not None else None
+        self._head, self.dtype = head, head.dtype
+        given = head.weight.dtype
+        is_one = head.hidden.shape[0] <= head._chunk and given != torch.float16  # unscaled sums may leave its range
+        sums = given if is_one else torch.promote_types(given, torch.float32)
+        self._hidden = torch.empty(head.hidden.shape, dtype=head.hidden.dtype, device=head.hidden.device)
+        self._hidden_needed = hidden
+        if not hidden:
+            self._hidden = self._hidden[:0]
+        self._weight = torch.zeros(head.weight.shape, dtype=sums, device=head.weight.device) if weight else None
+        has_bias = bias and head.bias is not None
+        self._bias = (
+            torch.zeros(head.weight.shape[:1], dtype=head.dtype, device=head.weight.device) if has_bias else None
+        )
 
-    def add(self, logits: _Logits, scale: Tensor | None, entropy: tuple[Tensor, Tensor] | None = None) -> None:
-        """Add a chunk's; see `_Logits.gradient`."""
-        gradient, head = logits.gradient(scale, entropy), self._head
-        if self._hidden is not None:
-            torch.mm(gradient, head.weight, out=self._hidden[logits.part])
-        if self._bias is not None:
-            self._bias += gradient.sum(0, dtype=self._bias.dtype)
+    def add(self, part: slice, logits: Tensor, factors: Tensor | None) -> None:
+        """Add a chunk's: the gradients of its logits are ``factors[:, None] * logits``."""
+        head = self._head
+        hidden, classes = head.hidden[part], head.classes
+        of_rows = None if factors is None else factors.to(hidden.dtype)[:, None]
         if self._weight is not None:
-            hidden = head.hidden[logits.part]
-            if self._weight.dtype == gradient.dtype:
-                self._weight.addmm_(gradient.t(), hidden)
-            else:
-                self._weight += gradient.t() @ hidden
+            scaled = hidden if of_rows is None else hidden * of_rows
+            add_product(self._weight[:classes], logits, scaled, head.block_bytes)
+        if self._bias is not None:
+            ones = torch.ones_like(logits[:, :1]) if of_rows is None else of_rows
+            add_product(self._bias[:classes, None], logits, ones, head.block_bytes)
+        if self._hidden_needed:
+            out = torch.mm(logits, head.weight[:classes], out=self._hidden[part])
+            if of_rows is not None:
+                out.mul_(of_rows)
 
-    def of_inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        weight = None if self._weight is None else self._weight.to(self._head.weight.dtype)
-        bias = None if self._bias is None else self._bias.to(self._head.weight.dtype)
-        return self._hidden, weight, bias
+    def scaled(self, factor: Tensor | None, is_kept: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients, times a factor.
+
+        Args:
+            factor: a scalar; None: 1.
+            is_kept: whether they are asked for again.
+        """
+
+        def one(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+            if gradient is None:
+                return None
+            if factor is None:
+                return gradient.to(dtype)
+            if gradient.dtype == dtype and not is_kept:
+                return gradient.mul_(factor)
+            return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+        head = self._head
+        return (
+            one(self._hidden if self._hidden_needed else None, head.hidden.dtype),
+            one(self._weight, head.weight.dtype),
+            one(self._bias, head.weight.dtype),
+        )

@@ -35,7 +35,7 @@ class Head:
         bias: (classes here,).
         vocabulary: what of it is here.
         gather: the logits of the whole vocabulary from those here: (..., classes here) -> (..., classes).
-        chunk: tokens whose logits exist at a time.
+        chunk: tokens whose logits exist at a time; None: the implementation chooses.
         implementation: of the loss.
     """
 
@@ -43,7 +43,7 @@ class Head:
     bias: Tensor | None
     vocabulary: Vocabulary
     gather: Callable[[Tensor], Tensor] | None = None
-    chunk: int = 1024
+    chunk: int | None = None
     implementation: Callable[..., Tensor] = linear_cross_entropy
 
     def requires_grad(self) -> bool:

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_core import Edit, Equivalence, MeshError, Node, Primitive, Violation
+from slapo_core import Edit, Equivalence, MeshError, Node, PluginError, Primitive, Violation
+from slapo_core.internals import current_registry
 from slapo_core.observers import Forward, dropout_is_off, is_recording
-from slapo_loss.chunked import Vocabulary
+from slapo_loss.chunked import Vocabulary, chunk_size
 from slapo_loss.deferred import Call, DeferredLogits, Head
+from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal
 from slapo_loss.private import detect_fake_mode, gather_functional, is_transformed
 from slapo_loss.withheld import WithheldLogits
 
@@ -32,7 +34,9 @@ class LinearCrossEntropy(Primitive):
     Args:
         mesh_dim: the mesh dimension over which the head may be split along its classes.
         keep_logits: whether ``output.logits`` are computed besides, for metrics of training.
-        chunk: tokens whose logits exist at a time; None: as many as 64 MiB of logits hold.
+        chunk: tokens whose logits exist at a time; None: by the number of classes here, their type and the device.
+        implementation: what computes the loss: ``"chunked"``, ``"torch"``, ``"liger"``, ``"cce"``, or whatever else is
+            installed; ``"auto"`` is ``"chunked"``, which is exact and serves every loss.
 
     rewrite:
         ``logits = head(hidden); loss = cross_entropy(logits, labels)`` -> ``loss = linear_cross_entropy(hidden,
@@ -42,11 +46,22 @@ class LinearCrossEntropy(Primitive):
     """
 
     name = "loss.linear_cross_entropy"
-    equivalence = Equivalence.REORDERED
-
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
     keep_logits: bool = dataclasses.field(default=False, kw_only=True)
     chunk: int | None = dataclasses.field(default=None, kw_only=True)
+    implementation: str = dataclasses.field(default="auto", kw_only=True)
+
+    @property
+    def equivalence(self) -> Equivalence:  # type: ignore[override]
+        try:
+            found: type[Implementation] = current_registry().load(self._chosen, "losses")
+        except PluginError:  # said by its preconditions
+            return Equivalence.REORDERED
+        return found.equivalence
+
+    @property
+    def _chosen(self) -> str:
+        return AUTO if self.implementation == "auto" else self.implementation
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         from slapo_loss.rules import gather_violations, head_violations, split_violations
@@ -58,7 +73,28 @@ class LinearCrossEntropy(Primitive):
                 f"mesh_dim '{self.mesh_dim}' is not a dimension of the mesh ({node.mesh})", "leave mesh_dim out"
             )
         found = list(head_violations(node))
-        yield from found or (*split_violations(node, self.mesh_dim), *gather_violations(node))
+        yield from found or (
+            *split_violations(node, self.mesh_dim),
+            *gather_violations(node),
+            *self._refusal(node),
+        )
+
+    def _refusal(self, node: Node) -> Iterator[Violation]:
+        try:
+            implementation = node.plugin("losses", self._chosen)()
+        except PluginError as error:
+            yield Violation(error.message, error.hint)
+            return
+        classes, weight, ranks = classes_of(node), weight_of(node), 1
+        if weight.shape[0] < classes and node.mesh is not None and self.mesh_dim in node.mesh:
+            ranks = node.mesh.size(self.mesh_dim)
+        is_even, bias = weight.shape[0] * ranks == classes, getattr(node.module, "bias", None)
+        reason = implementation.refuses(
+            Situation(weight.device.type, weight.dtype, ranks, is_even, has_bias=bias is not None)
+        )
+        if reason is not None:
+            refused = refusal(self._chosen, reason)
+            yield Violation(refused.message, refused.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
         root, ranks = node, None
@@ -68,10 +104,14 @@ class LinearCrossEntropy(Primitive):
             group = None if node.mesh.is_abstract else node.mesh.group(self.mesh_dim)
             name = None if group is None else group.group_name
             ranks = Ranks(name, node.mesh.size(self.mesh_dim), node.mesh.rank(self.mesh_dim), node.mesh.launch_hint())
-        scope = Scope(node.path)
+        scope, weight = Scope(node.path), weight_of(node)
+        implementation = node.plugin("losses", self._chosen)()
+        tokens = self.chunk or chunk_size(weight.shape[0], weight.dtype, weight.device)
+        sized = f" in chunks of {tokens} tokens ({weight.device.type})" if self._chosen == AUTO else ""
+        edit.note(f"choice: the loss is computed by '{self._chosen}'{sized}")
         # Within what others wrap around these forwards, whatever comes first: a checkpoint that runs the root's forward
         # again opens a call again, and a wrapper around the head that exchanges its weight is in force.
-        edit.wrap_forward(node, DeferHead(scope, classes_of(node), ranks, self.chunk), inside=True)
+        edit.wrap_forward(node, DeferHead(scope, classes_of(node), ranks, self.chunk, implementation), inside=True)
         edit.wrap_forward(root, SpanForward(scope, self.keep_logits), inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
@@ -81,10 +121,13 @@ class LinearCrossEntropy(Primitive):
 
 def classes_of(node: Node) -> int:
     """Return the number of classes of a head, of all ranks and without padding."""
-    if "weight" in node.parameters:
-        return node.layout("weight").shape[0]
-    weight: Any = node.module.weight  # of a parametrization
-    return int(weight.shape[0])
+    return node.layout("weight").shape[0] if "weight" in node.parameters else weight_of(node).shape[0]
+
+
+def weight_of(node: Node) -> Tensor:
+    """Return the weight of a head, or that of its parametrization."""
+    weight: Tensor = node.module.weight  # type: ignore[assignment]
+    return weight
 
 
 @dataclass(frozen=True)
@@ -255,6 +298,7 @@ class DeferHead:
     classes: int
     ranks: Ranks | None
     chunk: int | None
+    implementation: Implementation = dataclasses.field(default_factory=Chunked)
 
     slapo_gathers_output = True
 
@@ -279,13 +323,12 @@ class DeferHead:
             dtype = torch.get_autocast_dtype(kind)
             input, weight = _cast(input, dtype), _cast(weight, dtype)
             bias = None if bias is None else _cast(bias, dtype)
-        start, gather = 0, None
+        vocabulary, gather = Vocabulary(self.classes), None
         if ranks is not None:
-            start, gather = min(ranks.rank * weight.shape[0], self.classes), ranks.gather
-        vocabulary = Vocabulary(self.classes, start, gather)
-        chunk = self.chunk or max(1, (64 << 20) // (weight.shape[0] * 4))
-        head = Head(weight, bias, vocabulary, None if ranks is None else Whole(ranks, self.classes), chunk)
-        return DeferredLogits(input, head, call)
+            start = min(ranks.rank * weight.shape[0], self.classes)
+            vocabulary = Vocabulary(self.classes, start, ranks.gather, ranks.name)
+            gather = Whole(ranks, self.classes)
+        return DeferredLogits(input, Head(weight, bias, vocabulary, gather, self.chunk, self.implementation), call)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy, log_probs
+from slapo_loss.chunked import CHUNK_BYTES, Objective, Vocabulary, chunk_size, linear_cross_entropy, log_probs
+
+from .comparison import agrees, gradients, in_step
 
 CLASSES, FEATURES = 11, 5
 BETWEEN: dict[str, Callable[[Tensor], Tensor] | None] = {
@@ -31,20 +36,6 @@ def arguments(tokens: int, *, bias: bool = False) -> tuple[list[Tensor], Tensor]
     labels = torch.randint(0, CLASSES, (tokens,))
     labels[2::3] = -100
     return [*tensors, drawn(CLASSES)] if bias else tensors, labels
-
-
-def gradients(value: Any, tensors: list[Tensor]) -> list[Tensor]:
-    outputs = value if isinstance(value, tuple) else (value,)
-    torch.manual_seed(1)
-    found = torch.autograd.grad(outputs, tensors, [torch.rand_like(one) for one in outputs])
-    return [*outputs, *found]
-
-
-def agrees(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        tolerance = 1e-12 if other.dtype == torch.float64 and expected[0].dtype == torch.float64 else 3e-6
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -115,24 +106,6 @@ def test_a_graph_may_be_kept_and_is_given_up_otherwise() -> None:
         loss.backward()
 
 
-def test_nothing_larger_than_a_chunk_of_logits_is_made() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            sizes.extend(one.numel() for one in torch.utils._pytree.tree_leaves(result) if isinstance(one, Tensor))
-            return result
-
-    hidden, weight = drawn(64, 3), drawn(100, 3)
-    labels = torch.randint(0, 100, (64,))
-    with Sizes():
-        linear_cross_entropy(hidden, weight, labels, chunk=4).backward()
-    assert max(sizes) == 4 * 100
-
-
 def test_a_split_vocabulary_gives_the_loss_of_the_whole_one() -> None:
     """Ranks as threads would run them: each one's numbers are gathered from lists."""
     size, ranks = CLASSES, 3
@@ -146,7 +119,7 @@ def test_a_split_vocabulary_gives_the_loss_of_the_whole_one() -> None:
         settings = {"reduction": reduction, "label_smoothing": smoothing}
         expected = gradients(F.cross_entropy(F.linear(*tensors), labels, **settings), tensors)
 
-        def run(rank: int, gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        def run(rank: int, gather: Callable[[Tensor], Tensor], settings: dict[str, Any] = settings) -> list[Tensor]:
             own = [one[rank * rows : (rank + 1) * rows].clone().requires_grad_() for one in padded]
             vocabulary = Vocabulary(size, min(rank * rows, size), gather)
             loss = linear_cross_entropy(
@@ -163,29 +136,206 @@ def test_a_split_vocabulary_gives_the_loss_of_the_whole_one() -> None:
             torch.testing.assert_close(joined, expected[position], rtol=1e-12, atol=1e-12)
 
 
-def in_step(run: Callable[[int, Callable[[Tensor], Tensor]], Any], ranks: int) -> list[Any]:
-    """Run functions in threads that meet in each gather."""
-    import threading
+# -- labels, sizes, and what is asked twice ---------------------------------------------------------------------------
 
-    barrier, shown = threading.Barrier(ranks), [torch.empty(0)] * ranks
-    results: list[Any] = [None] * ranks
 
-    def gather_of(rank: int) -> Callable[[Tensor], Tensor]:
-        def gather(tensor: Tensor) -> Tensor:
-            shown[rank] = tensor
-            barrier.wait(60)
-            found = torch.stack(shown)
-            barrier.wait(60)
-            return found
+@pytest.mark.parametrize("label", [CLASSES, -1, -7])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_label_out_of_bounds_raises_as_in_torch(label: int, reduction: str) -> None:
+    tensors, labels = arguments(4)
+    labels[1] = label
+    with pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(F.linear(*tensors), labels)
+    with pytest.raises(IndexError, match=f"label {label} is out of bounds for {CLASSES}"):
+        linear_cross_entropy(*tensors, labels, objective=Objective(reduction=reduction))
 
-        return gather
 
-    def start(rank: int) -> None:
-        results[rank] = run(rank, gather_of(rank))
+def test_an_ignored_label_may_be_a_class_and_labels_of_any_integer_type() -> None:
+    tensors, labels = arguments(9)
+    labels[:] = torch.tensor([3, 1, 3, 2, 3, 0, 10, 9, 3])
+    for reduction, weight in itertools.product(("mean", "sum", "none"), (None, torch.rand(CLASSES).double())):
+        expected = F.cross_entropy(F.linear(*tensors), labels, weight=weight, ignore_index=3, reduction=reduction)
+        found = linear_cross_entropy(
+            *tensors, labels.int(), class_weight=weight, objective=Objective(3, reduction), chunk=4
+        )
+        agrees(gradients(found, tensors), gradients(expected, tensors))
 
-    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+
+def test_no_tokens_at_all_are_as_in_torch() -> None:
+    tensors, labels = arguments(0)
+    for reduction in ("mean", "sum", "none"):
+        found = linear_cross_entropy(*tensors, labels, objective=Objective(reduction=reduction))
+        expected = F.cross_entropy(F.linear(*tensors), labels, reduction=reduction)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert all((one == 0).all() for one in torch.autograd.grad(found.sum(), tensors))
+    assert [one.shape for one in log_probs(*tensors, labels)] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_without_a_label_are_those_of_torch(reduction: str, smoothing: float) -> None:
+    tensors, labels = arguments(4)
+    labels[:] = -100
+    found, expected = (
+        loss(objective=Objective(reduction=reduction, label_smoothing=smoothing))
+        if loss is not F.cross_entropy
+        else F.cross_entropy(F.linear(*tensors), labels, reduction=reduction, label_smoothing=smoothing)
+        for loss in (functools.partial(linear_cross_entropy, *tensors, labels), F.cross_entropy)
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(expected.sum(), tensors), strict=True
+    ):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_settings_that_torch_refuses_are_refused() -> None:
+    tensors, labels = arguments(4)
+    with pytest.raises(ValueError, match="reduction"):
+        Objective(reduction="average")
+    with pytest.raises(RuntimeError, match="label_smoothing"):
+        Objective(label_smoothing=1.5)
+    with pytest.raises(RuntimeError, match="class weights"):
+        linear_cross_entropy(*tensors, labels, class_weight=torch.ones(CLASSES - 1).double())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivatives_and_transforms_are_refused(reduction: str) -> None:
+    tensors, labels = arguments(4)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, objective=Objective(reduction=reduction)).sum()
+
+    (first,) = torch.autograd.grad(loss(*tensors), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        first.sum().backward()
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(loss)(*(one.detach() for one in tensors))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.vmap(loss, in_dims=(0, None))(
+            tensors[0].detach()[:, None].expand(4, 4, FEATURES), tensors[1].detach()
+        )
+    with pytest.raises(RuntimeError, match="forward"), torch.autograd.forward_ad.dual_level():
+        loss(torch.autograd.forward_ad.make_dual(tensors[0].detach(), tensors[0].detach()), tensors[1])
+
+
+# -- numbers of other types -------------------------------------------------------------------------------------------
+
+
+def test_logits_far_apart_lose_nothing() -> None:
+    hidden = torch.tensor([[300.0], [-200.0], [1.0]], requires_grad=True)
+    weight, labels = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True), torch.tensor([1, 0, 2])
+    for smoothing, reduction in itertools.product((0.0, 0.1), ("sum", "none")):
+        expected = F.cross_entropy(F.linear(hidden, weight), labels, reduction=reduction, label_smoothing=smoothing)
+        found = linear_cross_entropy(hidden, weight, labels, objective=Objective(-100, reduction, smoothing), chunk=2)
+        assert found.isfinite().all()
+        agrees(gradients(found, [hidden, weight]), gradients(expected, [hidden, weight]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_small_types_are_no_worse_than_those_of_torch(dtype: torch.dtype, reduction: str) -> None:
+    """Against float64, with the sums of many chunks, and with a mean that leaves the range of float16."""
+    torch.manual_seed(0)
+    tokens = 4096
+    hidden, weight = torch.randn(tokens, 16).to(dtype), (torch.randn(64, 16) / 4).to(dtype)
+    labels = torch.randint(0, 3, (tokens,))  # few classes with large sums
+    labels[::5] = -100
+
+    def taken(loss: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+        given = [one.clone().requires_grad_() for one in tensors]
+        found = loss(*given)
+        (found if found.dim() == 0 else found.float().sum() / 64).mul(64.0).backward()
+        return [one.grad.double() for one in given if one.grad is not None]
+
+    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(
+            F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)), labels, reduction=reduction
+        )
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, labels, objective=Objective(reduction=reduction), between=Tensor.float, chunk=128
+        )
+
+    exact = taken(plain, hidden.double(), weight.double())
+    for one, other, right in zip(taken(ours, hidden, weight), taken(plain, hidden, weight), exact, strict=True):
+        error, allowed = (one - right).norm() / right.norm(), (other - right).norm() / right.norm()
+        assert error < 1.25 * allowed, (float(error), float(allowed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_under_autocast_types_are_those_of_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(8, 5, dtype=dtype, requires_grad=True),
+        torch.randn(CLASSES, 5, dtype=dtype, requires_grad=True),
+    ]
+    labels = torch.randint(0, CLASSES, (8,))
+    for between in (None, lambda z: z.tanh()):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = F.linear(*tensors)
+            expected = F.cross_entropy(logits if between is None else between(logits), labels)
+            found = linear_cross_entropy(*tensors, labels, between=between, chunk=3)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        for one, other in zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Bytes that are alive, of what was allocated within, and the most elements of a tensor."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self._inputs = {one.untyped_storage()._cdata for one in inputs}
+        self.most_bytes = self.most_elements = 0
+        self._storages: dict[Any, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in torch.utils._pytree.tree_leaves(result):
+            if isinstance(one, Tensor):
+                self.most_elements = max(self.most_elements, one.numel())
+                storage = one.untyped_storage()
+                if storage._cdata in self._inputs:
+                    continue
+                self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
+        self.most_bytes = max(self.most_bytes, sum(size for _, size in self._storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("way", ["in place", "cast", "between", "none", "entropy"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_forward_and_backward_take_no_more_than_the_stated_bound(
+    way: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound, tokens, features, size = 1 << 20, 256, 8, 8192
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", bound)
+    dtype = torch.bfloat16 if way == "cast" else torch.float32
+    hidden, weight = (
+        torch.randn(tokens, features).to(dtype).requires_grad_(),
+        torch.randn(size // ranks, features).to(dtype),
+    )
+    weight.requires_grad_()
+    labels = torch.randint(0, size, (tokens,))
+    vocabulary = Vocabulary(size, 0, None if ranks == 1 else lambda own: torch.stack([own, own]))
+    between = {"cast": Tensor.float, "between": lambda z: torch.tanh(z / 3) * 3}.get(way)
+    with Live(hidden, weight) as live:
+        if way == "entropy":
+            sum(log_probs(hidden, weight, labels, vocabulary=vocabulary)).sum().backward()  # type: ignore[union-attr]
+        else:
+            objective = Objective(reduction="none" if way == "none" else "mean")
+            linear_cross_entropy(
+                hidden, weight, labels, objective=objective, vocabulary=vocabulary, between=between
+            ).sum().backward()
+    sums = weight.numel() * 4 + (weight.nbytes if way == "cast" else 0)
+    allowed = hidden.nbytes + sums + 1.1 * bound
+    assert live.most_bytes <= allowed, live.most_bytes - allowed
+    assert live.most_bytes > 0.7 * bound + sums  # the bound is used
+    assert live.most_elements <= chunk_size(size // ranks, dtype, hidden.device, "in place") * (size // ranks)
+    assert live.most_elements < tokens * size // ranks // 2

@@ -37,6 +37,7 @@ from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.consistency import SAME_SCRIPT, agree, refuse_if_incomplete, synchronized_rng
 from slapo_runtime.context import BuildContext
 from slapo_runtime.correspondence import placed, placement_facts
+from slapo_runtime.planning import with_choices
 from slapo_runtime.replicas import divergence, replicas_of
 from slapo_runtime.stages import StagedModel, ask
 from slapo_runtime.weights.files import open_source
@@ -403,7 +404,7 @@ class Target:
                 hint="options(config, arguments) returns {**config, ...}",
             )
         with self._blamed("plan"):
-            return self.dialect.plan(schedule, options)
+            return with_choices(self.dialect.plan(schedule, options), schedule)
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
         """Return the pipeline rank of each stage.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.dialect import BuildArguments, Dialect, Plan
@@ -46,7 +46,22 @@ def plan_of(dialect: Dialect, schedule: Schedule, options: Mapping[str, Any], **
         device=None if device is None else torch.device(device),
         **given,
     )
-    return dialect.plan(schedule, dialect.options(options, arguments))
+    return with_choices(dialect.plan(schedule, dialect.options(options, arguments)), schedule)
+
+
+def with_choices(plan: Plan, schedule: Schedule) -> Plan:
+    """Add the choices that were left to steps, e.g. the implementation of a loss, as they noted them."""
+    lines = [
+        f"{effect.removeprefix(_CHOICE)} ({record})"
+        for record in schedule.records
+        for effect in record.effects
+        if effect.startswith(_CHOICE)
+    ]
+    return replace(plan, steps=(*plan.steps, *lines)) if lines else plan
+
+
+_CHOICE = "choice: "
+"""What `Edit.note` begins with, of a choice that plans show."""
 
 
 @dataclass(frozen=True)
