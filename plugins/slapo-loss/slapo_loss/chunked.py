@@ -81,7 +81,8 @@ class Objective:
     reduction: str = "mean"
     label_smoothing: float = 0.0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise what torch raises for values that it does not take."""
         if self.reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'none' (got {self.reduction!r})")
         if not 0.0 <= self.label_smoothing <= 1.0:
@@ -119,6 +120,7 @@ def linear_cross_entropy(
     Raises:
         IndexError: a label is neither a class nor the ignored one; on a GPU, an assertion on the device.
     """
+    objective.check()
     apply = _PerToken.apply if objective.reduction == "none" else _Reduced.apply
     settings = (objective, vocabulary or Vocabulary(weight.shape[0]), between, chunk)
     return _applied(apply, hidden, weight, bias, labels, class_weight, settings)  # type: ignore[no-any-return]
