@@ -51,7 +51,7 @@ def bert(
     if embeddings:
         sch[f"{body}.embeddings.word_embeddings"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         sch[head].shard("bias", axis=0, pad=True)
-        sch[f"{head}.decoder"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch[f"{head}.decoder"].sync("bwd_post", "all_reduce").linear_cross_entropy()
     if kernels:
         for name in ("intermediate", "attention.output", "output"):
             layers[f"{name}.dense"].decompose()
@@ -123,7 +123,7 @@ def gpt(
     layers["*.c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
     if embeddings:
         sch["transformer.wte"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
-        sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
     if kernels:
         layers.trace(flatten=True).replace(match=attention).replace(match="fusion.gelu_tanh")
         layers.fuse("fusion.bias_dropout_add_norm", compiler=compiler)
@@ -166,7 +166,7 @@ def opt(
         layers[name].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     if embeddings:
         sch["model.decoder.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
-        sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
     if kernels:
         layers.trace(flatten=True).replace(match=attention).fuse("fusion.bias_dropout_add_norm", compiler=compiler)
     for layer in list(layers)[: round(checkpoint * len(layers))]:
@@ -197,24 +197,25 @@ def t5(
         PreconditionError: see :func:`bert`.
     """
     blocks: Any = sch["*coder.block.*"]
-    for name in ("*Attention.[qkv]", "DenseReluDense.wi*"):
-        blocks[f"layer.*.{name}"].shard("weight", axis=0)
-    for name in ("*Attention.o", "DenseReluDense.wo"):
-        blocks[f"layer.*.{name}"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    for name, others in (("SelfAttention", ()), ("EncDecAttention", ("key_value_states",)), ("DenseReluDense", ())):
-        blocks[f"layer.*.{name}"].sync("bwd_post", "all_reduce", inputs=("hidden_states", *others))
+    for axis, *names in ((0, "*Attention.[qkv]", "DenseReluDense.wi*"), (1, "*Attention.o", "DenseReluDense.wo")):
+        for name in names:
+            blocks[f"layer.*.{name}"].shard("weight", axis=axis)
+    for name, place, *inputs in (
+        ("*Attention.o", "fwd_post"),
+        ("DenseReluDense.wo", "fwd_post"),
+        ("SelfAttention", "bwd_post", "hidden_states"),
+        ("EncDecAttention", "bwd_post", "hidden_states", "key_value_states"),
+        ("DenseReluDense", "bwd_post", "hidden_states"),
+    ):
+        blocks[f"layer.*.{name}"].sync(place, "all_reduce", inputs=tuple(inputs) or None)
     for name in ("*Attention", "DenseReluDense.dropout"):
         blocks[f"layer.*.{name}"].fork_rng()
     blocks["layer.*.*Attention"].shard_attribute("n_heads")["*_bias"].shard("weight", axis=1)
     if embeddings:
         for name in ("lm_head", "shared") if len(sch["lm_head"].ties("weight")) == 1 else ("lm_head",):
             sch[name].shard("weight", axis=0, pad=True)
-        for name, *sync in (
-            ("lm_head", "bwd_post", "all_reduce"),
-            ("lm_head", "fwd_post", "all_gather"),
-            ("*coder.embed_tokens", "fwd_post", "all_reduce"),
-        ):
-            sch[name].sync(*sync)
+        sch["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
+        sch["*coder.embed_tokens"].sync("fwd_post", "all_reduce")
     if kernels:
         blocks.trace(flatten=True).replace(match="fusion.sdpa").replace(match="fusion.rms_norm")
     for block in list(blocks)[: round(checkpoint * len(blocks))]:
@@ -264,7 +265,7 @@ def llama(
         sch["model.embed_tokens"].shard("weight", axis=0, pad=True).sync("fwd_post", "all_reduce")
         if len(sch["lm_head"].ties("weight")) == 1:
             sch["lm_head"].shard("weight", axis=0, pad=True)
-        sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+        sch["lm_head"].sync("bwd_post", "all_reduce").linear_cross_entropy()
     if kernels:
         layers.trace(flatten=True).replace(match=attention).replace(match="fusion.rms_norm")
         for pattern in ("fusion.rotary", "fusion.swiglu"):
