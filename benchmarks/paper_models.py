@@ -101,12 +101,12 @@ def _tests_of_models(name: str) -> Any:
 
 
 def sizes(name: str, size: str) -> Mapping[str, Any]:
-    """Of a model at ``"paper"``, ``"cpu"`` or ``"small"``."""
+    """Of a model at ``"paper"``, ``"cpu"``, ``"cpu 32k"`` (but WideResNet) or ``"small"``."""
     if size == "paper":
         return MODELS[name].paper
     if name == "wide_resnet":
         return _PICTURES[size]
-    return _CPU if size == "cpu" else _SMALL
+    return {"cpu": _CPU, "cpu 32k": {**_CPU, "vocabulary": 32768}, "small": _SMALL}[size]
 
 
 def make(name: str, size: str, attention: str | None = "eager", dtype: torch.dtype = torch.float32) -> nn.Module:
