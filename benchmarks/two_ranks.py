@@ -121,7 +121,8 @@ def measure(
     """Take steps of the systems in turn, on every rank.
 
     Returns:
-        by system: ``losses`` and ``seconds``, or ``refused``, why it does not train the model.
+        by system: ``losses``, ``seconds`` and ``cpu`` (seconds of processor time, mean of the ranks), or ``refused``,
+        why it does not train the model.
     """
     torch.set_num_threads(1)
     found: dict[str, dict[str, Any]] = {}
@@ -129,7 +130,7 @@ def measure(
     for system in systems:
         try:
             step = SYSTEMS[system](name, size, compiler)
-            found[system] = {"losses": [step() for _ in range(COMPARED)], "seconds": []}
+            found[system] = {"losses": [step() for _ in range(COMPARED)], "seconds": [], "cpu": []}
             steps[system] = step
         except Exception as error:  # noqa: BLE001 - a result, too
             found[system] = {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
@@ -138,9 +139,10 @@ def measure(
         order = list(steps)
         for system in (*order[number % len(order) :], *order[: number % len(order)]):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             steps[system]()
             found[system]["seconds"].append(time.perf_counter() - start)
+            found[system]["cpu"].append(mean_over_ranks(torch.tensor(time.process_time() - cpu)))
         if mean_over_ranks(torch.tensor(time.perf_counter() - begin)) > seconds and number >= 4:
             break
     return found
@@ -148,8 +150,7 @@ def measure(
 
 def profile(name: str, size: str, systems: Sequence[str], compiler: str) -> dict[str, tuple[str, str]]:
     """Profile steps of each system: operators by their own time, and collectives."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiled
+    from torch.profiler import ProfilerActivity, profile as profiled
 
     torch.set_num_threads(1)
     found = {}
@@ -184,7 +185,7 @@ def summary(name: str, size: str, found: dict[str, dict[str, Any]]) -> list[dict
         quarters = statistics.quantiles(result["seconds"], n=4)
         row |= {"quartiles_ms": [1e3 * quarters[0], 1e3 * quarters[2]]}
         if system != OWN:
-            row |= {"to_slapo": ratio_of_medians(result["seconds"], own["seconds"])}
+            row |= {f"{kind}_to_slapo": ratio_of_medians(result[kind], own[kind]) for kind in ("seconds", "cpu")}
         if system != "Megatron-core's layers":
             pairs = zip(result["losses"], own["losses"], strict=True)
             row["losses_apart"] = max(abs(a - b) for a, b in pairs) / abs(own["losses"][0])
@@ -196,11 +197,13 @@ def shown(row: dict[str, Any]) -> str:
     place = f"{row['model']:6} {row['size']:8} {row['system']:32}"
     if "refused" in row:
         return f"{place} {row['refused']}"
-    ratio = row.get("to_slapo")
-    said = (
-        "" if ratio is None else f"{ratio['ratio']:.2f} ({ratio['interval_95'][0]:.2f}, {ratio['interval_95'][1]:.2f})"
-    )
-    return f"{place} {row['step_ms']:7.1f} ms  {said}"
+    said = f"{place} {row['step_ms']:7.1f} ms"
+    for kind in ("seconds", "cpu"):
+        ratio = row.get(f"{kind}_to_slapo")
+        if ratio is not None:
+            low, high = ratio["interval_95"]
+            said += f"  {kind} {ratio['ratio']:.2f} ({low:.2f}, {high:.2f})"
+    return said
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -106,6 +106,16 @@ def test_a_graph_may_be_kept_and_is_given_up_otherwise() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("between", [None, torch.tanh])  # the backward of tanh reads what it returned
+def test_padding_leaves_what_operations_saved(between: Callable[[Tensor], Tensor] | None) -> None:
+    tensors, labels = arguments(7)
+    logits = F.linear(*tensors) if between is None else between(F.linear(*tensors))
+    labels = labels.clamp_max(CLASSES - 4)
+    expected = gradients(F.cross_entropy(logits[:, : CLASSES - 3], labels), tensors)
+    found = linear_cross_entropy(*tensors, labels, between=between, vocabulary=Vocabulary(CLASSES - 3), chunk=2)
+    agrees(gradients(found, tensors), expected)
+
+
 def test_a_split_vocabulary_gives_the_loss_of_the_whole_one() -> None:
     """Ranks as threads would run them: each one's numbers are gathered from lists."""
     size, ranks = CLASSES, 3
