@@ -197,8 +197,7 @@ def _measurements(known: Document) -> Iterator[str]:
         "throughputs: above 1, the system is faster than the first of its table; in brackets where 95 % of it lie. "
         "`losses` is how far the first three are from those of the unscheduled model on one rank, relative to its "
         "first. Where a batch norm sees the samples of one replica or micro-batch only, losses are not compared. "
-        "Megatron-core's own model computes its loss from split logits; the schedules gather them, because the loss is "
-        "the model's."
+        "Beside Megatron-core's own model nothing is recomputed; both compute their loss from split logits."
     )
     titles = {
         "ALONE": "One rank",

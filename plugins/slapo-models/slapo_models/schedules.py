@@ -29,7 +29,8 @@ def bert(
         kernels: whether to trace each layer, replace its attention, and fuse bias and GELU, and bias, dropout,
             residual and LayerNorm. The model must be made with ``attn_implementation="eager"``.
         checkpoint: the share of layers, from the first one, that are recomputed in the backward pass: 0 to 1.
-        embeddings: whether to shard word embeddings and head along the vocabulary.
+        embeddings: whether to shard word embeddings and head along the vocabulary, and to compute the loss of hidden
+            states and the head's shards: in training ``output.logits`` have no values.
         stages: pipeline stages, of equal numbers of layers.
         compiler: of the fused regions.
         body: path of the model without its head.
