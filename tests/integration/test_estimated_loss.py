@@ -128,3 +128,12 @@ def test_a_search_chooses_the_loss_that_fits(tmp_path: Path) -> None:
         ("gathered", "over_memory"),
         ("small chunks", "ok"),
     ]
+
+
+@pytest.mark.ranks
+def test_the_last_stage_of_a_pipeline_has_the_loss() -> None:
+    sch = slapo.create_schedule(model(), mesh={"pp": 2, "tp": 2}, example_inputs=batch())
+    slapo_models.llama(sch, kernels=False, stages=2)
+    first, last = slapo.estimate(sch, batch(), optimizer=adamw, microbatches=2, pipeline_schedule="1f1b").kinds
+    sent = [[each.bytes for each in kind.collectives if each.kind == "all_gather"] for kind in (first, last)]
+    assert sent == [[], 2 * [2 * (TOKENS - 8) // 2 * 4]]
