@@ -65,3 +65,12 @@ def test_the_small_form_trains_each_system_to_the_losses_of_the_model(paper: Any
         of = {step: known[f"predicted {step}"] for step in paper.STEPS}
         assert of["vanilla"]["traffic"] == 0 < of["+ shard layers"]["traffic"]
         assert of["+ shard embeddings"]["memory"] < of["vanilla"]["memory"]
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+def test_the_benchmark_of_two_ranks_compares_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # also of the ranks
+    rows = importlib.import_module("two_ranks").main(["--small", "--only", "llama"])
+    assert [row.get("refused") for row in rows] == [None] * 4
+    assert len([row for row in rows if row.get("losses_apart", 1) < 1e-5]) == 3  # all but Megatron-core's
