@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
-from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording
+from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
 from slapo_estimate.private import current_autograd_node, next_sequence_number, sequence_number
 
 if TYPE_CHECKING:
@@ -197,17 +197,12 @@ def name_causes(schedule: Schedule, place: Place) -> None:
                 if name is not None:
                     functions[number] = _Hook(place, At(own.module, name), function)
         forward = module.__dict__.get("forward")
-        if isinstance(forward, forwards.ModuleForward) and not all(map(_spans_stages, forward.wrappers)):
+        if isinstance(forward, forwards.ModuleForward) and not all(map(spans_stages, forward.wrappers)):
             names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
             innermost, *others = forward.wrappers
             first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None)
             rest = (_Wrapper(place, At(own.module, name), each) for name, each in zip(names[1:], others, strict=True))
             forward.exchange_wrappers([first, *rest])
-
-
-def _spans_stages(wrapper: Any) -> bool:
-    """Return whether a wrapper goes around the stages of a cut model instead, which have it already."""
-    return hasattr(wrapper, "slapo_of_stage")
 
 
 def _modules(model: nn.Module, entries: list[tuple[Record, journal.Entry]], place: Place) -> None:
