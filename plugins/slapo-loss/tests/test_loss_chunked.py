@@ -202,9 +202,9 @@ def test_gradients_without_a_label_are_those_of_torch(reduction: str, smoothing:
 def test_settings_that_torch_refuses_are_refused() -> None:
     tensors, labels = arguments(4)
     with pytest.raises(ValueError, match="reduction"):
-        Objective(reduction="average")
+        Objective(reduction="average").check()
     with pytest.raises(RuntimeError, match="label_smoothing"):
-        Objective(label_smoothing=1.5)
+        Objective(label_smoothing=1.5).check()
     with pytest.raises(RuntimeError, match="class weights"):
         linear_cross_entropy(*tensors, labels, class_weight=torch.ones(CLASSES - 1).double())
 
