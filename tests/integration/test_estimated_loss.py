@@ -65,7 +65,7 @@ def test_peaks_are_those_of_real_ranks_and_each_chunk_communicates_once() -> Non
     assert real["small chunks"] < 0.8 * real["of the schedule"]
     sent = [each for each in found["small chunks"].kinds[0].collectives if each.kind == "all_gather"]
     tokens = [CHUNK] * ((TOKENS - 8) // CHUNK) + [(TOKENS - 8) % CHUNK]
-    assert [each.bytes for each in sent] == [3 * count * 4 for count in tokens]  # log-sum-exp, target logit, whether it is here
+    assert [each.bytes for each in sent] == [3 * count * 4 for count in tokens]  # maximum, log-sum-exp, target logit
     assert {(each.mesh_dim, each.ranks, each.phase) for each in sent} == {("tp", 2, "forward")}
     assert found["small chunks"].time > found["of the schedule"].time > 0  # more collectives, as many products
     assert len({one.kinds[0].flops for one in found.values()}) == 1
