@@ -75,6 +75,7 @@ def test_loss_curves_that_part_end_with_status_1(directory: Path) -> None:
         file.write_text(honest)
 
 
+@pytest.mark.breadth
 def test_without_matplotlib_the_runs_are_compared_and_a_line_says_what_to_install(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,7 @@ PIPELINE = DialectCase(
 )
 
 
+@pytest.mark.breadth
 @parametrize_dialect_checks([PIPELINE], checks=ON_RANKS)
 def test_with_a_pipeline_of_split_stages(check: Any) -> None:
     check()
