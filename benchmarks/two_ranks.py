@@ -112,7 +112,7 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "DTensor, loss_parallel": dtensor,
     "Megatron-core's layers": megatron,
 }
-"""Megatron-core comes last: on a CPU its stand-in for CUDA changes methods of tensors."""
+"""Megatron-core comes last: the CPU shim changes methods of tensors."""
 
 
 def measure(

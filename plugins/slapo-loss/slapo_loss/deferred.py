@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slapo_core import ArgumentError
 from slapo_loss import operations
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
 from slapo_loss.operations import Operation, check_version
@@ -119,7 +120,15 @@ class _Values:
                 member.computed = functools.reduce(lambda value, view: view(value), member.views, logits)
 
     def check(self) -> None:
+        """Raise if the loss cannot be that of the head's forward."""
         check_version(self.hidden, self.version, "the input of the head")
+        weight = self.head.weight
+        if weight.numel() and not weight.untyped_storage().size():
+            raise ArgumentError(
+                "the weight of the head was freed between the head's forward and the loss, which is computed from it: "
+                "fully_shard resharded it",
+                hint="fully_shard(model.lm_head, reshard_after_forward=False), or fully_shard it with the root",
+            )
 
 
 class DeferredLogits(Tensor):

@@ -198,19 +198,26 @@ def open_call(scope: Scope) -> OpenCall | None:
 
 @dataclass(frozen=True)
 class SpanForward:
-    """Wrapper of the root's forward: during it the head's logits may be deferred, and not after it."""
+    """Wrapper of the root's forward: during it the head's logits may be deferred, and not after it.
+
+    Args:
+        scope: shared with the wrapper of the head.
+        keep_logits: whether the logits in the output are computed besides.
+        has_head: whether the forward is to call the head.
+    """
 
     scope: Scope
     keep_logits: bool
+    has_head: bool = True
 
     slapo_goes_around = True
 
     def slapo_of_stage(self, is_last: bool) -> SpanForward:
         """Return the wrapper of a stage: what earlier ones send on has values."""
-        return self if is_last else dataclasses.replace(self, keep_logits=True)
+        return self if is_last else dataclasses.replace(self, keep_logits=True, has_head=False)
 
     def __call__(self, forward: Forward) -> Forward:
-        scope, keep_logits = self.scope, self.keep_logits
+        scope, keep_logits, has_head = self.scope, self.keep_logits, self.has_head
 
         @functools.wraps(forward)
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +227,11 @@ class SpanForward:
             before = _OPEN.set((*_OPEN.get(), call))
             try:
                 output = forward(module, *args, **kwargs)
-                return closed(call, output, keep_logits=keep_logits) if call.has_deferred else output
+                if call.has_deferred:
+                    return closed(call, output, keep_logits=keep_logits)
+                if has_head and not scope.has_warned and module.training:
+                    warn_of_no_effect(scope, "whose head did not run in training mode")
+                return output
             finally:
                 _OPEN.reset(before)
                 call.is_over = True
@@ -230,14 +241,9 @@ class SpanForward:
 
 def closed(call: OpenCall, output: Any, *, keep_logits: bool) -> Any:
     """End a forward: return its output with logits, or with what stands for them where the loss was computed."""
-    if not call.used and not call.scope.has_warned and not dropout_is_off():  # verify leaves out labels, too
-        call.scope.has_warned = True
+    if not call.used and not call.scope.has_warned:
         by = f": {call.computed[0]} took its logits" if call.computed else ""
-        warnings.warn(
-            f"linear_cross_entropy at '{call.scope.path}' had no effect on this forward in training, which computes no "
-            f"cross entropy of what the head gives{by}; give the model its labels, or leave the step out",
-            stacklevel=6,
-        )
+        warn_of_no_effect(call.scope, f"which computes no cross entropy of what the head gives{by}")
 
     def end(logits: DeferredLogits) -> Tensor:
         if logits.call is not call:
@@ -247,6 +253,18 @@ def closed(call: OpenCall, output: Any, *, keep_logits: bool) -> Any:
         return WithheldLogits(logits.shape, logits.dtype, logits.device, call.scope.path)
 
     return exchanged(output, end, {})
+
+
+def warn_of_no_effect(scope: Scope, why: str) -> None:
+    """Warn, once, that a forward in training took no loss from hidden states."""
+    if dropout_is_off():  # verify leaves out labels, too
+        return
+    scope.has_warned = True
+    warnings.warn(
+        f"linear_cross_entropy at '{scope.path}' had no effect on this forward in training, {why}; give the model its "
+        "labels, or leave the step out",
+        stacklevel=7,
+    )
 
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, Tensor, nn.Parameter))

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slapo_core as slapo
-from slapo_core import PreconditionError
+from slapo_core import ArgumentError, PreconditionError
 from slapo_loss.linear_cross_entropy import _OPEN
 from slapo_loss.withheld import WithheldError, WithheldLogits
 from slapo_testing import parametrize_checks
@@ -120,6 +120,37 @@ def test_evaluation_generation_and_training_without_labels_give_logits() -> None
         warnings.simplefilter("error")  # once is enough
         sch.model(ids)
     agree([sch.model.head(plain.hidden(ids))], [plain.head(plain.hidden(ids))])  # outside of the model's forward
+
+
+class Beside(Net):
+    """Multiplies by the weight of its head without calling it."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None) -> dict[str, Tensor]:
+        logits = self.hidden(ids) @ self.head.weight.t()
+        assert labels is not None
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_a_head_that_the_model_does_not_call_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="no effect.*did not run"):
+        scheduled(Beside()).model(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduled(Net()).model(**batch())
+        scheduled(Beside().eval()).model(**batch())
+
+
+def test_a_weight_that_was_freed_before_the_loss_is_refused() -> None:
+    """As ``fully_shard`` frees that of a head of its own after its forward."""
+
+    def free(module: nn.Module, args: Any, output: Any) -> None:
+        module.weight.untyped_storage().resize_(0)  # type: ignore[operator, union-attr]
+
+    sch = scheduled(Net())
+    sch.model.head.register_forward_hook(free)
+    with pytest.raises(ArgumentError, match="freed") as raised:
+        sch.model(**batch())
+    assert "reshard_after_forward=False" in str(raised.value.hint)
 
 
 # -- what the output holds ------------------------------------------------------------------------------------

@@ -355,6 +355,9 @@ class Sync(Primitive):
         for kind, hook in self._hooks(node):
             edit.add_hook(node, kind, hook, active=active)
         if self.overlap:
+            weight = node.parameters.get("weight")
+            if weight is not None and not weight.requires_grad:
+                edit.note("overlap=True has no effect: the weight is frozen, so there is no gradient to compute beside")
             edit.wrap_forward(node, under_weight_gradient, active=active, inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
