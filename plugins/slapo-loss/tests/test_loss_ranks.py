@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import slapo_core as slapo
+from slapo_loss import chunked
 from slapo_loss.withheld import WithheldLogits
 from slapo_testing import run_ranks
 
@@ -146,9 +148,9 @@ ON_FOUR = {
 }
 
 
-def differences(name: str, case: Case) -> list[str]:
-    """What this rank's engine does otherwise than that of the plain model."""
-    results = []
+def differences(name: str, case: Case) -> tuple[list[str], int]:
+    """What this rank's engine does otherwise than that of the plain model, and its losses from hidden states."""
+    results, made = [], 0
     for mesh, steps, options in ((dict(case.mesh), case.steps, case.options), (None, (), case.plain)):
         sch: Any = slapo.create_schedule(Net(**case.form), mesh=mesh, example_inputs=case.given(0))
         for step in steps:
@@ -156,24 +158,36 @@ def differences(name: str, case: Case) -> list[str]:
         make = functools.partial(torch.optim.AdamW, lr=0.01)
         engine = slapo.build(sch, optimizer=make, max_grad_norm=1e9, **options)
         found: list[Tensor] = []
-        for step in range(3):
-            result = engine.train_step(case.given(step))
-            found += [result.loss, torch.as_tensor(result.grad_norm)]
+        with mock.patch.object(chunked, "linear_cross_entropy", wraps=chunked.linear_cross_entropy) as computed:
+            for step in range(3):
+                result = engine.train_step(case.given(step))
+                found += [result.loss, torch.as_tensor(result.grad_norm)]
+        made += computed.call_count
         found += [engine.eval_step(case.given(7)).loss, *engine.state_dict().values()]
         results.append(found)
         engine.close()
     try:
         agree(*results)
     except AssertionError as error:
-        return [f"{name}: {error}"]
-    return []
+        return [f"{name}: {error}"], made
+    return [], made
 
 
-def train(ranks: int) -> list[str]:
+def train(ranks: int) -> tuple[list[str], dict[str, int]]:
     torch.set_num_threads(1)
-    cases = ON_TWO if ranks == 2 else ON_FOUR
-    found = [each for name, case in cases.items() for each in differences(name, case)]
-    return found + (outputs() if ranks == 2 else [])
+    found, made = [], {}
+    for name, case in (ON_TWO if ranks == 2 else ON_FOUR).items():
+        wrong, made[name] = differences(name, case)
+        found += wrong
+    return found + (outputs() if ranks == 2 else []), made
+
+
+def check(ranks: int) -> None:
+    results = run_ranks(train, ranks, world_size=ranks, timeout=300)
+    assert [found for found, _ in results] == [[]] * ranks
+    for name in results[0][1]:
+        is_in_effect = any(made[name] for _, made in results)
+        assert is_in_effect == (name != "loss of build"), name
 
 
 def outputs() -> list[str]:
@@ -198,14 +212,12 @@ def outputs() -> list[str]:
 
 
 def test_on_two_ranks_it_trains_as_the_plain_model_in_one_process() -> None:
-    for found in run_ranks(train, 2, world_size=2, timeout=300):
-        assert found == []
+    check(2)
 
 
 @pytest.mark.breadth
 def test_on_four_ranks_it_trains_as_the_plain_model_in_one_process() -> None:
-    for found in run_ranks(train, 4, world_size=4, timeout=300):
-        assert found == []
+    check(4)
 
 
 # -- what a schedule lacks ------------------------------------------------------------------------------------
