@@ -159,7 +159,7 @@ def module_calls(recorder: Recorder, root: nn.Module, leaves: LeafRule) -> Abstr
         if path is None:
             return run(module, *args, **kwargs)
         if not leaves(module, path):
-            begin = next(reversed(recording.graph.nodes), None)
+            begin = next(iter(reversed(recording.graph.nodes)), None)
             with recorder.inside(path):
                 out = run(module, *args, **kwargs)
             if is_predefined(module):
