@@ -8,7 +8,8 @@ backward. Where there is a loss per token the backward makes the logits again.
 
 A chunk has one buffer of logits, in the head's type, which become their own gradient: divided by a factor for each
 token, so that the factors are multiplied into hidden states (tokens x features) instead. Where the logits are of a
-smaller type than the loss, or operations lie between, they are taken a block of tokens at a time.
+smaller type than the loss, or operations lie between, they are taken a block of tokens at a time; on a GPU with Triton
+kernels take logits that are only cast.
 
 With the vocabulary split over ranks a chunk takes one exchange: each rank's largest logit, the logarithm of its sum of
 exponentials, the target's logit and (for label smoothing) the sum of logits.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +45,11 @@ OTHER_CHUNK_BYTES = 512 << 20
 _BLOCKS = 4
 """Logits take the bound but for one part in so many, which is for a block of tokens."""
 
-_COPIES = {"in place": 0, "cast": 3, "between": 12}
+_COPIES = {"in place": 0, "kernels": 0, "cast": 3, "between": 12}
 """Tensors of a block's size, in the type of the loss, that exist at a time."""
+
+_TILE = 128
+"""A GPU's products take as many rows at a time."""
 
 _LEAST_SHARE = 1e-30
 """Probabilities of a rank's whole part of the vocabulary that are smaller count as this one in gradients."""
@@ -159,7 +164,7 @@ def log_probs(
     return _applied(_LogProbs.apply, hidden, weight, bias, labels, None, settings)  # type: ignore[no-any-return]
 
 
-def chunk_size(classes: int, dtype: torch.dtype, device: torch.device, way: str = "cast") -> int:
+def chunk_size(classes: int, dtype: torch.dtype, device: torch.device, way: str | None = None) -> int:
     """Return the number of tokens whose logits exist at a time.
 
     Args:
@@ -167,11 +172,24 @@ def chunk_size(classes: int, dtype: torch.dtype, device: torch.device, way: str 
         dtype: of the head.
         device: of the head.
         way: ``"in place"`` for logits of float32 or float64 that nothing lies between, ``"cast"`` for those that are
-            only cast, ``"between"`` for others.
+            only cast, ``"kernels"`` for both by Triton, ``"between"`` for others; None: ``"kernels"`` where there are
+            any, else ``"cast"``.
     """
+    way = way or ("kernels" if has_kernels(dtype, device) else "cast")
     bound = CHUNK_BYTES.get(device.type, OTHER_CHUNK_BYTES)
-    of_logits = bound if way == "in place" else bound - bound // _BLOCKS
-    return max(1, of_logits // max(1, classes * dtype.itemsize))
+    of_logits = bound if _COPIES[way] == 0 else bound - bound // _BLOCKS
+    tokens = max(1, of_logits // max(1, classes * dtype.itemsize))
+    return tokens - tokens % _TILE if device.type != "cpu" and tokens > _TILE else tokens
+
+
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether Triton kernels take logits of a type on a device."""
+    return device.type == "cuda" and dtype.itemsize <= 4 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _cooled(between: Between | None, temperature: float, logits: Tensor) -> Tensor:
@@ -203,7 +221,7 @@ class _Reduced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        head, needs = _Head(*arguments, in_place=True), ctx.needs_input_grad[:3]
+        head, needs = _Head(*arguments, ways=("in place", "kernels")), ctx.needs_input_grad[:3]
         gradients = _Gradients(head, needs) if any(needs) else None
         total = torch.zeros((), dtype=head.dtype, device=head.hidden.device)
         for part in head.chunks():
@@ -212,6 +230,7 @@ class _Reduced(torch.autograd.Function):
             total += head.losses(part, numbers).sum()
             if gradients is not None:
                 gradients.add(part, logits, targets.factors)
+        head.free()
         ctx.gradients, ctx.factor = gradients, None
         if head.objective.reduction == "mean":
             norm = head.target_weights.sum()
@@ -237,7 +256,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        head = _Head(*arguments)
+        head = _Head(*arguments, ways=("kernels",))
         losses, kept = head.kept.clone(), []
         for part in head.chunks():
             _, numbers = head.taken(part, None)
@@ -250,7 +269,7 @@ class _PerToken(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, scales: Tensor) -> Any:
-        tensors, head = _again(ctx)
+        tensors, head = _again(ctx, "kernels")
         gradients = _Gradients(head, ctx.needs_input_grad[:3])
         for number, part in enumerate(head.chunks()):
             targets = head.targets_of(part, scales[part].to(head.dtype))
@@ -291,9 +310,9 @@ class _LogProbs(torch.autograd.Function):
         return (*gradients.scaled(None, False), None, None, None)
 
 
-def _again(ctx: Any) -> tuple[tuple[Tensor, ...], _Head]:
+def _again(ctx: Any, *ways: str) -> tuple[tuple[Tensor, ...], _Head]:
     hidden, weight, bias, labels, class_weight, *kept = ctx.saved_tensors
-    return tuple(kept), _Head(hidden, weight, bias, labels, class_weight, ctx.settings)
+    return tuple(kept), _Head(hidden, weight, bias, labels, class_weight, ctx.settings, ways=ways)
 
 
 @dataclass
@@ -343,7 +362,11 @@ class _Targets:
 
 
 class _Head:
-    """The arguments of a call, and what its chunks share."""
+    """The arguments of a call, and what its chunks share.
+
+    Args:
+        ways: that its logits may take beside ``"cast"`` and ``"between"``.
+    """
 
     def __init__(
         self,
@@ -354,7 +377,7 @@ class _Head:
         class_weight: Tensor | None,
         settings: tuple[Objective, Vocabulary, Between | None, int | None],
         *,
-        in_place: bool = False,
+        ways: tuple[str, ...] = (),
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.objective, self.vocabulary, self.between, chunk = settings
@@ -365,7 +388,9 @@ class _Head:
             shown, cast = is_cast(self.between, hidden.new_empty((1, 1)))
             self.returned, self.way = shown, "cast" if cast else "between"
         self.dtype = torch.promote_types(self.returned, torch.float32)
-        if in_place and self.way == "cast" and self.dtype == hidden.dtype:
+        if self.way == "cast" and "kernels" in ways and has_kernels(hidden.dtype, hidden.device):
+            self.way = "kernels"
+        elif self.way == "cast" and "in place" in ways and self.dtype == hidden.dtype:
             self.way = "in place"
         self.block_bytes = CHUNK_BYTES.get(hidden.device.type, OTHER_CHUNK_BYTES) // _BLOCKS
         self._chunk = chunk or chunk_size(self.classes, hidden.dtype, hidden.device, self.way)
@@ -407,12 +432,17 @@ class _Head:
     def logits(self, part: slice) -> Tensor:
         """Compute the logits of a chunk, in a buffer that all chunks share."""
         if self._buffer is None:
-            self._buffer = self.hidden.new_empty((self._chunk, self.classes))
+            aligned = 0 if self.hidden.device.type == "cpu" else -self.classes % _TILE
+            self._buffer = self.hidden.new_empty((self._chunk, self.classes + aligned))[:, : self.classes]
         hidden, out = self.hidden[part], self._buffer[: part.stop - part.start]
         weight = self.weight[: self.classes].t()
         if self.bias is None:
             return torch.mm(hidden, weight, out=out)
         return torch.addmm(self.bias[: self.classes], hidden, weight, out=out)
+
+    def free(self) -> None:
+        """Free the buffer of logits, for what runs until the backward."""
+        self._buffer = None
 
     def taken(self, part: slice, targets: _Targets | None, *, entropy: bool = False) -> tuple[Tensor, _Numbers]:
         """Compute the numbers of a chunk; given targets, its logits become their gradient, without its factors."""
@@ -424,7 +454,9 @@ class _Head:
             zeros = torch.zeros_like(nothing)
             sums = zeros if self.objective.label_smoothing else None
             found.append(_Numbers(nothing, zeros, nothing, sums, zeros if entropy else None))
-        elif self.way == "in place" and not entropy:
+        elif self.way == "kernels":
+            found.append(self._numbers(logits, part, *_kernels().log_sum_exp(logits)))
+        elif self.way == "in place":
             found.append(self._softmax(logits, part))
         else:
             fused = None if is_split and self.way == "between" else targets
@@ -435,12 +467,18 @@ class _Head:
         if targets is not None and self.way == "between":
             if is_split:
                 self.to_gradient(part, logits, targets, numbers)
+        elif targets is not None and self.way == "kernels":
+            self.to_gradient(part, logits, targets, numbers)
         elif targets is not None and self.classes:
+            assert numbers.target is not None
+            of_target = (numbers.target - numbers.shift - numbers.log_sum).exp()
             if numbers.share is not None:
                 factor = targets.divide(numbers.share, logits.dtype)
                 if factor is not None:
                     logits.mul_(factor.to(logits.dtype)[:, None])
-            self._add_targets(logits, part, slice(None), targets)
+                else:
+                    of_target = of_target / numbers.share.clamp_min(_LEAST_SHARE)
+            self._add_targets(logits, part, slice(None), targets, of_target)
         return logits, numbers
 
     def _block(self, block: Tensor, rows: slice, tokens: slice, targets: _Targets | None, entropy: bool) -> _Numbers:
@@ -538,6 +576,13 @@ class _Head:
         of_entropies: Tensor | None = None,
     ) -> None:
         """Turn logits into their gradient, without its factors unless there is one of entropies."""
+        if self.way == "kernels" and self.classes:
+            labels, uniform, dtype = self.labels[part], targets.uniform, torch.float32
+            smoothing = uniform if uniform is None else uniform.to(dtype)
+            weight = None if uniform is None else self.class_weight
+            numbers_of = numbers.shift.to(dtype), numbers.log_sum.to(dtype)
+            _kernels().to_gradient(logits, *numbers_of, labels, targets.of_label.to(dtype), smoothing, weight)
+            return
         for rows, tokens in self._blocks(part) if self.classes else ():
             self._block_to_gradient(logits[rows], rows, tokens, targets, numbers, of_entropies)
 
@@ -573,15 +618,37 @@ class _Head:
             leaf = block.detach().requires_grad_(differentiated)
             return (leaf if differentiated else None), self.between(leaf)
 
-    def _add_targets(self, values: Tensor, tokens: slice, rows: slice, targets: _Targets) -> None:
-        of_label = targets.of_label[rows].to(values.dtype)
-        values.scatter_add_(1, self.labels[tokens, None], -of_label[:, None])
+    def _add_targets(
+        self, values: Tensor, tokens: slice, rows: slice, targets: _Targets, of_target: Tensor | None = None
+    ) -> None:
+        """Subtract the parts of a gradient from probabilities.
+
+        Args:
+            values: the probabilities.
+            tokens: that they are of.
+            rows: of the targets.
+            targets: the parts.
+            of_target: probabilities of the labels in the type of the loss, where ``values`` are of a smaller one: that
+                of a label is near 1, and their difference is what is learned.
+        """
+        labels, of_label = self.labels[tokens, None], targets.of_label[rows, None]
+        if of_target is None or values.dtype == self.dtype:
+            values.scatter_add_(1, labels, -of_label.to(values.dtype))
+        else:
+            differences = (of_target[:, None] - of_label).to(values.dtype)
+            values.scatter_(1, labels, torch.where(self.is_local[tokens, None], differences, values.gather(1, labels)))
         if targets.uniform is not None:
             uniform = targets.uniform[rows].to(values.dtype)
             if self.class_weight is None:
                 values.sub_(uniform[:, None])
             else:
                 values.addr_(uniform, self.class_weight.to(values.dtype), alpha=-1)
+
+
+def _kernels() -> Any:
+    from slapo_loss import kernels
+
+    return kernels
 
 
 def _through(leaf: Tensor | None, shown: Tensor, gradient: Tensor) -> Tensor:
@@ -607,6 +674,57 @@ def _check_labels(labels: Tensor, size: int) -> None:
         raise IndexError(f"label {int(wrong[0])} is out of bounds for {size} classes") from None
 
 
+class _Sums:
+    """Sums in a type of up to twice the size of what they become, half of them in its memory.
+
+    Args:
+        like: what they become: its shape, type and device.
+        dtype: of the sums.
+        block_bytes: of what is cast at a time.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, block_bytes: int) -> None:
+        self._found = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        self._parts, self._block_bytes = [self._found], block_bytes
+        if dtype != like.dtype:
+            rows, columns = like.shape
+            half = rows * like.dtype.itemsize // dtype.itemsize
+            memory = self._found.view(-1)[: half * columns * dtype.itemsize // like.dtype.itemsize]
+            rest = torch.zeros((rows - half, columns), dtype=dtype, device=like.device)
+            self._parts = [memory.view(dtype).view(half, columns), rest]
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left.T @ right`` to the first rows."""
+        start = 0
+        for part in self._parts:
+            columns = left[:, start : start + part.shape[0]]
+            add_product(part[: columns.shape[1]], columns, right, self._block_bytes)
+            start += part.shape[0]
+
+    def scaled(self, factor: Tensor | None, is_kept: bool) -> Tensor:
+        """Return the sums in their final type, times a factor.
+
+        Args:
+            factor: a scalar; None: 1.
+            is_kept: whether they are asked for again.
+        """
+        if len(self._parts) == 1 and not is_kept:
+            return self._found if factor is None else self._found.mul_(_one_axis(factor))
+        found, start = torch.empty_like(self._found) if is_kept else self._found, 0
+        for part in self._parts:
+            step = max(1, self._block_bytes // max(1, part.shape[1] * part.dtype.itemsize))
+            for block in part.split(step):  # each ends before the next begins, in the same memory, too
+                cast = block.to(found.dtype, copy=True) if factor is None else (block * factor).to(found.dtype)
+                found[start : start + block.shape[0]] = cast
+                start += block.shape[0]
+        return found
+
+
+def _one_axis(factor: Tensor) -> Tensor:
+    """Let a scalar keep its type in products: on a GPU, one without axes is first cast to the other's."""
+    return factor if factor.device.type == "cpu" else factor.reshape(1)
+
+
 class _Gradients:
     """The gradients of hidden states, weight and bias, chunk by chunk."""
 
@@ -616,11 +734,8 @@ class _Gradients:
         given = head.weight.dtype
         is_one = head.hidden.shape[0] <= head._chunk and given != torch.float16  # unscaled sums may leave its range
         sums = given if is_one else torch.promote_types(given, torch.float32)
-        self._hidden = torch.empty(head.hidden.shape, dtype=head.hidden.dtype, device=head.hidden.device)
-        self._hidden_needed = hidden
-        if not hidden:
-            self._hidden = self._hidden[:0]
-        self._weight = torch.zeros(head.weight.shape, dtype=sums, device=head.weight.device) if weight else None
+        self._hidden = torch.empty_like(head.hidden, memory_format=torch.contiguous_format) if hidden else None
+        self._weight = _Sums(head.weight, sums, head.block_bytes) if weight else None
         has_bias = bias and head.bias is not None
         self._bias = (
             torch.zeros(head.weight.shape[:1], dtype=head.dtype, device=head.weight.device) if has_bias else None
@@ -630,14 +745,13 @@ class _Gradients:
         """Add a chunk's: the gradients of its logits are ``factors[:, None] * logits``."""
         head = self._head
         hidden, classes = head.hidden[part], head.classes
-        of_rows = None if factors is None else factors.to(hidden.dtype)[:, None]
+        of_rows = None if factors is None else factors[:, None]
         if self._weight is not None:
-            scaled = hidden if of_rows is None else hidden * of_rows
-            add_product(self._weight[:classes], logits, scaled, head.block_bytes)
+            self._weight.add(logits, hidden if of_rows is None else (hidden * of_rows).to(hidden.dtype))
         if self._bias is not None:
-            ones = torch.ones_like(logits[:, :1]) if of_rows is None else of_rows
+            ones = torch.ones_like(logits[:, :1]) if of_rows is None else of_rows.to(logits.dtype)
             add_product(self._bias[:classes, None], logits, ones, head.block_bytes)
-        if self._hidden_needed:
+        if self._hidden is not None:
             out = torch.mm(logits, head.weight[:classes], out=self._hidden[part])
             if of_rows is not None:
                 out.mul_(of_rows)
@@ -649,19 +763,10 @@ class _Gradients:
             factor: a scalar; None: 1.
             is_kept: whether they are asked for again.
         """
-
-        def one(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-            if gradient is None:
-                return None
-            if factor is None:
-                return gradient.to(dtype)
-            if gradient.dtype == dtype and not is_kept:
-                return gradient.mul_(factor)
-            return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-
-        head = self._head
-        return (
-            one(self._hidden if self._hidden_needed else None, head.hidden.dtype),
-            one(self._weight, head.weight.dtype),
-            one(self._bias, head.weight.dtype),
-        )
+        hidden, bias = self._hidden, self._bias
+        if hidden is not None and factor is not None:
+            of_all = _one_axis(factor)
+            hidden = torch.mul(hidden, of_all, out=torch.empty_like(hidden)) if is_kept else hidden.mul_(of_all)
+        if bias is not None:
+            bias = (bias if factor is None else bias * factor).to(self._head.weight.dtype)
+        return hidden, None if self._weight is None else self._weight.scaled(factor, is_kept), bias
