@@ -46,7 +46,8 @@ class Model(nn.Module):
         self.register_buffer("class_weights", torch.rand(classes) + 0.5 if weighted else None)
 
     def forward(self, hidden: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        logits = self.head(hidden).float()
+        logits = self.head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.softcap is not None:
             logits = (logits / self.softcap).tanh() * self.softcap
         weights = None if self.class_weights is None else self.class_weights.to(logits.dtype)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slapo_loss.private import add_product, assert_on_device, is_cast, keeps_graph
+from slapo_loss.private import add_product, assert_on_device, is_cast, keeps_graph, product
 
 Between = Callable[[Tensor], Tensor]
 """Elementwise operations between the head and its loss, e.g. ``lambda z: z.float()``: logits -> logits of one shape."""
@@ -223,20 +223,20 @@ class _Reduced(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         head, needs = _Head(*arguments, ways=("in place", "kernels")), ctx.needs_input_grad[:3]
         gradients = _Gradients(head, needs) if any(needs) else None
-        total = torch.zeros((), dtype=head.dtype, device=head.hidden.device)
+        norm, is_mean = head.target_weights.sum(), head.objective.reduction == "mean"
+        total, mean = torch.zeros_like(norm), None
+        if is_mean:
+            mean = torch.where(head.kept.any(), norm.reciprocal(), 0.0)  # as torch: no label, no gradient
+        is_late = head.hidden.dtype == torch.float16  # a mean may leave its range before the loss is scaled
         for part in head.chunks():
             targets = head.targets_of(part, None)
             logits, numbers = head.taken(part, targets if gradients is not None else None)
             total += head.losses(part, numbers).sum()
             if gradients is not None:
-                gradients.add(part, logits, targets.factors)
+                gradients.add(part, logits, targets.factors if mean is None or is_late else targets.factors * mean)
         head.free()
-        ctx.gradients, ctx.factor = gradients, None
-        if head.objective.reduction == "mean":
-            norm = head.target_weights.sum()
-            total = total / norm
-            ctx.factor = torch.where(head.kept.any(), norm.reciprocal(), 0.0)  # as torch: no label, no gradient
-        return total.to(head.returned)
+        ctx.gradients, ctx.factor = gradients, mean if is_late else None
+        return (total / norm if is_mean else total).to(head.returned)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -752,9 +752,7 @@ class _Gradients:
             ones = torch.ones_like(logits[:, :1]) if of_rows is None else of_rows.to(logits.dtype)
             add_product(self._bias[:classes, None], logits, ones, head.block_bytes)
         if self._hidden is not None:
-            out = torch.mm(logits, head.weight[:classes], out=self._hidden[part])
-            if of_rows is not None:
-                out.mul_(of_rows)
+            self._hidden[part] = product(logits, head.weight[:classes], of_rows)
 
     def scaled(self, factor: Tensor | None, is_kept: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients, times a factor.

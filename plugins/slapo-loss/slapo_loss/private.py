@@ -83,6 +83,21 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor, mos
             sums[columns].addmm_(left[:, columns].to(sums.dtype).t(), right)
 
 
+def product(left: torch.Tensor, right: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Return ``left @ right * factors``, which a GPU rounds once only.
+
+    Args:
+        left: (rows, inner).
+        right: (inner, columns).
+        factors: (rows, 1), of the type of sums of the others; None: 1.
+    """
+    if factors is None:
+        return torch.mm(left, right)
+    if left.device.type == "cuda" and factors.dtype != left.dtype:
+        return torch.ops.aten.mm.dtype(left, right, factors.dtype) * factors
+    return torch.mm(left, right).mul_(factors)
+
+
 def find_group(name: Any) -> Any:
     """Return the process group of a name."""
     from torch.distributed.distributed_c10d import _resolve_process_group
