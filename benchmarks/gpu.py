@@ -349,9 +349,11 @@ def _table(part: Part, known: Mapping[str, Any]) -> list[str]:
     lines += ["", f"| {' | '.join(part.columns)} |", "|---" * len(part.columns) + "|"]
     for row in known["rows"]:
         lines.append("| " + " | ".join(_cell(row, cell) for cell in part.columns.values()) + " |")
-    for row in known["rows"]:
-        if "failed" in row:
-            lines += ["", f"{', '.join(value for value in row.values() if isinstance(value, str))}."]
+    failed = [
+        ", ".join(each for each in row.values() if isinstance(each, str)) for row in known["rows"] if "failed" in row
+    ]
+    for line in dict.fromkeys(failed):
+        lines += ["", f"{line}."]
     return lines
 
 
