@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slapo_core.errors import MeshError
 
@@ -250,6 +250,28 @@ def _end_alone() -> None:
         dist.destroy_process_group()
 
 
+class Part(NamedTuple):
+    """A range of a shard, in elements of the shard, and the places along ``mesh_dim`` that hold it."""
+
+    mesh_dim: str
+    places: tuple[int, ...]
+    axis: int
+    start: int
+    length: int
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a view of the range."""
+        return shard.narrow(self.axis, self.start, self.length)
+
+
+class _Segment(NamedTuple):
+    """A range of a reference tensor, and the places that hold it along the mesh dimension of the last split."""
+
+    start: int
+    length: int
+    places: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout of one parameter or buffer: how its reference tensor becomes local shards, and back.
@@ -265,7 +287,9 @@ class Layout:
             ``((1, (768, 768, 768)),)`` for a fused query-key-value weight: each is split by itself.
         padding: ``(axis, elements)`` of zeros appended to the reference tensor before it is split.
         shard_counts: ``(mesh_dim, shards)`` where a split has at most so many shards, e.g. ``(("tp", 2),)`` for two KV
-            heads: of more ranks, consecutive ones hold the same shard (see :meth:`holders`).
+            heads: of more ranks, consecutive ones hold the same shard (see :meth:`holders`). Or the number for each
+            matrix of the packing, None for one shard a rank: ``(("tp", (None, 2, 2)),)`` for fused queries, keys and
+            values; a packing that repeats them, group by group, is split between the groups first.
 
     Raises:
         MeshError: a placement of another kind, or a mesh dimension that is partial and something else too.
@@ -276,7 +300,7 @@ class Layout:
     placements: tuple[tuple[str, Placement], ...] = ()
     packing: tuple[tuple[int, tuple[int, ...]], ...] = ()
     padding: tuple[tuple[int, int], ...] = ()
-    shard_counts: tuple[tuple[str, int], ...] = ()
+    shard_counts: tuple[tuple[str, int | tuple[int | None, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.placements:
@@ -310,34 +334,34 @@ class Layout:
         """Return the mesh dimensions with partial values, in the order applied."""
         return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
 
-    def shard_count(self, mesh: Mesh | None, mesh_dim: str) -> int:
-        """Number of different shards along a mesh dimension that splits the tensor.
-
-        Raises:
-            MeshError: the ranks cannot share the shards equally.
-        """
-        size = mesh.size(mesh_dim) if mesh is not None else 1
-        count = min(size, dict(self.shard_counts).get(mesh_dim, size))
-        if size % count:
-            raise MeshError(
-                f"'{self.origin}' has {count} shards along mesh_dim '{mesh_dim}', which do not divide its {size} ranks",
-                hint=f"a {mesh_dim} size that {count} divides",
-            )
-        return count
-
     def holders(self, mesh: Mesh | None, mesh_dim: str) -> tuple[int, ...]:
         """Return the places along a mesh dimension with the same shard as this rank, itself among them.
 
         Of 8 ranks and 2 shards, ranks 0 to 3 hold the first one; all ranks hold what the dimension does not split.
+
+        Raises:
+            MeshError: the ranks cannot share the shards equally.
         """
         size, place = (mesh.size(mesh_dim), mesh.rank(mesh_dim)) if mesh is not None else (1, 0)
         if mesh_dim in self.partials():
             return (place,)
-        if all(split_dim != mesh_dim for split_dim, _ in self.shards()):
-            return tuple(range(size))
-        holders = size // self.shard_count(mesh, mesh_dim)
-        first = place - place % holders
-        return tuple(range(first, first + holders))
+        found = [self._segments(mesh, mesh_dim)[axis] for one, axis in self.shards() if one == mesh_dim]
+        return tuple(sorted(set(range(size)).intersection(*(one.places for ranges in found for one in ranges))))
+
+    def parts(self, mesh: Mesh | None) -> list[Part]:
+        """Return the parts of this rank's shard of which the holders differ; empty where those of all are the same.
+
+        Such as the queries, and the keys and values, of a fused weight with fewer KV heads than ranks.
+        """
+        for mesh_dim, axis in self.shards():
+            ranges = self._segments(mesh, mesh_dim)[axis]
+            if len({one.places for one in ranges}) > 1:
+                starts = [sum(one.length for one in ranges[:index]) for index in range(len(ranges))]
+                return [
+                    Part(mesh_dim, one.places, axis, start, one.length)
+                    for start, one in zip(starts, ranges, strict=True)
+                ]
+        return []
 
     def holds_values(self, mesh: Mesh | None) -> bool:
         """Return whether this rank's shard has the reference values; of partial values, all but one are zeros.
@@ -352,24 +376,66 @@ class Layout:
         Raises:
             MeshError: an axis does not divide over the mesh; elements would be lost.
         """
+        return [[(one.start, one.length) for one in ranges] for ranges in self._segments(mesh)]
+
+    def _segments(self, mesh: Mesh | None, until: str | None = None) -> list[list[_Segment]]:
+        """Return this rank's ranges for each axis, with the places along the mesh dimension that split it last.
+
+        Args:
+            mesh: of the ranks.
+            until: the last mesh dimension to split over; None: all.
+        """
         padding, packing = dict(self.padding), dict(self.packing)
-        ranges: list[list[tuple[int, int]]] = []
+        found: list[list[_Segment]] = []
         for axis, extent in enumerate(self.shape):
             sizes = packing.get(axis, (extent + padding.get(axis, 0),))
-            starts = [sum(sizes[:index]) for index in range(len(sizes))]
-            ranges.append(list(zip(starts, sizes, strict=True)))
+            found.append([_Segment(sum(sizes[:index]), size) for index, size in enumerate(sizes)])
         for mesh_dim, axis in self.shards():
-            count, holders = self.shard_count(mesh, mesh_dim), self.holders(mesh, mesh_dim)
-            place = holders[0] // len(holders)
-            if any(length % count for _, length in ranges[axis]):
-                lengths = [length for _, length in ranges[axis]]
-                into = f"mesh_dim '{mesh_dim}' of size {count}" if len(holders) == 1 else f"{count} shards"
+            place = mesh.rank(mesh_dim) if mesh is not None else 0
+            found[axis] = self._split(found[axis], axis, mesh, mesh_dim, place)
+            if mesh_dim == until:
+                break
+        return found
+
+    def _split(self, ranges: list[_Segment], axis: int, mesh: Mesh | None, mesh_dim: str, place: int) -> list[_Segment]:
+        """Return what the rank at a place along a mesh dimension takes of some ranges."""
+        size, first = mesh.size(mesh_dim) if mesh is not None else 1, 0
+        given = dict(self.shard_counts).get(mesh_dim)
+        counts = given if isinstance(given, tuple) else (given,) * len(ranges)
+        groups = len(ranges) // len(counts)
+        if groups > 1:
+            self._check_shared(groups, size, mesh_dim)
+            if size <= groups:
+                own = ranges[place * len(ranges) // size : (place + 1) * len(ranges) // size]
+                return [_Segment(own[0].start, sum(one.length for one in own), (place,))]
+            size //= groups
+            first = place - place % size
+            ranges = ranges[first // size * len(counts) :][: len(counts)]
+            counts = tuple(None if count is None else 1 for count in counts)
+        found = []
+        for one, count in zip(ranges, counts, strict=True):
+            shards = size if count is None else min(size, count)
+            self._check_shared(shards, size, mesh_dim)
+            if one.length % shards:
+                lengths = [each.length for each in ranges]
+                into = f"mesh_dim '{mesh_dim}' of size {size}" if shards == size else f"{shards} shards"
                 raise MeshError(
                     f"axis {axis} of '{self.origin}' (lengths {lengths}) is not divisible by {into}",
                     hint="pad it first, or split another axis",
                 )
-            ranges[axis] = [(start + place * (length // count), length // count) for start, length in ranges[axis]]
-        return ranges
+            held, length = size // shards, one.length // shards
+            number = (place - first) // held
+            places = tuple(range(first + number * held, first + (number + 1) * held))
+            found.append(_Segment(one.start + number * length, length, places))
+        return found
+
+    def _check_shared(self, shards: int, size: int, mesh_dim: str) -> None:
+        if size % shards and shards % size:
+            raise MeshError(
+                f"'{self.origin}' has {shards} shards along mesh_dim '{mesh_dim}', which do not divide its {size} "
+                "ranks",
+                hint=f"a {mesh_dim} size that {shards} divides",
+            )
 
     def local_shape(self, mesh: Mesh | None) -> tuple[int, ...]:
         """The shape of this rank's shard, in elements."""
@@ -417,11 +483,15 @@ class Layout:
         import torch
         import torch.distributed as dist
 
-        lengths = [length for _, length in self.segments(mesh)[axis]]
         shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))]
         dist.all_gather(shards, tensor.contiguous(), group=mesh.group(mesh_dim))
-        parts = [shard.split(lengths, dim=axis) for shard in shards[:: len(self.holders(mesh, mesh_dim))]]
-        return torch.cat([part[index] for index in range(len(lengths)) for part in parts], dim=axis)
+        before = replace(self, placements=self.placements[:-1])._segments(mesh)[axis]
+        found: dict[int, torch.Tensor] = {}
+        for place, shard in enumerate(shards):
+            ranges = self._split(before, axis, mesh, mesh_dim, place)
+            for one, part in zip(ranges, shard.split([one.length for one in ranges], dim=axis), strict=True):
+                found.setdefault(one.start, part)
+        return torch.cat([found[start] for start in sorted(found)], dim=axis)
 
     def _pad(self, full: torch.Tensor) -> torch.Tensor:
         import torch
@@ -442,9 +512,15 @@ class Layout:
             return "replicated"
         parts = [f"{mesh_dim}: {placement}" for mesh_dim, placement in self.placements]
         parts += [f"packed {sizes} on axis {axis}" for axis, sizes in self.packing]
-        parts += [f"at most {count} shards along {mesh_dim}" for mesh_dim, count in self.shard_counts]
+        parts += [f"at most {_counts(count)} shards along {mesh_dim}" for mesh_dim, count in self.shard_counts]
         parts += [f"padded by {elements} on axis {axis}" for axis, elements in self.padding]
         return ", ".join(parts)
+
+
+def _counts(given: int | tuple[int | None, ...]) -> str:
+    if not isinstance(given, tuple):
+        return str(given)
+    return f"({', '.join('all' if count is None else str(count) for count in given)})"
 
 
 def _summed(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str) -> torch.Tensor:

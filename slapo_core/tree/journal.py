@@ -379,8 +379,10 @@ class SetAttribute(Entry):
         return (self.module,)
 
     def describe(self) -> str:
-        old = "(none)" if self.old is MISSING else repr(self.old)
-        return f"{self.name} {old} -> {self.new!r}"
+        old, new = ("(none)" if value is MISSING else repr(value) for value in (self.old, self.new))
+        if "\n" in old + new:  # a configuration
+            return f"{self.name} replaced by another {type(self.new).__name__}"
+        return f"{self.name} {old} -> {new}"
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

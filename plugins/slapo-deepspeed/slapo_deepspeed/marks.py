@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.errors import BuildError
 from slapo_deepspeed.private import gradient_hooks_of
 
 if TYPE_CHECKING:
@@ -55,10 +56,19 @@ def mark_tensors(tensors: Iterable[LiveTensor], mesh: Mesh | None) -> None:
     Of a shard that several ranks hold, the first one is marked, so that the norm counts it once.
 
     In mixed precision without ZeRO, DeepSpeed looks for the marks on the gradients instead, so they get them too.
+
+    Raises:
+        BuildError: ranks hold only parts of a parameter together.
     """
     for live in tensors:
         if not live.is_parameter:
             continue
+        if live.layout.parts(mesh):
+            raise BuildError(
+                f"ranks hold only parts of '{live.name}' together ({live.layout}), and DeepSpeed's norm of all "
+                "gradients counts a parameter as a whole",
+                hint="a tp size up to the number of KV heads, the torch target, or separate projections",
+            )
         is_shard = mesh is not None and mesh.size("tp") > 1 and "tp" in {dim for dim, _ in live.layout.shards()}
         is_shard = is_shard and mesh is not None and live.layout.holders(mesh, "tp")[0] == mesh.rank("tp")
         for name in SHARDED:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from slapo_core.layout import Layout
+import slapo_core as slapo
+from slapo_core.layout import Layout, Mesh
 from slapo_deepspeed.marks import SHARDED, mark_tensors
 from slapo_runtime.storage import LiveTensor
+from tests.messages import Messages
 
 
 def marks_of(shards: int, tp: int) -> list[bool]:
@@ -25,3 +28,14 @@ def marks_of(shards: int, tp: int) -> list[bool]:
 def test_of_a_shard_that_several_ranks_hold_the_first_is_counted() -> None:
     assert [any(marks_of(2, tp)) for tp in range(4)] == [True, False, True, False]
     assert all(all(marks_of(4, tp)) for tp in range(4))
+
+
+def test_fused_heads_of_which_ranks_share_only_keys_and_values_are_refused(message: Messages) -> None:
+    fused = {"packing": ((0, (4, 2, 2)),), "shard_counts": (("tp", (None, 2, 2)),)}
+    layout = Layout("w", (8, 6), (("tp", Shard(0)),), **fused)
+    one = LiveTensor("", "w", nn.Parameter(torch.zeros(3, 6)), layout, True, True)
+    mark_tensors([one], Mesh({"tp": 2}))
+    assert all(getattr(one.tensor, name) for name in SHARDED)
+    with pytest.raises(slapo.BuildError) as refused:
+        mark_tensors([one], Mesh({"tp": 4}))
+    message(refused, "'w'", "counts a parameter as a whole")

@@ -68,7 +68,8 @@ def mark(context: BuildContext) -> Marks:
         context: of the build; every tensor is in its place.
 
     Raises:
-        BuildError: a parameter is split over other ranks than those along ``tp``; nothing is marked.
+        BuildError: a parameter is split over other ranks than those along ``tp``, or ranks hold only parts of it
+            together; nothing is marked.
     """
     here = [live for live in context.state.tensors() if live.is_parameter and live.is_local]
     for live in here:
@@ -85,6 +86,12 @@ def _refuse_split(context: BuildContext, live: LiveTensor) -> None:
                 "DistributedDataParallel would average the gradients of its shards, as of replicas",
                 hint='split it over "tp"',
             )
+    if live.layout.parts(mesh):
+        raise BuildError(
+            f"ranks hold only parts of '{live.name}' together ({live.layout}), and Megatron's norm of all gradients "
+            "counts a parameter as a whole",
+            hint="a tp size up to the number of KV heads, the torch target, or separate projections",
+        )
 
 
 def _as_shard(context: BuildContext, live: LiveTensor) -> dict[str, Any]:

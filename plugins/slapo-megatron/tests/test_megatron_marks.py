@@ -75,6 +75,15 @@ def test_of_a_shard_that_several_ranks_hold_the_first_is_marked() -> None:
     assert found == [True, False, True, False]
 
 
+def test_fused_heads_of_which_ranks_share_only_keys_and_values_are_refused(message: Messages) -> None:
+    one = live("w", (8, 6), ("tp", Shard(0)), packing=((0, (4, 2, 2)),), shard_counts=(("tp", (None, 2, 2)),))
+    with pytest.raises(slapo.BuildError) as refused:
+        mark(request_of(one, sizes={"tp": 4}))
+    message(refused, "'w'", "counts a parameter as a whole")
+    mark(request_of(one, sizes={"tp": 2}))
+    assert one.tensor.tensor_model_parallel  # type: ignore[attr-defined]
+
+
 def test_later_copies_of_a_tie_are_shared() -> None:
     found = []
     for pp in (1, 3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from slapo_runtime.storage import is_distributed, sharding_groups
 from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
 
 if TYPE_CHECKING:
-    from slapo_core.layout import Mesh
+    from slapo_core.layout import Mesh, Part
     from slapo_runtime.correspondence import Correspondence
     from slapo_runtime.storage import LiveTensor
 
@@ -63,6 +63,19 @@ class GradientClipper:
                 if live.is_local:
                     holders |= {dim: live.layout.holders(self._mesh, dim) for dim, _ in live.layout.shards()}
                     (counted.parameters if self._is_first(holders) else self._again).append(live.tensor)
+                    self._count_parts(counted, live)
+
+    def _count_parts(self, counted: _Counted, live: LiveTensor) -> None:
+        parts = live.layout.parts(self._mesh)
+        if not parts:
+            return
+        if is_distributed(live.tensor):
+            raise BuildError(
+                f"ranks hold only parts of '{live.name}' together ({live.layout}), which are not counted once in the "
+                "norm where it is a DTensor besides",
+                hint="leave it out of fully_shard, or shard separate projections of queries, keys and values",
+            )
+        counted.parts[id(live.tensor)] = [part for part in parts if self._is_first({part.mesh_dim: part.places})]
 
     def _is_first(self, holders: Mapping[str, tuple[int, ...]]) -> bool:
         return self._mesh is None or all(self._mesh.rank(dim) == ranks[0] for dim, ranks in holders.items())
@@ -134,19 +147,34 @@ class _Counted:
 
     groups: list[tuple[dist.ProcessGroup, torch.device]]
     parameters: list[nn.Parameter]
+    parts: dict[int, list[Part]] = field(default_factory=dict)
+    """Those that this rank counts, of parameters that it does not count as a whole."""
 
     @torch.no_grad()
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's parts of the gradients as plain tensors, and in the placements of their parameters.
+        """Return this rank's parts of the gradients as plain tensors, and what it counts of them.
 
-        They differ where DTensors are partial, which takes a collective.
+        They differ where DTensors are partial, which takes a collective, and where other ranks count parts.
         """
         plain = (torch.Tensor, nn.Parameter)
         if all(type(parameter) in plain for parameter in self.parameters):
             own = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
-            return own, own
+            if not self.parts:
+                return own, own
+            return own, [gradient for parameter in self.parameters for gradient in self._counted(parameter)]
         there: list[Any] = [parameter for parameter in self.parameters if parameter.grad is not None]
-        return [_local(one.grad) for one in there], [_local(_placed(one)) for one in there]
+        local = [_local(one.grad) for one in there]
+        counted: list[torch.Tensor] = []
+        for one in there:
+            counted += self._counted(one) if id(one) in self.parts else [_local(_placed(one))]
+        return local, counted
+
+    def _counted(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        gradient = parameter.grad
+        if gradient is None:
+            return []
+        parts = self.parts.get(id(parameter))
+        return [gradient] if parts is None else [part.of(gradient) for part in parts]
 
 
 def _local(gradient: Any) -> Any:

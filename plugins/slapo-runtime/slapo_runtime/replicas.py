@@ -16,7 +16,7 @@ import torch
 
 from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.internals import describe
-from slapo_core.layout import DATA_DIMS
+from slapo_core.layout import DATA_DIMS, Part
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.storage import InPlace, TorchOptimizer, is_distributed, optimizer_storage
 from slapo_runtime.weights.exchange import exchange_device, spread
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
 
 _Among = tuple[tuple[str, tuple[int, ...]], ...]
+_Copied = tuple[LiveTensor, tuple[str, ...], _Among, Part | None]
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,19 @@ def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = 
             forward's copies are.
     """
     found = []
-    for live, over, among in _copied(correspondence):
+    for live, over, among, part in _copied(correspondence):
+        own = _named(live, part)
         if storage is None and not is_distributed(live.tensor):
-            found.append(Replica(live.name, live.tensor, over, among))
+            found.append(Replica(own, _part(live.tensor, part), over, among))
             continue
         keeper = storage or InPlace()
         rest = _without(over, keeper.partitioned(live))
         if rest:
-            found.append(Replica(live.name, _stored(keeper, live), rest, _among(among, rest)))
+            found.append(Replica(own, _stored_part(_stored(keeper, live), part), rest, _among(among, rest)))
         working = keeper.working(live)
         if working is not None:
-            name = f"{live.name} in the forward" if rest else live.name
-            found.append(Replica(name, working, over, among, is_made=True))
+            name = f"{own} in the forward" if rest else own
+            found.append(Replica(name, _part(working, part), over, among, is_made=True))
     return found
 
 
@@ -100,20 +102,23 @@ def optimizer_replicas(
     mesh, storage = correspondence.mesh, optimizer_storage(optimizer)
     if mesh is None or mesh.is_abstract or storage is None:
         return []
-    copied = {id(live.tensor): (live, over, among) for live, over, among in _copied(correspondence)}
+    copied: dict[int, list[_Copied]] = {}
+    for one in _copied(correspondence):
+        copied.setdefault(id(one[0].tensor), []).append(one)
     found = []
-    for parameter in (parameter for group in storage.param_groups for parameter in group["params"]):
-        if id(parameter) not in copied:
-            continue
-        live, over, among = copied[id(parameter)]
-        rest = _without(over, storage.partitioned(parameter))
+    parameters = [parameter for group in storage.param_groups for parameter in group["params"]]
+    for parameter, one in [(each, one) for each in parameters for one in copied.get(id(each), ())]:
+        live, over, among, part = one
+        rest, own = _without(over, storage.partitioned(parameter)), _named(live, part)
         for key, value in storage.state(parameter).items():
+            if part is not None and (not isinstance(value, torch.Tensor) or value.shape != parameter.shape):
+                continue  # not element by element
             is_whole = not isinstance(value, torch.Tensor) or not value.is_meta
             if is_whole:
-                found.append(Replica(f"{live.name}::{key}", _value(value), over, among))
+                found.append(Replica(f"{own}::{key}", _part(_value(value), part), over, among))
             elif rest:
-                moment = _stored_moment(storage, parameter, key)
-                found.append(Replica(f"{live.name}::{key}", moment, rest, _among(among, rest)))
+                moment = _stored_part(_stored_moment(storage, parameter, key), part)
+                found.append(Replica(f"{own}::{key}", moment, rest, _among(among, rest)))
     everywhere = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1)
     for number, group in enumerate(storage.param_groups):
         for key, value in group.items():
@@ -124,8 +129,8 @@ def optimizer_replicas(
     return found
 
 
-def _copied(correspondence: Correspondence) -> Iterator[tuple[LiveTensor, tuple[str, ...], _Among]]:
-    """Yield the replicated tensors, with the mesh dimensions and ranks of their replicas."""
+def _copied(correspondence: Correspondence) -> Iterator[_Copied]:
+    """Yield the replicated tensors, with the mesh dimensions and ranks of their replicas; of some only a part."""
     mesh = correspondence.mesh
     if mesh is None or mesh.is_abstract:
         return
@@ -143,7 +148,33 @@ def _copied(correspondence: Correspondence) -> Iterator[tuple[LiveTensor, tuple[
                 continue
         over = tuple(mesh_dim for mesh_dim, size in mesh.sizes.items() if size > 1 and mesh_dim not in apart)
         if over:
-            yield live, over, tuple((mesh_dim, ranks) for mesh_dim, ranks in holders.items() if mesh_dim in over)
+            among = tuple((mesh_dim, ranks) for mesh_dim, ranks in holders.items() if mesh_dim in over)
+            yield live, over, among, None
+        for part in live.layout.parts(mesh):
+            if len(part.places) > 1:
+                yield live, (part.mesh_dim,), ((part.mesh_dim, part.places),), part
+
+
+def _named(live: LiveTensor, part: Part | None) -> str:
+    if part is None:
+        return live.name
+    return f"{live.name}[{':, ' * part.axis}{part.start}:{part.start + part.length}]"
+
+
+def _part(value: Any, part: Part | None) -> Any:
+    return value if part is None else part.of(value.detach())
+
+
+def _stored_part(stored: Stored, part: Part | None) -> Stored:
+    if part is None:
+        return stored
+
+    def write(value: torch.Tensor) -> None:
+        whole = stored.read().detach().clone()
+        part.of(whole).copy_(value)
+        stored.write(whole)
+
+    return Stored(lambda: part.of(stored.read()), write)
 
 
 def _without(over: tuple[str, ...], partitioned: tuple[str, ...]) -> tuple[str, ...]:

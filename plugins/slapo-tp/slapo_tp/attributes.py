@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_tp.layers import layer_type_of
@@ -27,7 +31,8 @@ class ShardAttribute(Primitive):
     """Divide integer attributes of the module by the number of ranks, to fit the shards that its children hold.
 
     Args:
-        names: e.g. ``"num_heads"``, or ``["num_attention_heads", "all_head_size"]``.
+        names: e.g. ``"num_heads"``, or ``["num_attention_heads", "all_head_size"]``; ``"config.num_attention_heads"``
+            for a module whose forward reads its configuration (Phi3's attention): it gets a copy of its own.
         mesh_dim: the mesh dimension to divide by.
         shards: as of ``shard(..., shards=)``: divide by the number of shards where the ranks are more, e.g. the number
             of KV heads.
@@ -89,22 +94,31 @@ class ShardAttribute(Primitive):
         elif divisor == 1:
             edit.note("each shard is on one rank" if self.holders_of else "every rank holds the one shard")
         for name in as_tuple(self.names):
-            edit.set_attribute(node, name, getattr(node.module, name) // divisor)
+            owner, own = _owner(node.module, name)
+            value = getattr(owner, own) // divisor
+            if owner is node.module:
+                edit.set_attribute(node, name, value)
+                continue
+            changed = copy.copy(owner)
+            setattr(changed, own, value)
+            edit.set_attribute(node, name.rpartition(".")[0], changed)
+            edit.note(f"{name} {getattr(owner, own)} -> {value}, in a copy of the {type(owner).__name__}")
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         for name in as_tuple(self.names):
-            value = getattr(node.module, name, None)
+            owner, own = _owner(node.module, name)
+            value = getattr(owner, own, None)
             if type(value) is not int or value < 1:
                 yield Violation(f"'{name}' must be a positive integer (got {value!r})")
 
     def _violations(self, node: Node, name: str) -> Iterator[Violation]:
-        module = node.module
-        if isinstance(inspect.getattr_static(type(module), name, None), property):
+        module, own_name = _owner(node.module, name)
+        if isinstance(inspect.getattr_static(type(module), own_name, None), property):
             yield Violation(
                 f"'{name}' of {type(module).__name__} is a property", "divide the attributes that it is computed from"
             )
             return
-        if not hasattr(module, name):
+        if not hasattr(module, own_name):
             numbers = [own for own, value in vars(module).items() if type(value) is int and not own.startswith("_")]
             close = difflib.get_close_matches(name, numbers, n=1)
             listed = ", ".join(numbers) or "none"
@@ -113,7 +127,7 @@ class ShardAttribute(Primitive):
                 f"this {type(module).__name__} has no attribute '{name}'", f"{hint}its integer attributes: {listed}"
             )
             return
-        value = getattr(module, name)
+        value = getattr(module, own_name)
         if type(value) is not int or value < 1:
             shown = repr(value) if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
             yield Violation(f"'{name}' must be a positive integer (got {shown})", "name a count or a size")
@@ -127,7 +141,7 @@ class ShardAttribute(Primitive):
         size, divisor = mesh_size(node, self.mesh_dim), self._divisor(node)
         if divisor == size:
             hint = "choose a mesh size that divides it"
-            if name in KV_HEAD_COUNTS and size % value == 0:
+            if own_name in KV_HEAD_COUNTS and size % value == 0:
                 hint += f", or let several ranks hold the same head: shards={value} here and at the layer's shard(...)"
             yield from Divisible(f"'{name}'", value, self.mesh_dim, hint)(node)
         elif value % divisor:
@@ -142,7 +156,7 @@ class ShardAttribute(Primitive):
 
     def _divided_by(self, node: Node, name: str) -> str | None:
         """The step that divided the attribute before."""
-        for record in node.records if name in node.changed_attributes else ():
+        for record in node.records if name.partition(".")[0] in node.changed_attributes else ():
             before = record.primitive
             if (
                 isinstance(before, ShardAttribute)
@@ -160,3 +174,12 @@ class ShardAttribute(Primitive):
             if part is not None and name in (part.attribute, *part.divided):
                 return f"tp.shard of its {sized}"
         return None
+
+
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
+    """Return the object with an attribute, the module or its configuration, and the attribute's name there."""
+    before, _, own = name.rpartition(".")
+    configuration = getattr(module, before, None) if before else None
+    if configuration is None or isinstance(configuration, nn.Module) or not hasattr(configuration, "__dict__"):
+        return module, name
+    return configuration, own

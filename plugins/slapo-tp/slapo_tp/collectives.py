@@ -39,6 +39,9 @@ from slapo_tp.private import FUNCTIONAL, detect_fake_mode, is_gloo
 _ops = FUNCTIONAL  # each by its overload: resolving one costs microseconds a call
 
 
+Parts = tuple[int, tuple[int, ...], tuple[bool, ...]]
+
+
 @dataclass(frozen=True)
 class RankGroup:
     """The ranks along one mesh dimension, as plain data: it can be copied, compared and compiled.
@@ -49,6 +52,8 @@ class RankGroup:
         rank: this process's place, from 0.
         launch: what gives the mesh its processes, for a hint.
         holders: number of consecutive ranks that hold the same shard, among which `copy` sums; None: all of them.
+        parts: ``(axis, lengths, which of them `copy` sums)`` where the ranks hold only parts of the shard together;
+            None: all of it.
     """
 
     name: str | None
@@ -56,6 +61,7 @@ class RankGroup:
     rank: int
     launch: str
     holders: int | None = None
+    parts: Parts | None = None
 
     @classmethod
     def along(cls, mesh: Mesh, mesh_dim: str) -> RankGroup:
@@ -195,7 +201,7 @@ def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | N
     if name in ("all_reduce", "all_reduce_"):
         return _AllReduce.apply(tensor, group.running())
     if name == "copy" and group.holders is not None:
-        return _CopyOfHolders.apply(tensor, group.running(), group.size, group.rank, group.holders)
+        return _CopyOfHolders.apply(tensor, group.parts, group.running(), group.size, group.rank, group.holders)
     if name == "copy":
         return _Copy.apply(tensor, group.running())
     if name == "all_gather":
@@ -263,18 +269,19 @@ class _CopyOfHolders(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _SumOfHolders.apply(gradient, *ctx.arguments), None, None, None, None
+        return _SumOfHolders.apply(gradient, *ctx.arguments), None, None, None, None, None
 
 
 class _SumOfHolders(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
         ctx.arguments = arguments
-        return _sum_of_holders(tensor, *arguments)
+        parts, *ranks = arguments
+        return _sum_of_holders(tensor, *ranks) if parts is None else _sum_of_parts(tensor, parts, *ranks)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _CopyOfHolders.apply(gradient, *ctx.arguments), None, None, None, None
+        return _CopyOfHolders.apply(gradient, *ctx.arguments), None, None, None, None, None
 
 
 class _AllGather(Function):
@@ -344,6 +351,17 @@ def _sum_of_holders(tensor: Tensor, name: str, size: int, rank: int, holders: in
     sent = tensor.reshape(-1).repeat(holders)
     received = _ops.wait_tensor.default(_ops.all_to_all_single.default(sent, lengths, lengths, name))
     return received.view(holders, *tensor.shape).sum(0)
+
+
+def _sum_of_parts(tensor: Tensor, parts: Parts, name: str, size: int, rank: int, holders: int) -> Tensor:
+    axis, lengths, are_shared = parts
+    found = list(tensor.split(lengths, dim=axis))
+    shared = [number for number, is_shared in enumerate(are_shared) if is_shared]
+    together = torch.cat([found[number] for number in shared], dim=axis)
+    total = _sum_of_holders(together, name, size, rank, holders)
+    for number, part in zip(shared, total.split([lengths[number] for number in shared], dim=axis), strict=True):
+        found[number] = part
+    return torch.cat(found, dim=axis)
 
 
 def _concatenate(tensor: Tensor, axis: int, name: str, size: int, length: int | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from slapo_tp.splits import (
     heads_of,
     holders,
     makes_gradient_partial,
+    most_holders,
     output_state,
     sites,
     split_axis,
@@ -62,8 +63,11 @@ def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
             continue
         axis = split_axis(node, weight_name(node), mesh_dim)
         if axis is not None and split_axis(node, "bias", mesh_dim) is None:
-            counts = dict(node.layout(weight_name(node)).shard_counts)
-            shards = f", shards={counts[mesh_dim]}" if mesh_dim in counts else ""
+            layout = node.layout(weight_name(node))
+            counts = dict(layout.shard_counts).get(mesh_dim)
+            shards = f", shards={counts}" if counts is not None else ""
+            if isinstance(counts, tuple):
+                shards = f", packed={dict(layout.packing)[axis][: len(counts)]}{shards}"
             yield Violation(
                 f"{_cause(node, mesh_dim)} split the output axis of {_where(node.path)}, whose 'bias' is still full",
                 f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}{shards}), or add '
@@ -215,7 +219,7 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
 def repeated_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     """Yield each layer whose shards several ranks hold, and whose output a step all-gathers."""
     for node in schedule.root.walk():
-        held = holders(node, weight_name(node), mesh_dim)
+        held = most_holders(node, weight_name(node), mesh_dim)
         if held > 1 and any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
             yield Violation(
                 f"{_cause(node, mesh_dim)} leaves each shard of {_where(node.path)} on {held} ranks, and sync "

@@ -22,10 +22,11 @@ from slapo_tp.splits import (
     KV_HEAD_COUNTS,
     as_tuple,
     head_groups,
+    head_sizes,
     heads_of,
-    holds_queries_and_keys,
     mesh_size,
     own_tensor,
+    queries_and_keys,
     shards_violations,
     sites,
     sized_tensor,
@@ -37,6 +38,7 @@ from slapo_tp.splits import (
 from slapo_tp.sync_gradient import gradients_summed
 
 Packed = int | tuple[int, ...]
+Shards = int | tuple[int | None, ...] | None
 
 
 def names_violations(names: tuple[str, ...]) -> Iterator[Violation]:
@@ -61,9 +63,38 @@ def together_violations(node: Node, names: tuple[str, ...]) -> Iterator[Violatio
         )
 
 
-def packed_sizes(packed: Packed, extent: int) -> tuple[int, ...]:
-    """Return the sizes of the matrices along an axis: ``packed_sizes(3, 768) == (256, 256, 256)``."""
-    return packed if isinstance(packed, tuple) else (extent // packed,) * packed
+def packed_sizes(packed: Packed, extent: int, shards: Shards = None) -> tuple[int, ...]:
+    """Return the sizes of the matrices along an axis: ``packed_sizes(3, 768) == (256, 256, 256)``.
+
+    With ``shards`` for each matrix, ``packed`` may be one of as many groups as there are shards.
+    """
+    if not isinstance(packed, tuple):
+        return (extent // packed,) * packed
+    groups = most_shards(shards) if isinstance(shards, tuple) else None
+    return packed * groups if groups and sum(packed) * groups == extent else packed
+
+
+def most_shards(shards: Shards) -> int | None:
+    """Return the number of different shards of the matrices that ranks share; None: a shard a rank."""
+    return next((count for count in shards if count is not None), None) if isinstance(shards, tuple) else shards
+
+
+def counts_violations(shards: Shards, packed: Packed) -> Iterator[Violation]:
+    """Refuse numbers of shards that are not one for each packed matrix, or of which two differ."""
+    if not isinstance(shards, tuple):
+        return
+    matrices = len(packed) if isinstance(packed, tuple) else packed
+    if len(shards) != matrices or matrices < 2:
+        yield Violation(
+            f"shards={shards} is for {len(shards)} packed matrices (got packed={packed})",
+            "one number of shards for each packed matrix, None for one shard a rank: packed=(64, 16, 16), "
+            "shards=(None, 2, 2)",
+        )
+    elif len({count for count in shards if count is not None}) != 1:
+        yield Violation(
+            f"shards={shards} must have one number, that of the KV heads, and None for one shard a rank",
+            "e.g. shards=(None, 2, 2) for queries, keys and values",
+        )
 
 
 def tensor_violations(
@@ -75,7 +106,7 @@ def tensor_violations(
     mesh_dim: str,
     *,
     pad: bool,
-    shards: int | None = None,
+    shards: Shards = None,
 ) -> Iterator[Violation]:
     """Every reason why ``shard(names, axis, ...)`` with these arguments cannot split tensor ``name`` of this node."""
     tensor = own_tensor(node, name)
@@ -196,14 +227,15 @@ def _split_already(node: Node, name: str, axis: int, mesh_dim: str) -> Iterator[
 
 
 def _indivisible(
-    node: Node, name: str, tensor: Tensor, axis: int, packed: Packed, mesh_dim: str, shards: int | None
+    node: Node, name: str, tensor: Tensor, axis: int, packed: Packed, mesh_dim: str, shards: Shards
 ) -> Iterator[Violation]:
     extent, size = tensor.shape[axis], mesh_size(node, mesh_dim)
     what = f"axis {axis} of '{name}'"
     if isinstance(packed, tuple):
-        if sum(packed) != extent or min(packed, default=0) < 1:
+        if sum(packed_sizes(packed, extent, shards)) != extent or min(packed, default=0) < 1:
+            groups = f", for each of {most_shards(shards)} groups or in all" if isinstance(shards, tuple) else ""
             yield Violation(
-                f"{what} has {extent} elements, but packed={packed} gives {sum(packed)}",
+                f"{what} has {extent} elements, but packed={packed} gives {sum(packed)}{groups}",
                 "packed lists the size of each matrix on that axis, in elements",
             )
             return
@@ -213,12 +245,22 @@ def _indivisible(
             "give the size of each matrix, e.g. packed=(768, 256, 256)",
         )
         return
-    sizes = packed_sizes(packed, extent)
-    for number, length in enumerate(sizes, start=1):
+    sizes = packed_sizes(packed, extent, shards)
+    counts = shards if isinstance(shards, tuple) else (shards,) * len(sizes)
+    if len(counts) < len(sizes):
+        yield from _groups_are_cut(node, what, sizes, counts, mesh_dim)
+        return
+    for number, (length, count) in enumerate(zip(sizes, counts, strict=True), start=1):
         part = what if len(sizes) == 1 else f"matrix {number} of {len(sizes)} on {what}"
         heads = heads_of(node, length)
-        if shards is not None:
-            yield from _shards_refuse(node, part, length, heads, shards, mesh_dim)
+        if count is not None:
+            yield from _shards_refuse(node, part, length, heads, count, mesh_dim)
+            continue
+        if isinstance(shards, tuple) and heads and all(own % size for _, own in heads):
+            yield Violation(
+                f"{part} holds {heads[0][1]} heads ('{heads[0][0]}'), not divisible by {mesh_dim} size {size}",
+                f"a {mesh_dim} size that divides the query heads",
+            )
             continue
         step = size * length // heads[0][1] if heads else size  # whole heads
         near = [near for near in (length - length % step, length - length % step + step) if near]
@@ -232,6 +274,22 @@ def _indivisible(
         yield from Divisible(part, length, mesh_dim, hint)(node)
 
 
+def _groups_are_cut(
+    node: Node, what: str, sizes: tuple[int, ...], counts: tuple[int | None, ...], mesh_dim: str
+) -> Iterator[Violation]:
+    """Why the ranks that share a group, a KV head and its queries, cannot split the queries by heads."""
+    groups = len(sizes) // len(counts)
+    held = max(1, mesh_size(node, mesh_dim) // groups)
+    for number, (length, count) in enumerate(zip(sizes, counts, strict=False), start=1):
+        width = next((width for width in head_sizes(node) if length % width == 0), 1)
+        if count is None and length // width % held:
+            yield Violation(
+                f"matrix {number} of each of the {groups} groups on {what} has {length // width} heads of {width} "
+                f"elements, not divisible by the {held} ranks that would hold the same group",
+                f"a {mesh_dim} size that divides the query heads",
+            )
+
+
 def _shards_refuse(
     node: Node, part: str, length: int, heads: list[tuple[str, int]], shards: int, mesh_dim: str
 ) -> Iterator[Violation]:
@@ -242,18 +300,26 @@ def _shards_refuse(
     elif size > shards and heads and all(count != shards for _, count in heads):
         name, count = heads[0]
         hint = f"use shards={count}" if name in KV_HEAD_COUNTS else "leave shards out: it is for keys and values"
+        if part.startswith("matrix "):
+            hint += f"; of packed matrices give one number for each: shards=(None, {shards}, {shards})"
         yield Violation(
             f"{part} holds {count} heads ('{name}'), not one in each shard (got shards={shards}, "
             f"{mesh_dim} size {size})",
             hint,
         )
-    elif size > shards and not heads and holds_queries_and_keys(node, length):
-        attention = node.path.rpartition(".")[0]
+    elif size > shards and not heads and (found := queries_and_keys(node, length)) is not None:
+        queries, kv, width = found
+        counts = f"shards=(None, {kv}, {kv})"
+        hint = f"write packed=({queries * width}, {kv * width}, {kv * width}), {counts}"
+        if kv > 1 and queries % kv == 0:
+            hint += (
+                f"; or, where the queries of each KV head lie before its key and value, "
+                f"packed=({queries // kv * width}, {width}, {width}), {counts}"
+            )
         yield Violation(
             f"{part} holds queries, keys and values: with shards={shards} and {mesh_dim} size {size} several ranks "
             "would compute the same queries",
-            f"write sch['{attention}'].replace(...) with an attention of separate projections, and shards= for its "
-            "keys and values",
+            hint if kv < queries else "leave shards out: each query head has its own key and value",
         )
 
 
@@ -384,7 +450,10 @@ class Shard(Primitive):
             the same shard, each uses it for its own query heads, and its gradients are summed over them. Of fewer
             ranks each holds its own part, as without it. For the output axis; each ``packed`` matrix has as many. The
             query heads for each KV head of the attention around (``num_key_value_groups``, ``n_rep``) are divided by
-            the holders; other attributes by ``shard_attribute(..., holders_of=)``.
+            the holders; other attributes by ``shard_attribute(..., holders_of=)``. Of fused queries, keys and values
+            one number for each packed matrix, None for one shard a rank: ``packed=(64, 16, 16), shards=(None, 2, 2)``;
+            the same, with the sizes of one of the 2 groups, ``packed=(32, 8, 8)``, where the queries of each KV head
+            lie before its key and value (Falcon).
 
     Raises:
         PreconditionError: no mesh, no such tensor or axis, split already, a size that cannot be divided evenly, or a
@@ -409,7 +478,7 @@ class Shard(Primitive):
         ``pad=True``: as above with ``w`` of ``v`` rows followed by zeros up to ``n ceil(v/n)`` rows
 
         ``shards=k < n``: as above with ``w[r]`` the shard ``r // (n/k)`` of k, and ``w[r].grad`` summed over the ranks
-        that hold it
+        that hold it; of ``shards=(None, k, k)`` those parts of it that several ranks hold
 
     On a mesh dimension of one rank the layout is recorded, and nothing else changes.
 
@@ -424,7 +493,7 @@ class Shard(Primitive):
     packed: int | tuple[int, ...] = dataclasses.field(default=1, kw_only=True)
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
     pad: bool = dataclasses.field(default=False, kw_only=True)
-    shards: int | None = dataclasses.field(default=None, kw_only=True)
+    shards: int | tuple[int | None, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         unplaced = list(Distributed(self.mesh_dim)(node))
@@ -433,7 +502,8 @@ class Shard(Primitive):
             return
         names = as_tuple(self.names)
         yield from names_violations(names)
-        uneven = list(shards_violations(node, self.mesh_dim, self.shards, "shards"))
+        uneven = list(counts_violations(self.shards, self.packed))
+        uneven = uneven or list(shards_violations(node, self.mesh_dim, most_shards(self.shards), "shards"))
         if uneven:
             yield from uneven
             return
@@ -482,14 +552,21 @@ class Shard(Primitive):
     def _sum_over_holders(self, node: Node, edit: Edit, names: tuple[str, ...]) -> None:
         """Sum the gradients that parameters get from a module over the ranks that hold the same shard."""
         assert node.mesh is not None
-        held = self._holders(node)
-        group = dataclasses.replace(RankGroup.along(node.mesh, self.mesh_dim), holders=held)
-        wrapper = functools.partial(gradients_summed, names=names, group=group)
-        edit.wrap_forward(node, wrapper, active=held > 1)
+        held, among = self._holders(node), RankGroup.along(node.mesh, self.mesh_dim)
+        by_group: dict[RankGroup, list[str]] = {}
+        for name in names:
+            parts = [part for part in node.layout(name).parts(node.mesh) if part.mesh_dim == self.mesh_dim]
+            lengths, are_shared = tuple(part.length for part in parts), tuple(len(part.places) > 1 for part in parts)
+            shared = (parts[0].axis, lengths, are_shared) if parts else None
+            by_group.setdefault(dataclasses.replace(among, holders=held, parts=shared), []).append(name)
+        for group, together in by_group.items():
+            wrapper = functools.partial(gradients_summed, names=tuple(together), group=group)
+            edit.wrap_forward(node, wrapper, active=held > 1)
 
     def _holders(self, node: Node) -> int:
-        """Number of ranks that hold the same shard."""
-        return 1 if self.shards is None else max(1, mesh_size(node, self.mesh_dim) // self.shards)
+        """Number of ranks that hold the same shard, or the same keys and values of it."""
+        shards = most_shards(self.shards)
+        return 1 if shards is None else max(1, mesh_size(node, self.mesh_dim) // shards)
 
     def _cut(self, node: Node, edit: Edit, name: str, axis: int) -> None:
         """Replace the tensor by this rank's shard, wherever it is tied."""
@@ -497,7 +574,7 @@ class Shard(Primitive):
 
         old = own_tensor(node, name)
         assert old is not None
-        sizes = packed_sizes(self.packed, old.shape[axis])
+        sizes = packed_sizes(self.packed, old.shape[axis], self.shards)
         placements = ((self.mesh_dim, ShardPlacement(axis)),)
         packing = ((axis, sizes),) if len(sizes) > 1 else ()
         counts = ((self.mesh_dim, self.shards),) if self.shards is not None else ()
@@ -563,4 +640,5 @@ class Shard(Primitive):
             and split_axis(node, "bias", self.mesh_dim) is None
         ):
             shards = f", shards={self.shards}" if self.shards is not None else ""
+            shards = f", packed={self.packed}{shards}" if isinstance(self.shards, tuple) else shards
             edit.note(f"the bias of '{node.path}' is whole still: shard('bias', axis=0{shards}) belongs to this")

@@ -91,6 +91,14 @@ def holders(node: Node, name: str, mesh_dim: str) -> int:
     return len(node.layout(name).holders(node.mesh, mesh_dim))
 
 
+def most_holders(node: Node, name: str, mesh_dim: str) -> int:
+    """Number of ranks along ``mesh_dim`` that hold the same part of an own tensor, of the part with the most."""
+    if split_axis(node, name, mesh_dim) is None:
+        return 1
+    parts = [len(part.places) for part in node.layout(name).parts(node.mesh) if part.mesh_dim == mesh_dim]
+    return max(parts, default=holders(node, name, mesh_dim))
+
+
 def shards_violations(node: Node, mesh_dim: str, shards: int | None, argument: str) -> Iterator[Violation]:
     """Yield why the ranks along ``mesh_dim`` cannot hold so many different shards, each on as many ranks."""
     size = mesh_size(node, mesh_dim)
@@ -150,13 +158,18 @@ def heads_of(node: Node, extent: int) -> list[tuple[str, int]]:
     return [(name, heads) for name, heads in counts if any(extent == heads * width for width in widths)]
 
 
-def holds_queries_and_keys(node: Node, extent: int) -> bool:
-    """Whether ``extent`` features are the query, key and value heads of the attention around a layer together."""
+def queries_and_keys(node: Node, extent: int) -> tuple[int, int, int] | None:
+    """Return the query heads, KV heads and head size of the attention around a layer whose features are all of them."""
     counts, widths = _heads_around(node)
     keys = [heads for name, heads in counts if name in KV_HEAD_COUNTS]
     queries = [heads for name, heads in counts if name not in KV_HEAD_COUNTS]
-    pairs = [(count, kv) for count in queries for kv in keys or (1, count)]
-    return any(extent == (count + 2 * kv) * width for count, kv in pairs for width in widths)
+    triples = [(count, kv, width) for count in queries for kv in (*keys, 1, count) for width in widths]
+    return next((found for found in triples if extent == (found[0] + 2 * found[1]) * found[2]), None)
+
+
+def head_sizes(node: Node) -> list[int]:
+    """Return the sizes of a head that the attention around a layer has, in elements."""
+    return _heads_around(node)[1]
 
 
 def _heads_around(node: Node) -> tuple[list[tuple[str, int]], list[int]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
-from slapo_core.layout import DATA_DIMS, Layout
+from slapo_core.layout import DATA_DIMS, Layout, Part
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.storage import ShardedState, ShardSource, TensorShard, optimizer_storage
 from slapo_runtime.weights.files import MANIFEST, SafetensorsSource, Source, Wider, Writer, checksums, located, placed
@@ -450,10 +450,16 @@ class _Writer:
         self._number += 1
         if not self._writes(layout, holders):
             return
+        others = [part for part in layout.parts(self._mesh) if not self._is_first(part)]
         for at, offset, extent in _blocks(layout, self._mesh):
+            if any(at[part.axis] == part.start for part in others):
+                continue  # its first holder writes it
             own = whole.detach()[tuple(slice(begin, begin + size) for begin, size in zip(at, extent, strict=True))]
             copy = own.to("cpu", copy=True).contiguous()
             self.shards.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
+
+    def _is_first(self, part: Part) -> bool:
+        return self._mesh is None or self._mesh.rank(part.mesh_dim) == part.places[0]
 
     def _writes(self, layout: Layout, holders: Mapping[str, tuple[int, ...]]) -> bool:
         mesh = self._mesh
