@@ -483,13 +483,13 @@ class Layout:
         import torch
         import torch.distributed as dist
 
-        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size(mesh_dim))]
-        dist.all_gather(shards, tensor.contiguous(), group=mesh.group(mesh_dim))
         before = replace(self, placements=self.placements[:-1])._segments(mesh)[axis]
+        ranges = [self._split(before, axis, mesh, mesh_dim, place) for place in range(mesh.size(mesh_dim))]
+        shards = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in ranges]
+        dist.all_gather(shards, tensor.contiguous(), group=mesh.group(mesh_dim))
         found: dict[int, torch.Tensor] = {}
-        for place, shard in enumerate(shards):
-            ranges = self._split(before, axis, mesh, mesh_dim, place)
-            for one, part in zip(ranges, shard.split([one.length for one in ranges], dim=axis), strict=True):
+        for own, shard in zip(ranges, shards, strict=True):
+            for one, part in zip(own, shard.split([one.length for one in own], dim=axis), strict=True):
                 found.setdefault(one.start, part)
         return torch.cat([found[start] for start in sorted(found)], dim=axis)
 
