@@ -28,11 +28,12 @@ def entropy(logits: Any, labels: Tensor, **_: Any) -> Tensor:
 
 
 def llama() -> nn.Module:
-    """Without what LLaMA computes in float32 in any case."""
+    """One KV head for both ranks, and without what LLaMA computes in float32 in any case."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48, use_cache=False))  # type: ignore[arg-type]
+    sizes = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 48}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))  # type: ignore[arg-type]
     model.loss_function = entropy
     for layer in model.model.layers:
         layer.input_layernorm, layer.post_attention_layernorm = nn.RMSNorm(32, 1e-6), nn.RMSNorm(32, 1e-6)

@@ -11,6 +11,7 @@ from slapo_core import ArgumentError, Node
 from slapo_loss import chunked
 from slapo_loss.chunked import Between, Vocabulary
 from slapo_loss.private import all_reduce_functional, gather_functional
+from slapo_loss.rules import split_violations
 
 
 def log_probs(
@@ -83,10 +84,9 @@ def _vocabulary(head: Node) -> tuple[Vocabulary, str | None]:
     dims = [mesh_dim for mesh_dim, _ in layout.shards() if mesh is not None and mesh.size(mesh_dim) > 1]
     if not dims or mesh is None:
         return Vocabulary(size), None
-    if [axis for mesh_dim, axis in layout.shards() if mesh_dim in dims] != [0]:
-        raise ArgumentError(
-            f"log_probs: the head's weight must be split along its classes only (got {layout})", path=head.path
-        )
+    refused = next(split_violations(head, dims[0]), None)
+    if refused is not None:
+        raise ArgumentError(f"log_probs: {refused.message}", path=head.path, hint=refused.hint)
     group: Any = None if mesh.is_abstract else mesh.group(dims[0])
     if group is None:
         raise ArgumentError(

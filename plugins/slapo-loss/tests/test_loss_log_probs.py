@@ -115,3 +115,12 @@ def test_on_an_abstract_mesh_it_names_the_launch() -> None:
     with pytest.raises(ArgumentError, match="abstract mesh") as raised:
         slapo_loss.log_probs(hidden, sch["head"], labels)
     assert raised.value.hint
+
+
+@pytest.mark.parametrize("options", [{"shards": 2}, {"packed": 2}])
+def test_classes_that_ranks_share_or_that_are_not_in_their_order_are_refused(options: dict[str, int]) -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Identity(), nn.Linear(6, 8)), mesh={"tp": 4})
+    sch["1"].shard(["weight", "bias"], axis=0, **options)
+    with pytest.raises(ArgumentError, match="'weight' is") as raised:
+        slapo_loss.log_probs(torch.zeros(2, 6), sch["1"], torch.zeros(2, dtype=torch.long))
+    assert 'shard("weight", axis=0)' in (raised.value.hint or "")

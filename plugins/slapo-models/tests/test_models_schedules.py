@@ -294,6 +294,47 @@ def test_one_file_is_replayed_estimated_and_verified_at_each_size(tp: int) -> No
     assert report.steps_verified == len(sch.records)
 
 
+def grouped(kv_heads: int) -> nn.Module:
+    """A LLaMA of 16 query heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": kv_heads}
+    more = {"intermediate_size": 48, "max_position_embeddings": 32, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes, **more}, **EAGER))  # type: ignore[no-any-return]
+
+
+def check_grouped(sch: slapo.Schedule, kv_heads: int, tp: int) -> None:
+    attention: Any = sch["model.layers.0.self_attn"].module
+    assert attention.k_proj.weight.shape == (4 * max(1, kv_heads // tp), 64)
+    assert attention.num_key_value_groups == 16 // max(kv_heads, tp)
+    assert slapo.verify(sch, optimizer_steps=1, timeout=PATIENCE).steps_verified == len(sch.records)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize(("tp", "kv_heads"), [*((tp, kv) for tp in (1, 2, 4, 8) for kv in (2, 4, 8)), (16, 8)])
+def test_one_schedule_is_right_with_fewer_and_more_kv_heads_than_ranks(tp: int, kv_heads: int) -> None:
+    sch = slapo.create_schedule(grouped(kv_heads), mesh={"tp": tp}, example_inputs=TOKENS)
+    FAMILIES["llama"].apply(sch, **EVERYTHING)
+    check_grouped(sch, kv_heads, tp)
+
+
+@functools.cache
+def saved_with_two_kv_heads() -> str:
+    sch = slapo.create_schedule(grouped(2), mesh={"tp": 4}, example_inputs=TOKENS)
+    FAMILIES["llama"].apply(sch, **EVERYTHING)
+    return sch.to_json()
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+@pytest.mark.parametrize("tp", [2, 8])
+def test_a_file_saved_with_two_ranks_for_each_kv_head_is_replayed_with_one_and_with_four(tp: int) -> None:
+    sch = slapo.replay(grouped(2), saved_with_two_kv_heads(), mesh={"tp": tp}, example_inputs=TOKENS)
+    check_grouped(sch, 2, tp)
+
+
 def sizes_of_ranks(most: int, s: Any) -> None:
     s.choose("tp", [size for size in (1, 2, 4, 8) if size <= most])
 

@@ -156,24 +156,14 @@ class _Counted:
 
         They differ where DTensors are partial, which takes a collective, and where other ranks count parts.
         """
-        plain = (torch.Tensor, nn.Parameter)
-        if all(type(parameter) in plain for parameter in self.parameters):
-            own = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
-            if not self.parts:
-                return own, own
-            return own, [gradient for parameter in self.parameters for gradient in self._counted(parameter)]
         there: list[Any] = [parameter for parameter in self.parameters if parameter.grad is not None]
-        local = [_local(one.grad) for one in there]
-        counted: list[torch.Tensor] = []
-        for one in there:
-            counted += self._counted(one) if id(one) in self.parts else [_local(_placed(one))]
-        return local, counted
+        if not self.parts and all(type(parameter) in (torch.Tensor, nn.Parameter) for parameter in there):
+            own = [parameter.grad for parameter in there]
+            return own, own
+        return [_local(one.grad) for one in there], [gradient for one in there for gradient in self._counted(one)]
 
     def _counted(self, parameter: nn.Parameter) -> list[torch.Tensor]:
-        gradient = parameter.grad
-        if gradient is None:
-            return []
-        parts = self.parts.get(id(parameter))
+        gradient, parts = _local(_placed(parameter)), self.parts.get(id(parameter))
         return [gradient] if parts is None else [part.of(gradient) for part in parts]
 
 
