@@ -17,6 +17,7 @@ from slapo_runtime.private import HOOK_TABLES, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+    from slapo_core.tree.forward import Calls
 
 
 def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
@@ -41,7 +42,8 @@ def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> Non
 class ForwardWatch:
     """Watch which modules with hooks of steps run in one training forward.
 
-    Hooks of compiled modules, and of modules inside of one whose forward a step or the user replaced, are not watched.
+    Hooks of compiled modules, and of modules inside of one that is compiled or whose forward a step or the user
+    replaced, are not watched: their calls cannot be counted.
 
     Args:
         schedule: whose model is about to run.
@@ -51,14 +53,15 @@ class ForwardWatch:
 
     def __init__(self, schedule: Schedule) -> None:
         self._model = schedule.model
-        self._synced = dict(_synced(schedule))
+        countable, calls = dict(_countable(self._model)), schedule._core.tree.calls
+        self._synced = {path: one for path, one in countable.items() if path and _runs_hooks_of_steps(one, calls)}
         self._owners: dict[int, list[nn.Module]] = {}
         for module in self._model.modules() if self._synced else ():
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), []).append(module)
-        tied = [owner for owners in self._owners.values() if len(owners) > 1 for owner in owners]
+        tied = {id(owner) for owners in self._owners.values() if len(owners) > 1 for owner in owners}
         self._calls: Counter[int] = Counter()
-        self._watched = {id(module): module for module in (*self._synced.values(), *tied)}
+        self._watched = {id(one): one for path, one in countable.items() if path in self._synced or id(one) in tied}
         self._handles = [one.register_forward_pre_hook(self, prepend=True) for one in self._watched.values()]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -99,25 +102,27 @@ class ForwardWatch:
                     )
 
 
-def _synced(schedule: Schedule) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules below the root around which hooks of steps run, by path."""
+def _countable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose calls run their hooks where these can count, by path."""
     hidden: tuple[str, ...] = ()  # below modules whose calls may be compiled, or a graph
-    calls = schedule._core.tree.calls
-    for path, module in schedule.model.named_modules():
+    for path, module in model.named_modules():
+        if path.startswith(hidden):
+            continue
         forward = module.__dict__.get("forward")
         if not path:
             is_wrapped = bool(getattr(forward, "wrappers", None)) or hasattr(forward, "_torchdynamo_orig_callable")
             if is_compiled(module) or is_wrapped:
                 return
-            continue
-        if path.startswith(hidden):
-            continue
-        if forward is not None or is_compiled(module):
+        elif forward is not None or is_compiled(module):
             hidden = (*hidden, f"{path}.")
-        functions = [function for _, function in calls.hooks(module)]
-        tables = [getattr(module, tables[0]).values() for tables in HOOK_TABLES.values()] if functions else []
-        if any(hook in functions for table in tables for hook in table):
+        if not is_compiled(module):
             yield path, module
+
+
+def _runs_hooks_of_steps(module: nn.Module, calls: Calls) -> bool:
+    functions = [function for _, function in calls.hooks(module)]
+    tables = [getattr(module, tables[0]).values() for tables in HOOK_TABLES.values()] if functions else []
+    return any(hook in functions for table in tables for hook in table)
 
 
 def _uses(output: Any) -> Counter[int]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import slapo_core as slapo
 from slapo_testing import preload_modules, run_ranks
 
 from .checks import differs_from_untouched, rand, same_as_untouched
@@ -76,3 +77,72 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.ranks
 def test_a_split_mlp_and_a_split_bert_layer_compile_into_one_graph(cache: Path) -> None:
     run_ranks(functools.partial(check, str(cache)), world_size=2)
+
+
+class Language(nn.Module):
+    """Embedding, a layer of two, head, with one weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer, self.head = nn.Embedding(12, 6), mlp(), nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.double()
+
+    def forward(self, ids: Tensor, has_head: bool = True) -> Tensor:
+        hidden = self.layer(self.embed(ids))
+        if not has_head:
+            return hidden.square().mean()
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def split_language(sch: Any) -> None:
+    split_mlp(sch["layer"])
+    sch["embed"].shard("weight", axis=0)
+    sch["embed"].sync("fwd_post", "all_reduce")
+    sch["head"].sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather")
+
+
+def losses(model: nn.Module, run: Any, has_head: bool) -> list[float]:
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for seed in range(3):
+        ids = torch.randint(0, 12, (3, 5), generator=torch.Generator().manual_seed(seed))
+        loss = run(ids, has_head)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def compiled_inside(model: Any, way: str) -> Any:
+    """Compile by a way that torch has; return what to call."""
+    compiled = functools.partial(torch.compile, backend="eager")
+    path, _, how = way.partition(" ")
+    module = model.get_submodule(path) if path != "model" else model
+    if how == "in place":
+        module.compile(backend="eager")
+    elif how == "set back":
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, compiled(module))
+    return compiled(model) if how == "around" else model
+
+
+PATHS = ("layer", "layer.0", "layer.2", "head", "embed")
+WAYS = (*(f"{path} {how}" for path in PATHS for how in ("in place", "set back")), "model in place", "model around")
+
+
+def check_compiled_layers() -> None:
+    for has_head in (True, False):
+        plain = Language()
+        expected = losses(plain, plain, has_head)
+        for way in WAYS:
+            sch: Any = slapo.create_schedule(Language(), mesh={"tp": 2})
+            split_language(sch)
+            run = compiled_inside(sch.model, way)
+            assert losses(sch.model, run, has_head) == pytest.approx(expected, rel=1e-12), (way, has_head)
+
+
+@pytest.mark.ranks
+def test_synced_layers_that_torch_compiles_in_place_or_apart_train_as_the_plain_model() -> None:
+    run_ranks(check_compiled_layers, world_size=2)
