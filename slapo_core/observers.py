@@ -36,30 +36,32 @@ PATCHING = threading.RLock()
 
 
 class Origin(NamedTuple):
-    """Where a call in a graph comes from that a step's hook made.
+    """Where a call comes from that code of a step makes elsewhere: in a graph, or after its module's forward.
 
     Args:
-        module: path of the hooked module below the recorded one.
-        hook: the hook.
+        module: path of the module below the one that runs, or below the root.
+        hook: the step's hook, or its wrapper.
+        is_below_root: whether ``module`` is the path below the root.
     """
 
     module: str
     hook: Any
+    is_below_root: bool = False
 
 
 _attribute: Callable[..., Any] | None = None
 
 
-def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` with ``args``, code of a hook; who attributes what runs is told whose."""
+def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, code of a hook; who attributes what runs is told whose."""
     if origin is None or _attribute is None:
-        return function(*args)
-    return _attribute(origin, function, *args)
+        return function(*args, **kwargs)
+    return _attribute(origin, function, *args, **kwargs)
 
 
 @contextmanager
 def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
-    """While this lasts, ``attribute(origin, function, *args)`` makes the calls that a graph holds of steps' hooks."""
+    """While this lasts, ``attribute(origin, function, *args, **kwargs)`` makes the calls of `run_from`."""
     global _attribute
     before, _attribute = _attribute, attribute
     try:

@@ -67,6 +67,8 @@ def test_peaks_are_those_of_real_ranks_and_each_chunk_communicates_once() -> Non
     tokens = [CHUNK] * ((TOKENS - 8) // CHUNK) + [(TOKENS - 8) % CHUNK]
     assert [each.bytes for each in sent] == [3 * count * 4 for count in tokens]  # maximum, log-sum-exp, target logit
     assert {(each.mesh_dim, each.ranks, each.phase) for each in sent} == {("tp", 2, "forward")}
+    ((module, step),) = {(each.module, each.record.partition(" ")[2]) for each in sent}
+    assert (module, step) == ("lm_head", f"linear_cross_entropy(chunk={CHUNK}) at 'lm_head'")
     assert found["small chunks"].time > found["of the schedule"].time > 0  # more collectives, as many products
     assert len({one.kinds[0].flops for one in found.values()}) == 1
 

@@ -54,6 +54,7 @@ class Place:
     Attributes:
         step: ``"forward"``, ``"backward"`` or ``"optimizer"``; the training step says so.
         hooks: path of a module and a hook there -> the step that registered it, as in ``str(record)``.
+        wrappers: ``id`` of a wrapper of a forward -> the step that put it there.
     """
 
     def __init__(self, paths: Mapping[int, str], owners: Mapping[int, str]) -> None:
@@ -61,6 +62,7 @@ class Place:
         self._modules = {module: At(path) for module, path in paths.items()}
         self._owners = {parameter: At(path) for parameter, path in owners.items()}
         self.hooks: dict[tuple[str, Any], str] = {}
+        self.wrappers: dict[int, str] = {}
         self._stack: list[At] = []
         self._numbers: list[int] = []
         self._since: list[At] = []
@@ -98,10 +100,12 @@ class Place:
             self._stack.pop()
             self._note()
 
-    def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Run the nodes that a graph holds of a hook below the module that runs."""
+    def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run what a graph holds of a hook below the module that runs, or what a wrapper left for later."""
+        if origin.is_below_root:
+            return self.run(At(origin.module, self.wrappers.get(id(origin.hook), "")), function, *args, **kwargs)
         path = ".".join(filter(None, (self._now().module, origin.module)))
-        return self.run(At(path, self.hooks.get((path, origin.hook), "")), function, *args)
+        return self.run(At(path, self.hooks.get((path, origin.hook), "")), function, *args, **kwargs)
 
     def own_code(self, module: nn.Module) -> At:
         """Return the place of a module's own forward, without the steps' wrappers."""
@@ -178,6 +182,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
             hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
         elif isinstance(entry, journal.WrapForward):
             hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
+            place.wrappers.setdefault(id(entry.wrapper), str(record))
 
     place.hooks = {
         (record.path, entry.function): str(record)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slapo_core import ArgumentError
+from slapo_core.observers import Origin, run_from
 from slapo_loss import operations
 from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
 from slapo_loss.operations import Operation, check_version
@@ -38,6 +39,7 @@ class Head:
         gather: the logits of the whole vocabulary from those here: (..., classes here) -> (..., classes).
         chunk: tokens whose logits exist at a time; None: the implementation chooses.
         implementation: of the loss.
+        origin: module and step whose code computes logits and loss.
     """
 
     weight: Tensor
@@ -46,6 +48,7 @@ class Head:
     gather: Callable[[Tensor], Tensor] | None = None
     chunk: int | None = None
     implementation: Callable[..., Tensor] = linear_cross_entropy
+    origin: Origin | None = None
 
     def requires_grad(self) -> bool:
         """Return whether a tensor of the layer requires grad."""
@@ -107,6 +110,9 @@ class _Values:
             raise withheld_error(use=by)
         self.check()
         self.call.computed.append(by)
+        run_from(self.head.origin, self._compute)
+
+    def _compute(self) -> None:
         head = self.head
         with without_torch_function(), torch.enable_grad(), operations.without_autocast(self.hidden.device.type):
             logits = F.linear(self.hidden.movedim(self.axis, -1), head.weight, head.bias)
@@ -525,7 +531,9 @@ def _loss(
     vocabulary = dataclasses.replace(head.vocabulary, size=logits.classes)
     values.call.used = True
     with operations.without_autocast(kind):
-        found = head.implementation(
+        found = run_from(
+            head.origin,
+            head.implementation,
             hidden.reshape(-1, hidden.shape[-1]),
             head.weight,
             target.reshape(-1),

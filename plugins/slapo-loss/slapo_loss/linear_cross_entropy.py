@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, MeshError, Node, PluginError, Primitive, Violation
 from slapo_core.internals import current_registry
-from slapo_core.observers import Forward, dropout_is_off, is_recording
+from slapo_core.observers import Forward, Origin, dropout_is_off, is_recording
 from slapo_loss.chunked import Vocabulary, chunk_size
 from slapo_loss.deferred import Call, DeferredLogits, Head
 from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal
@@ -346,7 +346,9 @@ class DeferHead:
             start = min(ranks.rank * weight.shape[0], self.classes)
             vocabulary = Vocabulary(self.classes, start, ranks.gather, ranks.name)
             gather = Whole(ranks, self.classes)
-        return DeferredLogits(input, Head(weight, bias, vocabulary, gather, self.chunk, self.implementation), call)
+        origin = Origin(self.scope.path, self, is_below_root=True)
+        head = Head(weight, bias, vocabulary, gather, self.chunk, self.implementation, origin)
+        return DeferredLogits(input, head, call)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
