@@ -22,6 +22,7 @@ __all__ = [
     "only_looks",
     "run_from",
     "spans_stages",
+    "tell_verify",
     "withheld",
     "without",
 ]
@@ -79,6 +80,16 @@ def dropout_is_off() -> bool:
     from slapo_core.private import active_function_modes
 
     return any(getattr(mode, "slapo_switches_dropout_off", False) for mode in active_function_modes())
+
+
+def tell_verify(note: str) -> bool:
+    """Note in the report of ``verify`` what a step did not do; return False outside of a run by ``verify``."""
+    from slapo_core.private import active_function_modes
+
+    lists = [mode.slapo_notes for mode in active_function_modes() if hasattr(mode, "slapo_notes")]
+    for notes in lists:
+        notes.append(note)
+    return bool(lists)
 
 
 def is_inlined(part: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, MeshError, Node, PluginError, Primitive, Violation
 from slapo_core.internals import current_registry
-from slapo_core.observers import Forward, Origin, dropout_is_off, is_recording
+from slapo_core.observers import Forward, Origin, is_recording, tell_verify
 from slapo_loss.chunked import Vocabulary, chunk_size
 from slapo_loss.deferred import Call, DeferredLogits, Head
 from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal
@@ -229,7 +229,7 @@ class SpanForward:
                 output = forward(module, *args, **kwargs)
                 if call.has_deferred:
                     return closed(call, output, keep_logits=keep_logits)
-                if has_head and not scope.has_warned and module.training:
+                if has_head and module.training:
                     warn_of_no_effect(scope, "whose head did not run in training mode")
                 return output
             finally:
@@ -241,7 +241,7 @@ class SpanForward:
 
 def closed(call: OpenCall, output: Any, *, keep_logits: bool) -> Any:
     """End a forward: return its output with logits, or with what stands for them where the loss was computed."""
-    if not call.used and not call.scope.has_warned:
+    if not call.used:
         by = f": {call.computed[0]} took its logits" if call.computed else ""
         warn_of_no_effect(call.scope, f"which computes no cross entropy of what the head gives{by}")
 
@@ -256,15 +256,14 @@ def closed(call: OpenCall, output: Any, *, keep_logits: bool) -> Any:
 
 
 def warn_of_no_effect(scope: Scope, why: str) -> None:
-    """Warn, once, that a forward in training took no loss from hidden states."""
-    if dropout_is_off():  # verify leaves out labels, too
-        return
-    scope.has_warned = True
-    warnings.warn(
+    """Warn once, or let verify note, that a forward in training took no loss from hidden states."""
+    text = (
         f"linear_cross_entropy at '{scope.path}' had no effect on this forward in training, {why}; give the model its "
-        "labels, or leave the step out",
-        stacklevel=7,
+        "labels, or leave the step out"
     )
+    if not tell_verify(text) and not scope.has_warned:
+        scope.has_warned = True
+        warnings.warn(text, stacklevel=7)
 
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, Tensor, nn.Parameter))

@@ -258,6 +258,42 @@ def test_verify_finds_a_wrong_loss_where_logits_are_withheld() -> None:
     assert raised.value.steps == ("#2 double() at 'head'",)
 
 
+class Penalized(Net):
+    """Adds a number of the logits to its loss, which needs them, or to nothing."""
+
+    penalty = 0.1
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None) -> dict[str, Tensor]:
+        logits = self.head(self.hidden(ids))
+        penalty = self.penalty * logits[..., 0].sum() if self.penalty else 0.0
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + penalty}
+
+
+def test_verify_notes_a_step_without_effect_on_the_given_batch_and_no_other() -> None:
+    def notes(model: nn.Module, given: dict[str, Tensor]) -> list[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = slapo.verify(scheduled(model), given)
+        return [text for text in report.notes if "linear_cross_entropy" in text]
+
+    (note,) = notes(Penalized(), batch())
+    assert "linear_cross_entropy at 'head' had no effect" in note
+    assert "__getitem__ took its logits" in note
+    (note,) = notes(Net(), {"ids": batch()["ids"]})
+    assert "computes no cross entropy of what the head gives" in note
+    without = Penalized()
+    without.penalty = 0
+    assert notes(without, batch()) == []  # though verify leaves out labels, too
+    sch = scheduled(Penalized())
+    for _ in range(2):  # a warning of a run before takes nothing from the report
+        assert any("had no effect" in text for text in slapo.verify(sch, batch()).notes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sch.model(**batch())
+
+
 # -- other steps and tools around it --------------------------------------------------------------------------
 
 

@@ -73,6 +73,7 @@ class DropoutMode(TorchFunctionMode):
         draws: those of the forward, in order.
         recomputed: those of the backward, which may run parts of the forward again.
         in_backward: to be set to True before backward.
+        slapo_notes: of steps on what they did not do, for the report.
     """
 
     def __init__(self, paths: Mapping[int, str] | None = None, *, is_on: bool = False) -> None:
@@ -82,7 +83,8 @@ class DropoutMode(TorchFunctionMode):
         self.draws: list[Draw] = []
         self.recomputed: list[Draw] = []
         self.in_backward = False
-        self.slapo_switches_dropout_off = not is_on  # for slapo_core.observers
+        self.slapo_switches_dropout_off = not is_on  # for slapo_core.observers, as the next
+        self.slapo_notes: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

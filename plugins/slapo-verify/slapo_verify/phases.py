@@ -205,9 +205,15 @@ MOMENTUM = 0.9
 
 @dataclass
 class Observation:
-    """The values of a run: kind -> name -> value. None means "no gradient"."""
+    """The values of a run: kind -> name -> value. None means "no gradient".
+
+    Args:
+        values: these.
+        notes: of steps on what they did not do in training with the given batch.
+    """
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def of(self, kind: str) -> dict[str, Any]:
         return self.values.get(kind, {})
@@ -225,14 +231,14 @@ class Runner:
     def __init__(self, model: nn.Module, inputs: Inputs, conditions: Conditions) -> None:
         self.model, self.inputs, self.conditions = model, inputs, conditions
         self.caller = conditions.caller(model)
-        self._has_gradients = False
+        self._has_gradients, self._notes = False, list[str]()
         kept = model.training  # a model that is in evaluation mode as a whole has no training mode of its own to keep
         self._modes = [(module, module.training or not kept) for module in model.modules()]
         model.zero_grad(set_to_none=True)
 
     def run(self, phases: Sequence[str]) -> Observation:
         """Run ``phases`` and return their values: the model's own tensors where no phase follows."""
-        seen = Observation()
+        seen = Observation(notes=self._notes)
         for phase in phases:
             for module, trains in self._modes:
                 module.training = trains
@@ -253,7 +259,7 @@ class Runner:
     def _training(self) -> dict[str, Any]:
         dropout = DropoutMode(self.caller.paths)
         output = self._forward_backward(dropout=dropout)
-        self._has_gradients = True
+        self._has_gradients, self._notes[:] = True, dropout.slapo_notes
         # After backward: recomputed activations may update buffers a second time.
         found = {"output": output, "buffer": self._buffers(), "gradient": self._gradients()}
         return {**found, "dropout": {"forward": dropout.draws}}

@@ -234,6 +234,7 @@ class BothModels:
         self._found = self._withheld | self.trials.withheld(seen)
         if self._found == self._withheld:
             self._compare(seen)
+            self.notes += dict.fromkeys(note for notes in self.world.gather(seen.notes) for note in notes)
         return runner, self.trials.other_stream(self.trials.candidate, self.reference, seen)
 
     def _withholds_more(self) -> bool:
