@@ -97,6 +97,8 @@ class LinearCrossEntropy(Primitive):
             yield Violation(refused.message, refused.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
+        from slapo_loss.rules import overlap_notes
+
         root, ranks = node, None
         while root.parent is not None:
             root = root.parent
@@ -109,6 +111,8 @@ class LinearCrossEntropy(Primitive):
         tokens = self.chunk or chunk_size(weight.shape[0], weight.dtype, weight.device)
         sized = f" in chunks of {tokens} tokens ({weight.device.type})" if self._chosen == AUTO else ""
         edit.note(f"choice: the loss is computed by '{self._chosen}'{sized}")
+        for note in overlap_notes(node):
+            edit.note(note)
         # Within what others wrap around these forwards, whatever comes first: a checkpoint that runs the root's forward
         # again opens a call again, and a wrapper around the head that exchanges its weight is in force.
         edit.wrap_forward(node, DeferHead(scope, classes_of(node), ranks, self.chunk, implementation), inside=True)

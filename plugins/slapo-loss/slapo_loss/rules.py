@@ -85,6 +85,13 @@ def gather_violations(node: Node) -> Iterator[Violation]:
             yield _gathered(record)
 
 
+def overlap_notes(node: Node) -> Iterator[str]:
+    """Yield which steps have no weight's gradient to compute in the backward any more."""
+    for record in node.records:
+        if record.name == "tp.sync" and getattr(record.primitive, "overlap", False):
+            yield f"{record}: overlap=True has no effect on this loss: its forward makes all gradients"
+
+
 def _communicates_output(sync: Any) -> bool:
     return sync.mode in ("fwd_post", "forward")
 

@@ -681,6 +681,18 @@ def test_steps_that_do_not_fit_beside_it_are_refused_in_both_orders(message: Mes
     assert logits_made(before.model) == 0
 
 
+def test_overlap_fits_at_the_head_in_both_orders_and_has_no_effect_on_its_loss() -> None:
+    for is_loss_first in (False, True):
+        sch: Any = slapo.create_schedule(Net(), mesh={"tp": 1}, example_inputs=batch())
+        sch["head"].shard("weight", axis=0)
+        if is_loss_first:
+            sch["head"].linear_cross_entropy()
+        sch["head"].sync("bwd_post", "all_reduce", overlap=True)
+        if not is_loss_first:
+            sch["head"].linear_cross_entropy()
+        assert any("overlap=True has no effect" in text for text in sch.records[-1].effects)
+
+
 def test_a_head_split_along_its_features_afterwards_is_refused_by_build() -> None:
     sch: Any = slapo.create_schedule(Net(), mesh={"tp": 1}, example_inputs=batch())
     sch["head"].linear_cross_entropy()

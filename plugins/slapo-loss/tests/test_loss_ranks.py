@@ -53,6 +53,17 @@ def split(sch: Any, *, pad: bool = True) -> None:
     sch["head"].sync("bwd_post", "all_reduce")
 
 
+def overlapped(sch: Any) -> None:
+    sch["head"].shard("weight", axis=0, pad=True)
+    sch["head"].sync("bwd_post", "all_reduce", overlap=True)
+
+
+def loss_then_overlapped(sch: Any) -> None:
+    sch["head"].shard("weight", axis=0, pad=True)
+    loss(sch)
+    sch["head"].sync("bwd_post", "all_reduce", overlap=True)
+
+
 def split_tied(sch: Any) -> None:
     sch["embed"].shard("weight", axis=0, pad=True)
     sch["embed"].sync("fwd_post", "all_reduce")
@@ -119,6 +130,8 @@ def with_targets(step: int) -> dict[str, Any]:
 ON_TWO = {
     "bias": Case({"tp": 2}, (split, loss), {"bias": True}),
     "loss first": Case({"tp": 2}, (loss, split), given=counted),
+    "overlap": Case({"tp": 2}, (overlapped, loss)),
+    "overlap last": Case({"tp": 2}, (loss_then_overlapped,), given=counted),
     "tied": Case({"tp": 2}, (loss, split_tied), {"tied": True}),
     "no target here": Case({"tp": 2}, (split, loss), given=of_first_rank),
     "layers and checkpoints": Case({"tp": 2}, (blocks, split, loss, checkpoint)),

@@ -17,6 +17,7 @@ from slapo_tp.splits import (
     KV_HEAD_COUNTS,
     as_tuple,
     bias_is_left_out,
+    gathers_itself,
     heads_of,
     holders,
     makes_gradient_partial,
@@ -59,7 +60,7 @@ def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
     for node in schedule.root.walk():
         if output_state(node, mesh_dim) != "split" or "bias" not in node.parameters:
             continue
-        if not _runs_own_forward(node) and not _gathers_itself(node):
+        if not _runs_own_forward(node) and not gathers_itself(node):
             continue
         axis = split_axis(node, weight_name(node), mesh_dim)
         if axis is not None and split_axis(node, "bias", mesh_dim) is None:
@@ -230,7 +231,7 @@ def repeated_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
 
 def _gathers(node: Node) -> bool:
     """Whether the module or one around it has a collective at its output that puts shards together."""
-    if _gathers_itself(node):
+    if gathers_itself(node):
         return True
     around: Node | None = node
     while around is not None:
@@ -238,11 +239,6 @@ def _gathers(node: Node) -> bool:
             return True
         around = around.parent
     return False
-
-
-def _gathers_itself(node: Node) -> bool:
-    """Whether a step at the layer takes its shards of the output as they are, and gives whole ones."""
-    return any(getattr(wrapper, "slapo_gathers_output", False) for wrapper in node.wrappers)
 
 
 def _unreduced(node: Node, mesh_dim: str, *, in_sequence: bool) -> Violation:

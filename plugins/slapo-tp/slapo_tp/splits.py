@@ -142,6 +142,11 @@ def makes_gradient_partial(node: Node, mesh_dim: str) -> bool:
     return is_hidden or (state == "split" and kind.axis_of("input") is not None)
 
 
+def gathers_itself(node: Node) -> bool:
+    """Whether a step at the layer takes its shards of the output as they are, and gives whole ones."""
+    return any(getattr(wrapper, "slapo_gathers_output", False) for wrapper in node.wrappers)
+
+
 def bias_is_left_out(node: Node, mesh_dim: str) -> bool:
     """Whether the module gives a partial sum without its bias, which ``sync`` has to add."""
     return own_tensor(node, "bias") is not None and output_state(node, mesh_dim) == "partial"

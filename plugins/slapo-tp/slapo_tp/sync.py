@@ -18,6 +18,7 @@ from slapo_tp.preconditions import Distributed
 from slapo_tp.private import children_of
 from slapo_tp.splits import (
     bias_is_left_out,
+    gathers_itself,
     has_split_below,
     makes_gradient_partial,
     mesh_size,
@@ -104,7 +105,7 @@ def _overlap_violations(sync: Sync, node: Node, mode: str, op: object) -> Iterat
             "overlap=True belongs to a reduction of the input's gradient",
             'use sync("bwd_post", "all_reduce", overlap=True) or sync("fwd_pre", "all_gather", overlap=True)',
         )
-    elif not can_overlap(node.module) or not node.runs_own_forward:
+    elif not can_overlap(node.module) or not (node.runs_own_forward or gathers_itself(node)):
         layers = [
             below
             for below in node.walk()
@@ -358,6 +359,8 @@ class Sync(Primitive):
             weight = node.parameters.get("weight")
             if weight is not None and not weight.requires_grad:
                 edit.note("overlap=True has no effect: the weight is frozen, so there is no gradient to compute beside")
+            elif gathers_itself(node):
+                edit.note("overlap=True has no effect on a loss computed from shards: its forward makes all gradients")
             edit.wrap_forward(node, under_weight_gradient, active=active, inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
