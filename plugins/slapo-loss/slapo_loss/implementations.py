@@ -178,6 +178,11 @@ class Torch(Implementation):
     def compute(self, hidden: Tensor, weight: Tensor, labels: Tensor, **given: Any) -> Tensor:
         objective, chunk = given["objective"], given["chunk"]
         sizes: Any = {"batch_chunk_size": chunk, "chunking_method": None} if chunk else {}
+        is_kept = None
+        if objective.reduction == "mean":
+            # Of ignored labels alone it gives gradients that are not numbers, where cross_entropy gives zeros.
+            is_kept = (labels != objective.ignore_index).any()
+            labels = torch.where(is_kept, labels, int(objective.ignore_index == 0))
         found: Tensor = F.linear_cross_entropy(
             hidden,
             weight,
@@ -188,7 +193,7 @@ class Torch(Implementation):
             ignore_index=objective.ignore_index,
             options=torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True, **sizes),
         )
-        return found
+        return found if is_kept is None else torch.where(is_kept, found, torch.nan)
 
 
 class Liger(Implementation):

@@ -110,6 +110,25 @@ def test_that_of_torch_trains_as_the_plain_model(bias: bool, monkeypatch: pytest
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_that_of_torch_learns_nothing_of_ignored_labels_alone(reduction: str, ignored: int) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (7, 3), (7,))]
+    hidden, weight, bias = tensors
+    labels, found = torch.full((5,), ignored), []
+    objective = Objective(ignored, reduction)
+    for loss in (
+        Torch()(hidden, weight, labels, **arguments(bias=bias, objective=objective)),
+        F.cross_entropy(F.linear(hidden, weight, bias), labels, ignore_index=ignored, reduction=reduction),
+    ):
+        gradients = torch.autograd.grad(loss.sum(), tensors)
+        assert not any(one.any() for one in gradients)
+        found.append(loss)
+    torch.testing.assert_close(*found, equal_nan=True)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
 def test_one_that_cannot_serve_a_loss_raises_and_nothing_else_is_taken() -> None:
     model = Model(softcaps=True)
     scheduled(model, implementation="torch")
