@@ -228,7 +228,8 @@ class SpanForward:
             if not torch.is_grad_enabled() or is_recording():
                 return forward(module, *args, **kwargs)
             call = OpenCall(scope=scope)
-            before = _OPEN.set((*_OPEN.get(), call))
+            before = _OPEN.get()
+            _OPEN.set((*before, call))  # its token, of each forward another, would have torch.compile compile again
             try:
                 output = forward(module, *args, **kwargs)
                 if call.has_deferred:
@@ -237,7 +238,7 @@ class SpanForward:
                     warn_of_no_effect(scope, "whose head did not run in training mode")
                 return output
             finally:
-                _OPEN.reset(before)
+                _OPEN.set(before)
                 call.is_over = True
 
         return run
