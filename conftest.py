@@ -24,7 +24,7 @@ preload_modules(
     "typeguard",
     "slapo_runtime.context",
     "slapo_graph.traced",
-    "slapo_runtime.native.engine",
+    "slapo_torch.engine",
     "slapo_graph.merging",
     "slapo_testing.checks.two_ranks",
     "slapo_verify.child_processes",

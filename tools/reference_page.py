@@ -21,10 +21,10 @@ from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
 from slapo_runtime.context import BuildContext
-from slapo_runtime.native.dialect import TorchDialect
-from slapo_runtime.native.engine import TorchEngine
 from slapo_runtime.state import ModelState
 from slapo_runtime.storage import LiveTensor
+from slapo_torch.dialect import TorchDialect
+from slapo_torch.engine import TorchEngine
 from slapo_tp.preconditions import After, Distributed, Divisible
 from slapo_tune.samplers import SearchSpace
 from slapo_verify import VerifyReport
@@ -73,7 +73,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 }
 _HOMES = {
     "slapo_runtime.build": "Building and training",
-    "slapo_runtime.native": "Building and training",
+    "slapo_torch": "Building and training",
     "slapo_verify": "Verifying",
     "slapo_core.schedule": "Scheduling",
     "slapo_core.plugins": "Writing primitives",
@@ -108,6 +108,7 @@ _DISTRIBUTIONS = (
     "slapo-megatron",
     "slapo-models",
     "slapo-pipeline",
+    "slapo-torch",
     "slapo-tp",
     "slapo-tune",
 )
@@ -187,7 +188,7 @@ def _entry(name: str, value: Any) -> list[str]:
             return [f"### {name}", "", _VALUES.get(name, MISSING)]
         return [f"### {name}", "", "```python", signature(name, value), "```", "", *_text(value)]
     lines = [f"### {name}", ""]
-    if value.__module__.startswith("slapo_runtime.") and name in _BESIDE:
+    if value.__module__.startswith(("slapo_runtime.", "slapo_torch.")) and name in _BESIDE:
         lines += [f"*In `{value.__module__}`.*", ""]
     if name not in _NOT_MADE_BY_HAND and Protocol not in value.__bases__ and _is_constructed(value):
         lines += ["```python", signature(name, value, returns=False), "```", ""]

@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "torch_versions.md"
 SUITES = {
     "sampled": ("--ignore=tests/architecture/test_style.py",),
     "core": (
-        *("plugins/slapo-runtime/tests/test_pipeline*.py", "plugins/slapo-graph/tests/test_trace*.py"),
+        *("plugins/slapo-torch/tests/test_pipeline*.py", "plugins/slapo-graph/tests/test_trace*.py"),
         *("plugins/slapo-estimate/tests", "plugins/slapo-pipeline/tests"),
     ),
 }

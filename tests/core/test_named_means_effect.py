@@ -15,7 +15,7 @@ from slapo_testing.distributions import FakeDistribution, FakeEnvironment, primi
 from tests.messages import Messages
 
 DIALECT = """
-from slapo_runtime.native.dialect import TorchDialect
+from slapo_torch.dialect import TorchDialect
 
 class Loop(TorchDialect):
     name = "acme"

@@ -96,7 +96,7 @@ def test_a_bare_name_that_is_anothers_namespace_is_never_guessed(fake_distributi
 
 
 def test_kinds_without_namespace_use_plain_names(fake_distributions: FakeEnvironment) -> None:
-    source = "from slapo_runtime.native.dialect import TorchDialect\nclass Fast(TorchDialect):\n    name = 'fast'\n"
+    source = "from slapo_torch.dialect import TorchDialect\nclass Fast(TorchDialect):\n    name = 'fast'\n"
     fake_distributions.install(
         FakeDistribution("acme-fast", "1.0", {"slapo.v1.dialects": {"fast": "acme_fast:Fast"}}, {"acme_fast": source})
     )

@@ -117,7 +117,7 @@ def _bad_names() -> list[Hostile]:
         unusable(
             "name-core", {"core.replace": "x:Y"}, "namespace 'core' of primitive 'core.replace' belongs to slapo-core"
         ),
-        unusable("name-dialect", {"torch": "x:Y"}, "dialect 'torch' belongs to slapo-runtime", "slapo.v1.dialects"),
+        unusable("name-dialect", {"torch": "x:Y"}, "dialect 'torch' belongs to slapo-torch", "slapo.v1.dialects"),
         unusable("name-query-deep", {"a.b.c": "x:Y"}, "query name 'a.b.c' must be", "slapo.v1.queries"),
         unusable(
             "name-kind",

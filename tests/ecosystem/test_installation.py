@@ -278,8 +278,11 @@ def test_the_programs_of_the_examples_run_and_a_trained_model_is_saved(clean: Cl
     hello = program(ROOT / "examples/slapo-hello/README.md").replace('"cuda"', '"cpu"')
     options = "optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda output, batch: output.mean()"
     loop = program(ROOT / "examples/slapo-loop/README.md").replace("optimizer=...", options)
-    printed = clean.script("programs.py", f"{HELLO}{hello}{LOOP}{loop}print(type(loss).__name__)\n{TRAIN}")
-    assert printed == "torch.float32\nTensor\ntrained, saved and loaded\n"
+    trained = program(ROOT / "plugins/slapo-torch/README.md")
+    printed = clean.script("programs.py", f"{HELLO}{hello}{LOOP}{loop}print(type(loss).__name__)\n{TRAIN}{trained}")
+    own, plan = printed.split("plan for target 'torch'\n")
+    assert own == "torch.float32\nTensor\ntrained, saved and loaded\n"
+    assert plan == "  the scheduled Sequential, 1 steps applied\ntensor(True)\nSequential\n"
 
 
 # -- what a user installs ---------------------------------------------------------------------------------------------
@@ -349,7 +352,7 @@ if __name__ == "__main__":
 @pytest.mark.ranks
 def test_core_and_tp_shard_verify_build_and_train(install: Install) -> None:
     tp = install("slapo-core", "slapo-tp")
-    assert tp.own == {"slapo-core", "slapo-runtime", "slapo-tp", "slapo-verify"}
+    assert tp.own == {"slapo-core", "slapo-runtime", "slapo-torch", "slapo-tp", "slapo-verify"}
     (tp.directory / "sharded.py").write_text(SHARDED)
     assert "verified: Mlp with 5 steps agrees with the reference model (2 ranks" in tp.python("sharded.py", "verify")
     trained = tp.python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "sharded.py")

@@ -65,7 +65,7 @@ HALF = ("float16", "bfloat16", "float32")
 
 def averaged(device: str) -> dict[str, Any]:
     """Large gradients, whose sum over the replicas float16 does not hold, and whose mean it does."""
-    from slapo_runtime.native.replica_gradients import GradientAverage
+    from slapo_torch.replica_gradients import GradientAverage
 
     def average(dtype: str, count: int) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(3, dtype=getattr(torch, dtype), device=device)) for _ in range(3)]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import slapo_core as slapo
 from slapo_testing import preload_modules, run_ranks
 
-preload_modules("tests.integration.test_estimated_pipelines", "slapo_pipeline", "slapo_runtime.native.pipeline_engine")
+preload_modules("tests.integration.test_estimated_pipelines", "slapo_pipeline", "slapo_torch.pipeline_engine")
 
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 SIZE, WORDS = 48, 96

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.native import running_stage as stage_module
-from slapo_runtime.native.replica_gradients import GradientAverage
 from slapo_testing import run_ranks
+from slapo_torch import running_stage as stage_module
+from slapo_torch.replica_gradients import GradientAverage
 from tests.integration.pipelines.against import Case, differences
 from tests.integration.test_pipeline_training import batch_of, cuts
 from tests.messages import Messages

@@ -105,7 +105,10 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: Values) -> torch.T
     return fake
 
 
-_OWN = [find_spec(name) for name in ("torch", *(f"slapo_{own}" for own in ("core", "estimate", "graph", "runtime")))]
+_OWN = [
+    find_spec(name)
+    for name in ("torch", *(f"slapo_{own}" for own in ("core", "estimate", "graph", "runtime", "torch")))
+]
 _NOT_THE_USERS = tuple(os.path.dirname(str(spec.origin)) + os.sep for spec in _OWN if spec is not None)
 
 

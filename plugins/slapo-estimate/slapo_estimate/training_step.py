@@ -285,7 +285,7 @@ def _step(
     trackers: Trackers,
     replicas: Replicas | None,
 ) -> None:
-    """Run a step as ``native/engine.py`` does: in its order, and holding the same tensors."""
+    """Run a step as ``slapo_torch/engine.py`` does: in its order, and holding the same tensors."""
     place = trackers.place
     compute_loss = LossCall(model, request.loss)
     losses, output = [], None

@@ -22,7 +22,7 @@ from slapo_graph.protocol import Location, Tracer, Untraceable
 
 # Where in the model's source a recorded call was written.
 
-_PACKAGES = ("slapo_core", "slapo_estimate", "slapo_graph", "slapo_runtime", "slapo_verify", "triton")
+_PACKAGES = ("slapo_core", "slapo_estimate", "slapo_graph", "slapo_runtime", "slapo_torch", "slapo_verify", "triton")
 _SPECS = map(find_spec, _PACKAGES)
 _NOT_THE_MODEL = (
     str(Path(torch.__file__).parent),

@@ -16,7 +16,7 @@ from tests.support import tied_model
 from tests.support.odd_pipelines import Run, differences
 
 pytestmark = pytest.mark.ranks
-preload_modules("slapo_megatron.pipeline", "slapo_pipeline.partition.hook", "slapo_runtime.native.pipeline_engine")
+preload_modules("slapo_megatron.pipeline", "slapo_pipeline.partition.hook", "slapo_torch.pipeline_engine")
 
 TWO = {"pp": 2}
 CUTS = {"one": ("one",), "three": ("one", "norm", "two")}

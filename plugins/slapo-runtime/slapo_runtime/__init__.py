@@ -1,4 +1,4 @@
-"""What running a schedule needs: build, state, initialization, ranks, the frame for dialects, and target "torch".
+"""What running a schedule needs: build, state, checkpoints, initialization, ranks, stages, and the frame for dialects.
 
 A dialect author meets these names of ``slapo_core``: ``Dialect``, ``Plan``, ``Engine``, ``StepResult``, ``Schedule``,
 ``Violation``, ``BuildError``, and ``BuildArguments`` of its module ``dialect``; and these of the modules here:
@@ -12,6 +12,6 @@ A dialect author meets these names of ``slapo_core``: ``Dialect``, ``Plan``, ``E
 - ``stages``: ``StagedModel``
 - ``stage_runner``: ``StageCache``, ``RankStages``, ``Work``
 
-The other modules of this level are shared with slapo-verify, slapo-estimate, slapo-tune and slapo-testing. ``native``
-is target "torch", which imports what any dialect may; ``weights`` is internal.
+The other modules of this level are shared with slapo-torch, slapo-deepspeed, slapo-megatron, slapo-verify,
+slapo-estimate, slapo-tune and slapo-testing; ``weights`` is internal.
 """

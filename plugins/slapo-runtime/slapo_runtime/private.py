@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
 from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "TorchDispatchMode",
     "pytree",
-    "top_saved_tensors_hooks",
     "tree_leaves",
     "tree_map_only",
 ]

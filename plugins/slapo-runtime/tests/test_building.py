@@ -10,7 +10,8 @@ import torch
 
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
-from slapo_runtime.native.dialect import TorchDialect
+from slapo_testing import FakeEnvironment
+from slapo_torch.dialect import TorchDialect
 from tests.messages import Messages
 from tests.support.building import Split, batches, on_meta, real, sgd, split
 
@@ -52,6 +53,14 @@ def test_an_unknown_target_is_named() -> None:
     message = refused(slapo.create_schedule(real("mlp")), slapo.UnknownNameError, target="trch")
     assert "'trch'" in message
     assert "torch" in message
+
+
+def test_target_torch_names_its_distribution_where_it_is_not_installed(
+    fake_distributions: FakeEnvironment, message: Messages
+) -> None:
+    with use_registry(fake_distributions.registry()):
+        schedule = slapo.create_schedule(real("mlp"))
+        message(refused(schedule, slapo.UnknownNameError), "dialect 'torch'", "pip install slapo-torch")
 
 
 class Picky(TorchDialect):
@@ -111,28 +120,6 @@ def test_a_mesh_dimension_that_nothing_uses_is_named() -> None:
     used = slapo.create_schedule(torch.nn.Linear(2, 2), mesh={"dp": 2, "tp": 2})
     used.root.shard("weight", axis=0)
     assert "is used by no step" not in used.explain()
-
-
-def test_precision_is_no_option_of_target_torch_and_the_way_is_named() -> None:
-    with pytest.raises(slapo.BuildError) as caught:
-        slapo.build(slapo.create_schedule(torch.nn.Linear(2, 2)), bf16=True)
-    assert "torch.autocast" in str(caught.value.hint)
-
-
-def test_an_unknown_option_is_named(message: Messages) -> None:
-    text = refused(slapo.create_schedule(real("mlp")), slapo.BuildError, bucket_cap=3)
-    message(text, "'bucket_cap'", "bucket_cap_mb")
-
-
-def test_the_plan_says_what_will_be_done() -> None:
-    schedule = split(slapo.create_schedule(real("mlp"), mesh={"dp": 4, "tp": 2}), "mlp")
-    assert str(TorchDialect().plan(schedule, {})) == (
-        "plan for target 'torch'\n"
-        "  the scheduled Mlp, 3 steps applied\n"
-        "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
-        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
-        "  DistributedDataParallel over mesh_dim 'dp' (4 ranks)"
-    )
 
 
 def test_an_optimizer_made_before_the_schedule_is_refused_with_the_call(message: Messages) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import slapo_core as slapo
 from slapo_core.dialect import BuildArguments
-from slapo_runtime.native.dialect import TorchDialect
+from slapo_torch.dialect import TorchDialect
 from tests.messages import Messages
 from tests.support.building import real, sgd
 

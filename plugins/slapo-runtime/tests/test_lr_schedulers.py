@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.native.dialect import TorchDialect
+from slapo_torch.dialect import TorchDialect
 
 STEPS = 6
 

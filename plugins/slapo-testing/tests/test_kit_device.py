@@ -172,7 +172,7 @@ def test_case_with_a_device_runs_on_ranks() -> None:
 
 
 SOURCE = """
-from slapo_runtime.native.dialect import TorchDialect
+from slapo_torch.dialect import TorchDialect
 
 
 class Mine(TorchDialect):

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch.distributed.pipelining import PipelineStage, schedules as torch_schedules
 
-from slapo_runtime.native.running_stage import RunningStage
-from slapo_runtime.native.schedules import SCHEDULES
-from slapo_runtime.native.torch_pipelining import CALLED, recomputes
+from slapo_torch.running_stage import RunningStage
+from slapo_torch.schedules import SCHEDULES
+from slapo_torch.torch_pipelining import CALLED, recomputes
 
 ELSEWHERE = {  # of FSDP's modules, and after messages that could not be made
     "_clear_unlaunched_bwd_recv",

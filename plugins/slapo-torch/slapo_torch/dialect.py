@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slapo_core import BuildError, Dialect, Plan
-from slapo_runtime.native.schedules import schedule_named, schedule_of
 from slapo_runtime.planning import checked_axes
+from slapo_torch.schedules import schedule_named, schedule_of
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core import Engine, Schedule
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.native.running_stage import Runner
     from slapo_runtime.stages import StagedModel
+    from slapo_torch.running_stage import Runner
 
 
 _REPLICATED: dict[str, Any] = {
@@ -119,7 +119,7 @@ class TorchDialect(Dialect):
             group: of the ranks along ``pp``.
             device: where stages compute.
         """
-        from slapo_runtime.native.running_stage import Runner
+        from slapo_torch.running_stage import Runner
 
         schedule = schedule_of(plan.config, len(ranks), len(set(ranks)))
         count = plan.config["microbatches"]
@@ -139,16 +139,16 @@ class TorchDialect(Dialect):
         Returns:
             what is called as each stage ends, with its index, and after the schedule.
         """
-        from slapo_runtime.native.replica_gradients import averaging
+        from slapo_torch.replica_gradients import averaging
 
         return averaging(runner, parameters, group, bucket_bytes=plan.config["bucket_cap_mb"] << 20)
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         if context.stage_ranks:
-            from slapo_runtime.native.pipeline_engine import PipelineEngine
+            from slapo_torch.pipeline_engine import PipelineEngine
 
             return PipelineEngine(plan, context)
-        from slapo_runtime.native.engine import TorchEngine
+        from slapo_torch.engine import TorchEngine
 
         return TorchEngine(plan, context)
 

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import PipelineSteps, StatefulEngine
-from slapo_runtime.native.replica_gradients import averaging
-from slapo_runtime.native.running_stage import Runner
-from slapo_runtime.native.schedules import schedule_of
 from slapo_runtime.stage_runner import StageCache, step_seed
+from slapo_torch.replica_gradients import averaging
+from slapo_torch.running_stage import Runner
+from slapo_torch.schedules import schedule_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from slapo_core import Plan
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.native.running_stage import Work
     from slapo_runtime.partition import Partition
     from slapo_runtime.stages import StagedModel
+    from slapo_torch.running_stage import Work
 
 
 class PipelineRuntime:

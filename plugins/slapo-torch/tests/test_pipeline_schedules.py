@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo_runtime.native.running_stage import Runner
-from slapo_runtime.native.schedules import SCHEDULES, Schedule
 from slapo_testing import run_ranks
+from slapo_torch.running_stage import Runner
+from slapo_torch.schedules import SCHEDULES, Schedule
 from tests.support import hand_stages
 from tests.support.hand_stages import Net, batch, cut, liveness_of, partition_of
 

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_runtime.native.split_backward import Watch, backward_of_inputs
-from slapo_runtime.native.torch_pipelining import StageBase, make_schedule, step
 from slapo_runtime.p2p_packing import check_sent
-from slapo_runtime.private import storage_id
 from slapo_runtime.stage_runner import Form, start_stream, was_used
+from slapo_torch.private import storage_id
+from slapo_torch.split_backward import Watch, backward_of_inputs
+from slapo_torch.torch_pipelining import StageBase, make_schedule, step
 
 if TYPE_CHECKING:
-    from slapo_runtime.native.schedules import Schedule
     from slapo_runtime.partition import Liveness, Partition, Value
+    from slapo_torch.schedules import Schedule
 
 
 class Received:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_runtime.native.running_stage import Received
-from slapo_runtime.native.split_backward import Watch, backward_of_inputs
+from slapo_torch.running_stage import Received
+from slapo_torch.split_backward import Watch, backward_of_inputs
 from tests.messages import Messages
 from tests.support.hand_stages import Double
 

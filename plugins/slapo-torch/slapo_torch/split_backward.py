@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from slapo_runtime.native.torch_pipelining import recomputes
-from slapo_runtime.private import is_compiled
+from slapo_torch.private import is_compiled
+from slapo_torch.torch_pipelining import recomputes
 
 _LEAF = "torch::autograd::AccumulateGrad"
 

@@ -12,7 +12,7 @@ from slapo_core import BuildError
 from slapo_runtime.flat_shards import buckets
 
 if TYPE_CHECKING:
-    from slapo_runtime.native.running_stage import Runner
+    from slapo_torch.running_stage import Runner
 
 
 def averaging(

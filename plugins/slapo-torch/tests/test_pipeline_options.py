@@ -10,10 +10,10 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_runtime.batches import micro_batches
-from slapo_runtime.native.dialect import TorchDialect
-from slapo_runtime.native.running_stage import Runner, RunningStage
-from slapo_runtime.native.schedules import SCHEDULES, schedule_named, schedule_of
-from slapo_runtime.native.torch_pipelining import make_schedule
+from slapo_torch.dialect import TorchDialect
+from slapo_torch.running_stage import Runner, RunningStage
+from slapo_torch.schedules import SCHEDULES, schedule_named, schedule_of
+from slapo_torch.torch_pipelining import make_schedule
 from tests.messages import Messages
 from tests.support.hand_stages import Net, liveness_of, partition_of
 

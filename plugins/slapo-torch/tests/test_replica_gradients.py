@@ -12,7 +12,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_runtime.flat_shards import buckets
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.native.replica_gradients import GradientAverage
+from slapo_torch.replica_gradients import GradientAverage
 from tests.support import staged
 
 ELEMENTS = 5

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import pipelining
 
-from slapo_runtime.private import top_saved_tensors_hooks
+from slapo_torch.private import top_saved_tensors_hooks
 
 
 class StageBase:

@@ -1,0 +1,34 @@
+"""Target "torch" plans what will be done, and takes its own options and those of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import slapo_core as slapo
+from slapo_torch.dialect import TorchDialect
+from tests.messages import Messages
+from tests.support.building import real, split
+
+
+def test_precision_is_no_option_of_target_torch_and_the_way_is_named() -> None:
+    with pytest.raises(slapo.BuildError) as caught:
+        slapo.build(slapo.create_schedule(torch.nn.Linear(2, 2)), bf16=True)
+    assert "torch.autocast" in str(caught.value.hint)
+
+
+def test_an_unknown_option_is_named(message: Messages) -> None:
+    with pytest.raises(slapo.BuildError) as caught:
+        slapo.build(slapo.create_schedule(real("mlp")), bucket_cap=3)
+    message(caught, "'bucket_cap'", "bucket_cap_mb")
+
+
+def test_the_plan_says_what_will_be_done() -> None:
+    schedule = split(slapo.create_schedule(real("mlp"), mesh={"dp": 4, "tp": 2}), "mlp")
+    assert str(TorchDialect().plan(schedule, {})) == (
+        "plan for target 'torch'\n"
+        "  the scheduled Mlp, 3 steps applied\n"
+        "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
+        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
+        "  DistributedDataParallel over mesh_dim 'dp' (4 ranks)"
+    )
