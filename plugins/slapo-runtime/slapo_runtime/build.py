@@ -347,7 +347,7 @@ class Target:
     Args:
         dialect: the dialect.
         label: its plugin, e.g. ``"slapo-megatron 0.1.0"``.
-        is_own: whether it is slapo-runtime's: what its ``build`` raises is then the user's own, such as the optimizer's
+        is_own: whether it is slapo-torch's: what its ``build`` raises is then the user's own, such as the optimizer's
             factory, and is not given another name.
     """
 
@@ -371,7 +371,7 @@ class Target:
             )
         entry = schedule._core.registry.resolve("dialects", name)
         dialect = schedule._core.registry.load(entry)
-        is_own = entry.distribution == "slapo-runtime"
+        is_own = entry.distribution == "slapo-torch"
         with _blamed(entry.label, name, "__init__", is_own=is_own):
             target = cls(dialect(), entry.label, is_own)
         schedule._core.hooks.activate(entry.distribution, version=entry.version)

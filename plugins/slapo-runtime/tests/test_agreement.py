@@ -290,5 +290,5 @@ def test_another_version_of_a_plugin_and_other_active_plugins_are_named(message:
     assert first["same"] == "fine"
     message(first["version"], "RankMismatchError", "step 1", "from acme-slapo 1.0\n", "from acme-slapo 1.1\n")
     message(
-        first["plugins"], "RankMismatchError", "the active plugins", "rank 0: slapo-runtime", "rank 1: acme-slapo 1.0"
+        first["plugins"], "RankMismatchError", "the active plugins", "rank 0: slapo-torch", "rank 1: acme-slapo 1.0"
     )
