@@ -98,7 +98,7 @@ def test_the_mean_of_large_gradients_does_not_overflow(device: torch.device) -> 
 def exchanged(device: str) -> dict[str, Any]:
     """The loss of two stages: its value on both ranks, and who waited for the device."""
     from slapo_runtime.engine import PipelineSteps
-    from slapo_runtime.stage_runner import Form
+    from slapo_runtime.stages.runner import Form
 
     sch = slapo.create_schedule(stack(device, layers=2), mesh={"pp": 2})
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from slapo_runtime.partition import Liveness, Output, Partition, Stage, StageModule, Tie, Value
+from slapo_runtime.stages.partition import Liveness, Output, Partition, Stage, StageModule, Tie, Value
 
 TOKENS, WIDTH, LENGTH = 11, 6, 5
 Values = dict[str, torch.Tensor]

@@ -31,15 +31,15 @@ from slapo_deepspeed.state import (
 )
 from slapo_deepspeed.zero3 import Partitioning, gather_whole, partitioned_linear, with_shapes
 from slapo_runtime.consistency import refuse_if_incomplete
+from slapo_runtime.correspondence.flat_storage import FlatStorage
+from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.engine import StatefulEngine, StepInvariants, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers
-from slapo_runtime.flat_storage import FlatStorage
-from slapo_runtime.state import ModelState
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 # -- making DeepSpeed's engine

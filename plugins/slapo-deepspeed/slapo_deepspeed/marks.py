@@ -15,7 +15,7 @@ from slapo_deepspeed.private import gradient_hooks_of
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 SHARDED = ("model_parallel", "tensor_model_parallel")
 """DeepSpeed takes either; other code around it one of them."""

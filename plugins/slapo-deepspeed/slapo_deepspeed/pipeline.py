@@ -23,7 +23,7 @@ from slapo_deepspeed.marks import count_once, keep_norm, mark, marks_taken_back
 from slapo_deepspeed.private import forget, losses_of, prepare
 from slapo_deepspeed.runtime import start
 from slapo_runtime.engine import PipelineSteps
-from slapo_runtime.stage_runner import ModelChunk, RankStages, StageCache, Work, step_seed
+from slapo_runtime.stages.runner import ModelChunk, RankStages, StageCache, Work, step_seed
 
 if TYPE_CHECKING:
     from slapo_core import Plan

@@ -16,15 +16,15 @@ import torch
 from slapo_core import BuildError
 from slapo_deepspeed.config import unverified
 from slapo_deepspeed.private import link_optimizer_state, partition_rank
+from slapo_runtime.correspondence.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup
 from slapo_runtime.flat_shards import Place
-from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup
 from slapo_runtime.options import Options
 from slapo_runtime.weights import lr_scheduler
 from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 # -- where parameters lie --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import slapo_core as slapo
 from slapo_core.layout import Layout, Mesh
 from slapo_deepspeed.marks import SHARDED, mark_tensors
-from slapo_runtime.storage import LiveTensor
+from slapo_runtime.correspondence.storage import LiveTensor
 from tests.messages import Messages
 
 

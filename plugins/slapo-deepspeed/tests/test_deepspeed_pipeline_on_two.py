@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.partition import Value
+from slapo_runtime.stages.partition import Value
 from slapo_testing import preload_modules, run_ranks
 from tests.support.odd_pipelines import Run, adamw, batch, differences
 

@@ -30,9 +30,9 @@ from slapo_megatron.state import (
     used_extra_state,
     write_extra_state,
 )
+from slapo_runtime.correspondence.flat_storage import FlatStorage, FlatTensors
 from slapo_runtime.engine import StatefulEngine, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers
-from slapo_runtime.flat_storage import FlatStorage, FlatTensors
 from slapo_runtime.planning import device_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 _OF_MEGATRON = ("main_grad", "grad_added_to_main_grad", "main_param", "main_param_sharded")

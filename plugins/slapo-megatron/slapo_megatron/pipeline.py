@@ -27,7 +27,7 @@ from slapo_megatron.marks import mark
 from slapo_megatron.model import Chunk, assemble, lowered, raised, transformer_config, working_dtype
 from slapo_megatron.private import children_of
 from slapo_runtime.engine import PipelineSteps
-from slapo_runtime.stage_runner import RankStages, StageCache, Work, step_seed
+from slapo_runtime.stages.runner import RankStages, StageCache, Work, step_seed
 
 if TYPE_CHECKING:
     from slapo_core import Plan

@@ -20,7 +20,7 @@ from slapo_core import BuildError, WeightsError
 
 if TYPE_CHECKING:
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.storage import ShardedState, TensorShard
+    from slapo_runtime.correspondence.storage import ShardedState, TensorShard
 
 
 _OURS = "slapo"  # in Megatron's file of other values than tensors
@@ -78,7 +78,7 @@ class ShardedDirectory:
         self._tensors = {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
         return dict(json.loads(description))
 
-    # -- as slapo_runtime.storage.ShardSource ------------------------------------------------------------------
+    # -- as slapo_runtime.correspondence.storage.ShardSource ----------------------------------------------------
 
     def like(self, kind: str, name: str) -> torch.Tensor:
         found = self._tensors[_key(kind, name)]

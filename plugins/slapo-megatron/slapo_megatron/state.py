@@ -19,15 +19,22 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 
 from slapo_core import BuildError
 from slapo_megatron.private import start_of
+from slapo_runtime.correspondence.flat_storage import (
+    FlatOptimizer,
+    FlatStorage,
+    FlatTensors,
+    Held,
+    StoredGroup,
+    merge_across_ranks,
+)
 from slapo_runtime.engine import REBUILD, StepInvariants
 from slapo_runtime.flat_shards import Place
-from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup, merge_across_ranks
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
     from slapo_megatron.runtime import Megatron
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 @dataclass

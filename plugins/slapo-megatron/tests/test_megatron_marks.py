@@ -15,7 +15,7 @@ import slapo_core as slapo
 import slapo_megatron.engine
 from slapo_core.layout import Layout
 from slapo_megatron.marks import Marks, mark
-from slapo_runtime.storage import LiveTensor
+from slapo_runtime.correspondence.storage import LiveTensor
 from slapo_testing import run_ranks
 from slapo_tp.collectives import RankGroup, all_reduce, copy
 from tests.messages import Messages

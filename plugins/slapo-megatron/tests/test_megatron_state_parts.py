@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from slapo_megatron.state import Kept, StoredOptimizer, kept_by, settings_of
+from slapo_runtime.correspondence.flat_storage import FlatStorage, Held
 from slapo_runtime.flat_shards import Place
-from slapo_runtime.flat_storage import FlatStorage, Held
 
 
 class FusedAdam(torch.optim.SGD):

@@ -14,8 +14,8 @@ from slapo_core.plugins.metadata import Entry
 from slapo_core.plugins.registry import Registry
 from slapo_core.schedule.creation import create_schedule
 from slapo_pipeline.split import PipelineSplit
-from slapo_runtime.partition import Output, Partition, Stage, StageModule, Value
 from slapo_runtime.stages import check_liveness
+from slapo_runtime.stages.partition import Output, Partition, Stage, StageModule, Value
 from slapo_testing import Case, CheckError, NotApplicable
 from slapo_testing.kit import Kit
 

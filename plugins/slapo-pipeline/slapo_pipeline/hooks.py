@@ -8,7 +8,7 @@ from slapo_core import Node, Primitive, Violation, hookimpl
 from slapo_pipeline.partition.hook import slapo_partition
 from slapo_pipeline.rules import root_of, step_violations
 from slapo_pipeline.split import PipelineSplit
-from slapo_runtime.partition import Liveness, Partition
+from slapo_runtime.stages.partition import Liveness, Partition
 
 __all__ = ["slapo_liveness", "slapo_partition", "slapo_preconditions"]
 

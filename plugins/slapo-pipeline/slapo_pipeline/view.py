@@ -18,7 +18,7 @@ from slapo_core import Schedule, TraceError
 from slapo_graph.flat import FakeMode, children
 from slapo_pipeline.balance import run_in_sections
 from slapo_pipeline.private import pytree
-from slapo_runtime.partition import Liveness, Partition, Stage, Value
+from slapo_runtime.stages.partition import Liveness, Partition, Stage, Value
 
 
 def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Stages:

@@ -4,14 +4,15 @@ A dialect author meets these names of ``slapo_core``: ``Dialect``, ``Plan``, ``E
 ``Violation``, ``BuildError``, and ``BuildArguments`` of its module ``dialect``; and these of the modules here:
 
 - ``context``: ``BuildContext``, ``StagedBatch``
-- ``state``: ``ModelState``
-- ``storage``: ``LiveTensor``, ``Placement``, ``TensorStorage``, ``OptimizerStorage``
+- ``correspondence.state``: ``ModelState``
+- ``correspondence.storage``: ``LiveTensor``, ``Placement``, ``TensorStorage``, ``OptimizerStorage``
 - ``engine``: ``StatefulEngine``, ``StepInvariants``, ``UnusedParameters``
 - ``planning``: ``plan_of``, ``checked_axes``
-- ``partition``: ``Partition``
 - ``stages``: ``StagedModel``
-- ``stage_runner``: ``StageCache``, ``RankStages``, ``Work``
+- ``stages.partition``: ``Partition``
+- ``stages.runner``: ``StageCache``, ``RankStages``, ``Work``
 
 The other modules of this level are shared with slapo-torch, slapo-deepspeed, slapo-megatron, slapo-verify,
-slapo-estimate, slapo-tune and slapo-testing; ``weights`` is internal.
+slapo-estimate, slapo-tune and slapo-testing. The packages ``correspondence`` (which live tensor is which reference
+tensor) and ``stages`` begin with a page about their subject; ``weights`` is internal.
 """

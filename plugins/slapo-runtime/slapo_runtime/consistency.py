@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slapo_core.dialect import Plan
     from slapo_core.layout import Mesh
     from slapo_runtime.build import Arguments
-    from slapo_runtime.state import ModelState
+    from slapo_runtime.correspondence.state import ModelState
     from slapo_runtime.weights.files import Source
 
 

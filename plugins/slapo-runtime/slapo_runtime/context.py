@@ -35,9 +35,9 @@ from slapo_runtime.world import together
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_runtime.build import Arguments
-    from slapo_runtime.partition import Output, Partition
-    from slapo_runtime.state import ModelState
-    from slapo_runtime.storage import LiveTensor, Placement
+    from slapo_runtime.correspondence.state import ModelState
+    from slapo_runtime.correspondence.storage import LiveTensor, Placement
+    from slapo_runtime.stages.partition import Output, Partition
     from slapo_runtime.weights.materialize import Materialization
 
 
@@ -241,7 +241,7 @@ class BuildContext:
         """The placement of tensors on pipeline ranks; None for one pipeline rank.
 
         What this rank does not hold is a placeholder on the meta device, in ``schedule.model`` and in
-        ``state.tensors()`` (:attr:`~slapo_runtime.storage.LiveTensor.is_local`).
+        ``state.tensors()`` (:attr:`~slapo_runtime.correspondence.storage.LiveTensor.is_local`).
         """
         return self._values.correspondence.placement
 

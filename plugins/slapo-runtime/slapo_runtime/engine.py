@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import BuildError
 from slapo_core.internals import parameters_of
 from slapo_runtime.private import write_counts
-from slapo_runtime.stage_runner import Form, advance
+from slapo_runtime.stages.runner import Form, advance
 from slapo_runtime.weights.lr_scheduler import NAME, resume, saved
 from slapo_runtime.world import World
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from slapo_core.layout import Mesh
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.state import ModelState
-    from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
+    from slapo_runtime.correspondence.state import ModelState
+    from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage, TensorStorage
 
 
 class StatefulEngine:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import BuildError
+from slapo_runtime.correspondence.storage import is_distributed, sharding_groups
 from slapo_runtime.flat_shards import buckets
-from slapo_runtime.storage import is_distributed, sharding_groups
 from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh, Part
     from slapo_runtime.correspondence import Correspondence
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 class GradientClipper:

@@ -10,7 +10,7 @@ from slapo_core.hookspecs import hookspec
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_runtime.partition import Liveness, Partition
+    from slapo_runtime.stages.partition import Liveness, Partition
 
 
 @hookspec(firstresult=True)

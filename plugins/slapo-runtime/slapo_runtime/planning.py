@@ -14,8 +14,8 @@ from slapo_core.primitive import Violation
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_runtime.options import Options
-    from slapo_runtime.partition import Value
     from slapo_runtime.stages import StagedModel
+    from slapo_runtime.stages.partition import Value
 
 
 def plan_of(dialect: Dialect, schedule: Schedule, options: Mapping[str, Any], **given: Any) -> Plan:

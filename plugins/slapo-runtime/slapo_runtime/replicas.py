@@ -18,7 +18,7 @@ from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.internals import describe
 from slapo_core.layout import DATA_DIMS, Part
 from slapo_runtime.consistency import restore, torch_states
-from slapo_runtime.storage import InPlace, TorchOptimizer, is_distributed, optimizer_storage
+from slapo_runtime.correspondence.storage import InPlace, TorchOptimizer, is_distributed, optimizer_storage
 from slapo_runtime.weights.exchange import exchange_device, spread
 from slapo_runtime.world import World, checksum, ranks_along
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slapo_core.internals import describe
     from slapo_core.layout import Mesh
     from slapo_runtime.correspondence import Correspondence
-from slapo_runtime.storage import LiveTensor, OptimizerStorage, TensorStorage
+from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage, TensorStorage
 
 _Among = tuple[tuple[str, tuple[int, ...]], ...]
 _Copied = tuple[LiveTensor, tuple[str, ...], _Among, Part | None]

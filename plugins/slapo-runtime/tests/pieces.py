@@ -12,13 +12,13 @@ from torch.distributed.tensor import Partial, Shard
 
 import slapo_core as slapo
 from slapo_core.layout import Layout
-from slapo_runtime.storage import TensorShard
+from slapo_runtime.correspondence.storage import TensorShard
 
 __all__ = ["InMemory", "Odd", "laid_out"]
 
 
 class InMemory:
-    """The implementation of :class:`slapo_runtime.storage.ShardSource` by the pieces of all ranks.
+    """The implementation of :class:`slapo_runtime.correspondence.storage.ShardSource` by the pieces of all ranks.
 
     Args:
         pieces: of all ranks; every element must be in exactly one.

@@ -18,8 +18,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import Registry, use_registry
+from slapo_runtime.correspondence.storage import LiveTensor
 from slapo_runtime.engine import StatefulEngine
-from slapo_runtime.storage import LiveTensor
 
 __all__ = ["Forgetting", "Sliced", "SlicedEngine", "sliced"]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slapo_core import BuildError
+from slapo_runtime.correspondence.flat_storage import FlatOptimizer, FlatStorage, Held, StoredGroup
 from slapo_runtime.flat_shards import Place
-from slapo_runtime.flat_storage import FlatOptimizer, FlatStorage, Held, StoredGroup
 
 
 def stored() -> tuple[torch.optim.Optimizer, torch.Tensor, torch.Tensor, FlatOptimizer]:

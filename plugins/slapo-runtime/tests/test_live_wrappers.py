@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slapo_core as slapo
+from slapo_runtime.correspondence.state import ModelState
+from slapo_runtime.correspondence.storage import TorchOptimizer
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.state import ModelState
-from slapo_runtime.storage import TorchOptimizer
 from tests.messages import Messages
 from tests.support.building import batches, real, split
 

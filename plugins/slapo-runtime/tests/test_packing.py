@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import slapo_core as slapo
-from slapo_runtime.p2p_packing import P2PMessage, attached
-from slapo_runtime.partition import Value
+from slapo_runtime.stages.p2p_packing import P2PMessage, attached
+from slapo_runtime.stages.partition import Value
 from tests.messages import Messages
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_runtime.stage_runner import start_stream, step_seed, was_used
+from slapo_runtime.stages.runner import start_stream, step_seed, was_used
 
 CPU = torch.device("cpu")
 

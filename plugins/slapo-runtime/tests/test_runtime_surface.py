@@ -16,6 +16,14 @@ import slapo_torch
 
 _ROOT = Path(slapo_runtime.__file__).parent
 _ENTRY_POINTS = {"guards", "hookspecs"}  # loaded by slapo-core, by the names in pyproject.toml
+_PACKAGES = {"correspondence", "stages"}
+_OTHER_PLACES = {
+    "partition": "stages.partition",
+    "stage_runner": "stages.runner",
+    "state": "correspondence.state",
+    "storage": "correspondence.storage",
+}
+"""Modules from which plugins also import names -> where these are."""
 
 
 def _imported(file: Path) -> Iterator[str]:
@@ -28,7 +36,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def _public_modules() -> set[str]:
-    return {file.stem for file in _ROOT.glob("[!_]*.py")} - {"private"}
+    return {file.stem for file in _ROOT.glob("[!_]*.py")} - {"private", *_OTHER_PLACES} | _PACKAGES
 
 
 def _users(modules: Iterable[str]) -> dict[str, set[str]]:
@@ -43,7 +51,8 @@ def _users(modules: Iterable[str]) -> dict[str, set[str]]:
             for imported in _imported(file):
                 root, _, rest = imported.partition(".")
                 module = rest.partition(".")[0]
-                if root == "slapo_runtime" and module in found and file != _ROOT / f"{module}.py":
+                own = file == _ROOT / f"{module}.py" or file.is_relative_to(_ROOT / module)
+                if root == "slapo_runtime" and module in found and not own:
                     found[module].add(name)
     return found
 
@@ -55,7 +64,7 @@ def _documented() -> dict[str, list[str]]:
     assert core is not None
     names = [name for name in re.findall(r"``(\w+)``", core[1]) if name != "dialect"]
     rows = {"slapo_core.dialect": names[-1:], "slapo_core": names[:-1]}
-    for module, names in re.findall(r"^- ``(\w+)``: (.*)$", text, re.MULTILINE):
+    for module, names in re.findall(r"^- ``([\w.]+)``: (.*)$", text, re.MULTILINE):
         rows[f"slapo_runtime.{module}"] = re.findall(r"``(\w+)``", names)
     return rows
 
@@ -75,6 +84,15 @@ def test_every_public_module_is_used_by_target_torch_or_by_two_distributions() -
     if not (_ROOT.parents[1] / "slapo-megatron").is_dir():
         pytest.skip("needs the sources of the other distributions")
     assert _single_users(_public_modules()) == []
+
+
+@pytest.mark.parametrize("module", _OTHER_PLACES)
+def test_names_that_plugins_import_have_both_places(module: str) -> None:
+    other = importlib.import_module(f"slapo_runtime.{module}")
+    own = importlib.import_module(f"slapo_runtime.{_OTHER_PLACES[module]}")
+    names = [name for name in vars(other) if not name.startswith("_")]
+    assert set(names) >= set(_documented()[f"slapo_runtime.{_OTHER_PLACES[module]}"])
+    assert all(getattr(other, name) is getattr(own, name) for name in names)
 
 
 def test_a_module_with_one_user_is_found() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.optimizer_state import Held, Part, unite
+from slapo_runtime.weights.optimizer_state import RankState, StateTensor, unite
 from tests.support.staged import Sizes, batch, build, in_turn, scheduled
 
 MESHES: dict[str, Sizes | None] = {
@@ -109,10 +109,10 @@ def test_a_stage_that_is_left_out_is_missed(tmp_path: Path) -> None:
 
 
 def test_optimizers_of_stages_are_united_group_by_group() -> None:
-    held = {"a::m": Held((), (3,), torch.float32)}
-    one = Part([{"params": ["b", "a"], "hyperparameters": {"lr": 0.1}}], {"a": {"t": 1}}, held)
-    other = Part([{"params": ["c", "a"], "hyperparameters": {"lr": 0.1}}], {}, held)
+    held = {"a::m": StateTensor((), (3,), torch.float32)}
+    one = RankState([{"params": ["b", "a"], "hyperparameters": {"lr": 0.1}}], {"a": {"t": 1}}, held)
+    other = RankState([{"params": ["c", "a"], "hyperparameters": {"lr": 0.1}}], {}, held)
     united = unite([one, other], ["a", "b", "c"])
     assert united.groups == [{"params": ["a", "b", "c"], "hyperparameters": {"lr": 0.1}}]
     assert united.scalars == {"a": {"t": 1}}
-    assert united.held == {"a::m": Held((0, 1), (3,), torch.float32)}
+    assert united.held == {"a::m": StateTensor((0, 1), (3,), torch.float32)}

@@ -11,7 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.plugins import Registry, use_registry
-from slapo_runtime.storage import LiveTensor
+from slapo_runtime.correspondence.storage import LiveTensor
 from tests.messages import Messages
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slapo_core import Engine, Schedule
     from slapo_runtime.context import BuildContext
     from slapo_runtime.stages import StagedModel
-    from slapo_torch.running_stage import Runner
+    from slapo_torch.running_stage import PipelineRunner
 
 
 _REPLICATED: dict[str, Any] = {
@@ -108,7 +108,7 @@ class TorchDialect(Dialect):
 
     def stage_runner(
         self, plan: Plan, stages: StagedModel, ranks: Sequence[int], rank: int, *, group: Any, device: torch.device
-    ) -> Runner:
+    ) -> PipelineRunner:
         """Make the runner of this rank's stages, for estimates too.
 
         Args:
@@ -119,14 +119,16 @@ class TorchDialect(Dialect):
             group: of the ranks along ``pp``.
             device: where stages compute.
         """
-        from slapo_torch.running_stage import Runner
+        from slapo_torch.running_stage import PipelineRunner
 
         schedule = schedule_of(plan.config, len(ranks), len(set(ranks)))
         count = plan.config["microbatches"]
-        return Runner(stages.partition, stages.liveness, schedule, ranks, rank, group=group, device=device, count=count)
+        return PipelineRunner(
+            stages.partition, stages.liveness, schedule, ranks, rank, group=group, device=device, count=count
+        )
 
     def averaging(
-        self, plan: Plan, runner: Runner, parameters: Sequence[torch.Tensor], group: Any
+        self, plan: Plan, runner: PipelineRunner, parameters: Sequence[torch.Tensor], group: Any
     ) -> tuple[Callable[[int], None], Callable[[], None]]:
         """Average the gradients of a pipeline's step over its replicas, for estimates too.
 

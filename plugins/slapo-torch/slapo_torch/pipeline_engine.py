@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from slapo_core import BuildError, StepResult
 from slapo_runtime.engine import PipelineSteps, StatefulEngine
-from slapo_runtime.stage_runner import StageCache, step_seed
+from slapo_runtime.stages.runner import StageCache, step_seed
 from slapo_torch.replica_gradients import averaging
-from slapo_torch.running_stage import Runner
+from slapo_torch.running_stage import PipelineRunner
 from slapo_torch.schedules import schedule_of
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from slapo_core import Plan
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.partition import Partition
     from slapo_runtime.stages import StagedModel
-    from slapo_torch.running_stage import Work
+    from slapo_runtime.stages.partition import Partition
+    from slapo_torch.running_stage import PipelineWork
 
 
 class PipelineRuntime:
@@ -61,7 +61,7 @@ class PipelineRuntime:
 def gather_output(
     partition: Partition,
     whole: Partition,
-    work: Work,
+    work: PipelineWork,
     ranks: Sequence[int],
     rank: int,
     group: Any,
@@ -257,9 +257,9 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
                     parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         return loss
 
-    def _runner(self, staged: StagedModel, training: bool) -> Runner:
+    def _runner(self, staged: StagedModel, training: bool) -> PipelineRunner:
         """Make the runner of this rank's stages for one input signature."""
-        runner = Runner(
+        runner = PipelineRunner(
             staged.partition,
             staged.liveness,
             self._schedule,
@@ -287,7 +287,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
-    def _loss(self, runner: Runner, work: Work) -> Tensor:
+    def _loss(self, runner: PipelineRunner, work: PipelineWork) -> Tensor:
         """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
         is_last = self._ranks[-1] == self._rank
         own = [work.losses[number] for number in range(self._count)] if is_last else []

@@ -12,11 +12,11 @@ from slapo_core import BuildError
 from slapo_runtime.flat_shards import buckets
 
 if TYPE_CHECKING:
-    from slapo_torch.running_stage import Runner
+    from slapo_torch.running_stage import PipelineRunner
 
 
 def averaging(
-    runner: Runner, parameters: Sequence[torch.Tensor], group: Any, *, bucket_bytes: int
+    runner: PipelineRunner, parameters: Sequence[torch.Tensor], group: Any, *, bucket_bytes: int
 ) -> tuple[Callable[[int], None], Callable[[], None]]:
     """Average the gradients of one step as its stages end.
 
@@ -30,7 +30,7 @@ def averaging(
         bucket_bytes: as of :class:`GradientAverage`.
 
     Returns:
-        a function that sends the gradients of a stage, for :meth:`Runner.run`, and one that ends the exchange.
+        a function that sends the gradients of a stage, for :meth:`PipelineRunner.run`, and one that ends the exchange.
     """
     if group is None:
         return lambda stage: None, lambda: None

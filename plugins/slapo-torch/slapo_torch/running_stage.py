@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_runtime.p2p_packing import check_sent
-from slapo_runtime.stage_runner import Form, start_stream, was_used
+from slapo_runtime.stages.p2p_packing import check_sent
+from slapo_runtime.stages.runner import Form, SeededWork
 from slapo_torch.private import storage_id
 from slapo_torch.split_backward import Watch, backward_of_inputs
 from slapo_torch.torch_pipelining import StageBase, make_schedule, step
 
 if TYPE_CHECKING:
-    from slapo_runtime.partition import Liveness, Partition, Value
-    from slapo_torch.schedules import Schedule
+    from slapo_runtime.stages.partition import Liveness, Partition, Value
+    from slapo_torch.schedules import PipelineSchedule
 
 
 class Received:
@@ -75,7 +75,7 @@ class _Arrival(torch.autograd.Function):
 
 
 @dataclass
-class Work:
+class PipelineWork(SeededWork):
     """Inputs and results of one step of a rank's stages.
 
     Args:
@@ -113,7 +113,7 @@ class _Flight:
 
 
 class RunningStage(StageBase):
-    """A stage of a :class:`~slapo_runtime.partition.Partition` on the rank that runs it.
+    """A stage of a :class:`~slapo_runtime.stages.partition.Partition` on the rank that runs it.
 
     Shapes are known from the partition, so nothing is exchanged before the first step. Values that carry no gradient
     go forward, and nothing comes back for them.
@@ -133,7 +133,7 @@ class RunningStage(StageBase):
         sent_bytes: forward and backward, since it was made; what goes to a stage on the same rank is not counted.
     """
 
-    work: Work
+    work: PipelineWork
 
     def __init__(
         self,
@@ -267,19 +267,8 @@ class RunningStage(StageBase):
         self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
 
     def _made(self, number: int, there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Run the stage with its own RNG stream."""
-        inputs = self.work.inputs[number]
-        own = {name: inputs[name] for name in self._stage.inputs if name in inputs}
-        values = {name: there[name] for name in self._stage.uses}
-        seed = self.work.seed
-        stream = None
-        if seed is not None:
-            stream = start_stream(seed, self.stage_index, number, self.device, watched=not self.work.drew)
         with contextlib.nullcontext() if self._watch is None else self._watch.looking():
-            made: Mapping[str, torch.Tensor] = self.submod(own, values)
-        if stream is not None:
-            self.work.drew = was_used(stream, self.device)
-        return made
+            return self.work.run(self._stage, self.work.inputs[number], there, number, self.device)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -345,7 +334,7 @@ def _storages(module: nn.Module) -> frozenset[int]:
     return frozenset(storage_id(one) for one in tensors if one.numel() and not one.is_meta)
 
 
-class Runner(Form):
+class PipelineRunner(Form):
     """Runs a step's forwards and backwards; every rank along ``pp`` has one, with the same arguments but ``rank``.
 
     Args:
@@ -363,7 +352,7 @@ class Runner(Form):
         self,
         partition: Partition,
         liveness: Liveness,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         ranks: Sequence[int],
         rank: int,
         *,
@@ -429,7 +418,7 @@ class Runner(Form):
         seed: int | None = None,
         keep_outputs: bool = False,
         stage_is_over: Callable[[int], None] = lambda stage: None,
-    ) -> Work:
+    ) -> PipelineWork:
         """One step; gradients are added to those of the parameters.
 
         Args:
@@ -441,7 +430,7 @@ class Runner(Form):
             keep_outputs: whether the output values of this rank's stages are kept.
             stage_is_over: is told the index of each stage whose last backward pass is over; its gradients are complete.
         """
-        work = Work(inputs, loss, at, seed, keep_outputs, stage_is_over, drew=bool(self.uses_rng))
+        work = PipelineWork(inputs, loss, at, seed, keep_outputs, stage_is_over, drew=bool(self.uses_rng))
         for stage in self.stages:
             stage.work = work
         try:
@@ -449,7 +438,7 @@ class Runner(Form):
         finally:
             for stage in self.stages:
                 stage.clear_runtime_states()
-                stage.work = Work((), loss, at)
+                stage.work = PipelineWork((), loss, at)
         return work
 
 

@@ -10,7 +10,7 @@ from slapo_core import BuildError
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A schedule of torch.distributed.pipelining.
 
     Args:
@@ -92,11 +92,11 @@ def _rounds(count: int, pp: int) -> bool:
 _ROUNDS = "they must be a multiple of the rounds, microbatches // pp"
 
 SCHEDULES = (
-    Schedule("gpipe", "ScheduleGPipe", 1, "loop", lambda count, pp: True, "any number"),
-    Schedule("1f1b", "Schedule1F1B", 1, "loop", lambda count, pp: count >= pp, "at least one for each stage"),
-    Schedule("interleaved_1f1b", "ScheduleInterleaved1F1B", None, "loop", _rounds, _ROUNDS),
-    Schedule("looped_bfs", "ScheduleLoopedBFS", None, "loop", lambda count, pp: True, "any number"),
-    Schedule(
+    PipelineSchedule("gpipe", "ScheduleGPipe", 1, "loop", lambda count, pp: True, "any number"),
+    PipelineSchedule("1f1b", "Schedule1F1B", 1, "loop", lambda count, pp: count >= pp, "at least one for each stage"),
+    PipelineSchedule("interleaved_1f1b", "ScheduleInterleaved1F1B", None, "loop", _rounds, _ROUNDS),
+    PipelineSchedule("looped_bfs", "ScheduleLoopedBFS", None, "loop", lambda count, pp: True, "any number"),
+    PipelineSchedule(
         "interleaved_zero_bubble",
         "ScheduleInterleavedZeroBubble",
         None,
@@ -105,10 +105,10 @@ SCHEDULES = (
         _ROUNDS,
         splits_backward=True,
     ),
-    Schedule(
+    PipelineSchedule(
         "zbv_zero_bubble", "ScheduleZBVZeroBubble", 2, "v", lambda count, pp: True, "any number", splits_backward=True
     ),
-    Schedule(
+    PipelineSchedule(
         "dualpipe_v",
         "ScheduleDualPipeV",
         2,
@@ -120,7 +120,7 @@ SCHEDULES = (
 )
 
 
-def schedule_named(name: object, known: Sequence[Schedule] = SCHEDULES) -> Schedule:
+def schedule_named(name: object, known: Sequence[PipelineSchedule] = SCHEDULES) -> PipelineSchedule:
     """The schedule of that name.
 
     Raises:
@@ -135,7 +135,7 @@ def schedule_named(name: object, known: Sequence[Schedule] = SCHEDULES) -> Sched
     )
 
 
-def schedule_of(config: Mapping[str, Any], stages: int, pp: int) -> Schedule:
+def schedule_of(config: Mapping[str, Any], stages: int, pp: int) -> PipelineSchedule:
     """The schedule of the options of a pipeline, where the number of stages is known.
 
     Raises:

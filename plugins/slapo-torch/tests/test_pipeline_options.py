@@ -11,7 +11,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_runtime.batches import micro_batches
 from slapo_torch.dialect import TorchDialect
-from slapo_torch.running_stage import Runner, RunningStage
+from slapo_torch.running_stage import PipelineRunner, RunningStage
 from slapo_torch.schedules import SCHEDULES, schedule_named, schedule_of
 from slapo_torch.torch_pipelining import make_schedule
 from tests.messages import Messages
@@ -75,7 +75,7 @@ def test_modules_in_the_wrapper_of_compile_are_refused_by_zero_bubble() -> None:
     partition.stages[0].module.add_module("compiled", torch.compile(nn.Linear(1, 1)))
     schedule = schedule_named("zbv_zero_bubble")
     with pytest.raises(slapo.BuildError) as error:
-        Runner(
+        PipelineRunner(
             partition,
             liveness_of(partition),
             schedule,

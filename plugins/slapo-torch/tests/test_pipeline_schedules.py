@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from slapo_testing import run_ranks
-from slapo_torch.running_stage import Runner
-from slapo_torch.schedules import SCHEDULES, Schedule
+from slapo_torch.running_stage import PipelineRunner
+from slapo_torch.schedules import SCHEDULES, PipelineSchedule
 from tests.support import hand_stages
 from tests.support.hand_stages import Net, batch, cut, liveness_of, partition_of
 
 
-def cases(pp: int) -> list[tuple[Schedule, int, int]]:
+def cases(pp: int) -> list[tuple[PipelineSchedule, int, int]]:
     """Schedule, stages and micro-batches: the fewest, and an odd number."""
     found = []
     for schedule in SCHEDULES:
@@ -47,7 +47,7 @@ def on_rank(pp: int, *, checkpoints: bool = False, hooks: bool = False) -> list[
         untouched, net = Net(hooks=hooks), Net(checkpoints=checkpoints, hooks=hooks)
         expected = reference(untouched, count)
         partition = partition_of(net, stages, 2)
-        runner = Runner(
+        runner = PipelineRunner(
             partition,
             liveness_of(partition),
             schedule,

@@ -28,7 +28,7 @@ from slapo_verify.precision import is_inexact, plain
 from slapo_verify.private import apply_to_tensors, refresh_flat_weights
 
 if TYPE_CHECKING:
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 def convert(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

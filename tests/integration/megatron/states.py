@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from slapo_runtime.flat_storage import FlatOptimizer, FlatTensors
+from slapo_runtime.correspondence.flat_storage import FlatOptimizer, FlatTensors
 from tests.integration.dialects.small import build, train
 from tests.integration.dialects.states import before_the_first_step, different, low_precision, said
 

@@ -17,7 +17,7 @@ from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settl
 from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
 from slapo_pipeline.rules import above_violations
 from slapo_pipeline.split import PipelineSplit
-from slapo_runtime.partition import Output, Partition, Stage, Value
+from slapo_runtime.stages.partition import Output, Partition, Stage, Value
 
 if TYPE_CHECKING:
     from slapo_core import Schedule

@@ -433,7 +433,7 @@ class Assembly:
 
     Attributes:
         names: the nodes whose values are in the output, in the order of the output.
-        assemble: see :class:`slapo_runtime.partition.Output`.
+        assemble: see :class:`slapo_runtime.stages.partition.Output`.
     """
 
     def __init__(self, segments: Segments, name: Callable[[fx.Node], str]) -> None:

@@ -32,7 +32,7 @@ from slapo_pipeline.private import (
     non_persistent_buffers_of,
     tensors_of,
 )
-from slapo_runtime.partition import Stage, StageModule, Tie
+from slapo_runtime.stages.partition import Stage, StageModule, Tie
 
 
 class Holder(nn.Module):
@@ -103,7 +103,7 @@ class Program:
 
 
 class CutStage(StageModule):
-    """See :class:`slapo_runtime.partition.StageModule`.
+    """See :class:`slapo_runtime.stages.partition.StageModule`.
 
     What it keeps has an underscore: other names may be those of the model's modules.
 

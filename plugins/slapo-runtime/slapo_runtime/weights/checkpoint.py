@@ -18,7 +18,7 @@ import torch
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
 from slapo_core.layout import DATA_DIMS, Layout, Part
 from slapo_runtime.consistency import restore, torch_states
-from slapo_runtime.storage import ShardedState, ShardSource, TensorShard, optimizer_storage
+from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, optimizer_storage
 from slapo_runtime.weights.files import MANIFEST, SafetensorsSource, Source, Wider, Writer, checksums, located, placed
 from slapo_runtime.weights.module_state import as_json, extra_states, packed, resized, unpacked
 from slapo_runtime.weights.optimizer_state import OptimizerState
@@ -26,8 +26,8 @@ from slapo_runtime.world import World, together
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
-    from slapo_runtime.state import Loading, ModelState
-    from slapo_runtime.storage import LiveTensor, OptimizerStorage
+    from slapo_runtime.correspondence.state import Loading, ModelState
+    from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage
 
 
 FORMAT = 1
@@ -333,7 +333,7 @@ Kind = Literal["weight", "added", "optimizer"]
 def shards_of(
     state: ModelState, optimizer: torch.optim.Optimizer | OptimizerStorage | None, runtime: Mapping[str, Any]
 ) -> ShardedState:
-    """Collect the shards of this rank; see :meth:`slapo_runtime.state.ModelState.shards`."""
+    """Collect the shards of this rank; see :meth:`slapo_runtime.correspondence.state.ModelState.shards`."""
     differing = state.differing(optimizer)
     if differing is not None:
         raise differing

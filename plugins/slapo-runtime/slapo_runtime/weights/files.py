@@ -28,7 +28,7 @@ from slapo_runtime.weights.module_state import is_extra, unpacked
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
-    from slapo_runtime.weights.mapping import Survey, TensorSpec
+    from slapo_runtime.correspondence.reference import Survey, TensorSpec
 
 
 INDEX_FILE = "model.safetensors.index.json"

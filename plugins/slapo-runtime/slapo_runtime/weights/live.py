@@ -16,9 +16,9 @@ import torch.distributed as dist
 from slapo_core import Schedule
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
 from slapo_core.internals import parameters_of
+from slapo_runtime.correspondence.state import Loading, ModelState
 from slapo_runtime.gradients import GradientClipper
 from slapo_runtime.replicas import check_replicas, optimizer_replicas
-from slapo_runtime.state import Loading, ModelState
 from slapo_runtime.weights.checkpoint import as_written, collected, give, writing
 from slapo_runtime.weights.files import MappingSource, export_plain, write_configurations
 from slapo_runtime.world import together

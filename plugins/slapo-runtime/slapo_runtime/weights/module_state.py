@@ -21,8 +21,8 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.internals import buffers_of, parameters_of
+from slapo_runtime.correspondence.reference import TensorSpec, own_tensors
 from slapo_runtime.private import tree_map_only
-from slapo_runtime.weights.mapping import TensorSpec, own_tensors
 from slapo_runtime.world import gather_along
 
 if TYPE_CHECKING:

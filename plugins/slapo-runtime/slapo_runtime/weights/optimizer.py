@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slapo_core.errors import OptimizerError
 from slapo_core.internals import describe
-from slapo_runtime.storage import is_distributed
+from slapo_runtime.correspondence.storage import is_distributed
 from slapo_runtime.world import RankFact, World
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ import torch
 
 from slapo_core.errors import BuildError, OptimizerError
 from slapo_core.layout import Layout
-from slapo_runtime.storage import TorchOptimizer
+from slapo_runtime.correspondence.storage import TorchOptimizer
 from slapo_runtime.weights.files import Source
 from slapo_runtime.weights.optimizer import ELEMENTWISE
 from slapo_runtime.world import gather_along
 
 if TYPE_CHECKING:
-    from slapo_runtime.state import ModelState
-    from slapo_runtime.storage import LiveTensor, OptimizerStorage
+    from slapo_runtime.correspondence.state import ModelState
+    from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage
 
 
 _SHOWN = 4  # names in a message
@@ -118,7 +118,7 @@ def _shown(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
+class StateTensor:
     """A tensor of an optimizer's state.
 
     Args:
@@ -133,7 +133,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankState:
     """The optimizer state of one pipeline rank.
 
     Args:
@@ -145,7 +145,7 @@ class Part:
 
     groups: Sequence[Mapping[str, Any]]
     scalars: Mapping[str, dict[str, Any]]
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, StateTensor]
     empty_ones_count: bool = True
 
 
@@ -155,10 +155,10 @@ class United:
 
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[str, Any]]
-    held: dict[str, Held]
+    held: dict[str, StateTensor]
 
 
-def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
+def unite(parts: Sequence[RankState], order: Sequence[str]) -> United:
     """Merge the optimizer states of pipeline ranks: groups by their number, shared tensors once.
 
     `make_optimizer` and the comparison of replicas ensure that the groups correspond.
@@ -175,7 +175,7 @@ def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
         counting = next((part.groups[number] for part in parts if _counts(part, number)), group)
         groups.append({**counting, "params": sorted(names, key=lambda name: position[name])})
     scalars: dict[str, dict[str, Any]] = {}
-    held: dict[str, Held] = {}
+    held: dict[str, StateTensor] = {}
     for place, part in enumerate(parts):
         for name, values in part.scalars.items():
             scalars.setdefault(name, values)
@@ -185,7 +185,7 @@ def unite(parts: Sequence[Part], order: Sequence[str]) -> United:
     return United(groups, scalars, {key: held[key] for key in sorted(held)})
 
 
-def _counts(part: Part, number: int) -> bool:
+def _counts(part: RankState, number: int) -> bool:
     return part.empty_ones_count or bool(part.groups[number]["params"])
 
 
@@ -241,17 +241,17 @@ class OptimizerState:
         self._tensors = dict(sorted(self._tensors.items()))  # gathering is a collective: in one order on every rank
         self._order = [name for name, _, _ in self._layouts.values()]
         self._own = set(self._order) if state.correspondence.placement is None else set(self._of_this_rank())
-        self._parts: list[Part] = []
-        self._held: dict[str, Held] = {}  # what other ranks along pp hold too, or alone
+        self._parts: list[RankState] = []
+        self._held: dict[str, StateTensor] = {}  # what other ranks along pp hold too, or alone
 
     def meet(self) -> None:
         """Gather the states of the other pipeline ranks: a collective, before any other call."""
         if self._state.correspondence.placement is None:
             return
-        states = {key: Held((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
+        states = {key: StateTensor((), tuple(one.layout.shape), one.dtype) for key, one in self._tensors.items()}
         is_torch = isinstance(self._storage, TorchOptimizer)
         assert self._mesh is not None
-        own = Part(self._groups, self._scalars, states, is_torch)
+        own = RankState(self._groups, self._scalars, states, is_torch)
         self._parts = gather_along(self._mesh, "pp", own)
 
     def unite(self) -> None:

@@ -19,10 +19,10 @@ from torch import nn
 from slapo_core.errors import RankFailedError, WeightsError
 from slapo_core.layout import MESH_DIMS, Mesh
 from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.correspondence.storage import sharded_over
 from slapo_runtime.initializers import copy_on_meta
 from slapo_runtime.launcher import preload_modules, run_ranks
 from slapo_runtime.replicas import replicas_of
-from slapo_runtime.storage import sharded_over
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError
 from slapo_testing.device import backend_for, is_shared, move

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import describe, parameters_of
-from slapo_runtime.storage import LiveTensor, Placement
-from slapo_runtime.weights.mapping import Survey, TensorSpec, Translations, own_tensors, survey
-from slapo_runtime.world import RankFact
+from slapo_core.internals import parameters_of
+from slapo_runtime.correspondence.reference import Survey, TensorSpec, Translations, own_tensors, survey
+from slapo_runtime.correspondence.storage import LiveTensor, Placement
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from slapo_core.layout import Mesh
     from slapo_core.plugins.manager import HookManager
     from slapo_core.tree.tree import Tree
-    from slapo_runtime.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -234,77 +231,3 @@ def _lost(spec: TensorSpec) -> Unexplained:
         'its primitive must declare it: edit.replace_module(..., moved={"old": "new"}) or '
         f'dropped=["{spec.name.rpartition(".")[2]}"], or its plugin answer slapo_to_reference',
     )
-
-
-UNUSED = (0,)  # where a tensor lives that no stage uses
-
-
-def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Sequence[int]) -> Placement:
-    """The placement of a model's tensors.
-
-    Args:
-        correspondence: of the scheduled model, as it is now.
-        partition: its stages; their modules hold tensors of the scheduled model, the very same objects.
-        stage_ranks: the rank along ``pp`` of each stage.
-
-    """
-    users: dict[int, set[int]] = {}
-    for stage, rank in zip(partition.stages, stage_ranks, strict=True):
-        for tensor in (*stage.module.parameters(), *stage.module.buffers()):
-            users.setdefault(id(tensor), set()).add(rank)
-    explained = {live.name for live, _ in correspondence.carried()}
-    reference: dict[str, tuple[int, ...]] = {}
-    added: dict[str, tuple[int, ...]] = {}
-    for live in correspondence.live():
-        ranks = tuple(sorted(users.get(id(live.tensor), UNUSED)))
-        reference.update((name, ranks) for name in live.reference_names)
-        if live.name not in explained:
-            added[live.name] = ranks
-    modules = dict(_running(correspondence, partition, stage_ranks, reference))
-    return Placement(reference, added, modules)
-
-
-def _running(
-    correspondence: Correspondence,
-    partition: Partition,
-    stage_ranks: Sequence[int],
-    reference: Mapping[str, tuple[int, ...]],
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the ranks that run each module with a state of its own: those of its stages, or of its tensors."""
-    users: dict[int, set[int]] = {}
-    for stage, rank in zip(partition.stages, stage_ranks, strict=True):
-        for module in stage.module.modules():
-            users.setdefault(id(module), set()).add(rank)
-    for key in correspondence.survey.not_tensors:
-        path = key.rpartition(".")[0]
-        own = correspondence.tree.index.modules.get(path)
-        within = {rank for name, ranks in reference.items() if name.startswith(f"{path}.") for rank in ranks}
-        yield path, tuple(sorted(users.get(id(own)) or within or UNUSED))
-
-
-def placement_facts(
-    partition: Partition, stage_ranks: Sequence[int], placement: Placement, boundaries: Sequence[Sequence[str]]
-) -> Iterator[RankFact]:
-    """Describe the placement, for comparison across ranks before tensors are released."""
-    yield RankFact("the number of stages", str(len(partition.stages)))
-    yield RankFact("the ranks along 'pp' that run the stages", describe(tuple(stage_ranks)))
-    for stage in partition.stages:
-        which = f"stage {stage.index}"
-        yield RankFact(f"the module after which {which} ends", describe(stage.last))
-        yield RankFact(f"the arguments of the model that {which} reads", describe(stage.inputs))
-        yield RankFact(f"the values that {which} uses", describe(stage.uses))
-        yield RankFact(f"the values that {which} makes", describe(stage.makes))
-    for number, names in enumerate(boundaries):
-        yield RankFact(f"what stage {number} sends to the next one", describe(tuple(names)))
-    for name, value in partition.values.items():
-        yield RankFact(
-            f"the value '{name}'", f"{value.shape}, {value.dtype}" + (", a gradient" if value.requires_grad else "")
-        )
-    yield RankFact("the parameters that several stages use", describe({tie.name: tie.stages for tie in partition.ties}))
-    for ranks in sorted({*placement.reference.values(), *placement.added.values()}):
-        names = [name for table in (placement.reference, placement.added) for name in table if table[name] == ranks]
-        digest = hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:8]
-        yield RankFact(
-            f"the tensors that live on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of 'pp'",
-            f"{len(names)} of them, their names with digest {digest}",
-        )

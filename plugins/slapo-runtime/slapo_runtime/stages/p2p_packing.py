@@ -17,7 +17,7 @@ import torch
 from slapo_core.errors import BuildError
 
 if TYPE_CHECKING:
-    from slapo_runtime.partition import Value
+    from slapo_runtime.stages.partition import Value
 
 __all__ = ["P2PMessage", "attached", "check_sent", "common_dtype"]
 

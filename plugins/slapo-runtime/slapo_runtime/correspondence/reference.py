@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.plugins.manager import HookManager
     from slapo_core.tree.tree import Tree
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 @dataclass(frozen=True)

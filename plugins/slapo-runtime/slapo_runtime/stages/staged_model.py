@@ -12,8 +12,8 @@ from torch import nn
 from slapo_core.errors import ArgumentError, HookError
 from slapo_core.internals import buffers_of, children_of, module_index, parameters_of
 from slapo_runtime.batches import bound_batch, in_mode
-from slapo_runtime.partition import Liveness, Output, Partition, Stage
 from slapo_runtime.private import non_persistent_buffers_of, pytree, write_count
+from slapo_runtime.stages.partition import Liveness, Output, Partition, Stage
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -265,7 +265,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
             the loss, where the model computes one.
 
     Returns:
-        an object with ``partition``, ``liveness`` and ``inputs``; see `slapo_runtime.partition`.
+        an object with ``partition``, ``liveness`` and ``inputs``; see `slapo_runtime.stages.partition`.
 
     Raises:
         ArgumentError: there is no batch, or no step cuts the model.

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import BuildError
+from slapo_runtime.correspondence.storage import TorchOptimizer
 from slapo_runtime.flat_shards import Place, gathered, is_rounding
-from slapo_runtime.storage import TorchOptimizer
 from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
-    from slapo_runtime.storage import LiveTensor
+    from slapo_runtime.correspondence.storage import LiveTensor
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class FlatStorage:
 
 
 class FlatTensors:
-    """The implementation of :class:`slapo_runtime.storage.TensorStorage` by flat tensors.
+    """The implementation of :class:`slapo_runtime.correspondence.storage.TensorStorage` by flat tensors.
 
     Args:
         storage: where parameters lie.
@@ -191,7 +191,7 @@ class FlatTensors:
 
 
 class FlatOptimizer:
-    """The implementation of :class:`slapo_runtime.storage.OptimizerStorage` by flat tensors.
+    """The implementation of :class:`slapo_runtime.correspondence.storage.OptimizerStorage` by flat tensors.
 
     Args:
         storage: where parameters lie.

@@ -1,0 +1,462 @@
+"""The state of a scheduled model, by the reference model's names, shapes and layout."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import ReplicaError, WeightsError
+from slapo_runtime.correspondence import Correspondence
+from slapo_runtime.correspondence.reference import TensorSpec
+from slapo_runtime.correspondence.storage import InPlace, LiveTensor, is_distributed
+from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
+from slapo_runtime.weights.checkpoint import load_checkpoint, load_shards, save_checkpoint, shards_of
+from slapo_runtime.weights.exchange import exchange_device
+from slapo_runtime.weights.files import Source, check_names, open_source, read_tensor
+from slapo_runtime.weights.module_state import chosen, extra_states, follow_buffers, is_extra, set_extra_states
+from slapo_runtime.world import gather_along, together
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from slapo_core import Schedule
+    from slapo_core.layout import Mesh
+    from slapo_runtime.correspondence.storage import OptimizerStorage, ShardedState, ShardSource, TensorStorage
+
+
+_Copied = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+@dataclass
+class ModelState:
+    """The state of a scheduled model, by the reference model's names, shapes and layout.
+
+    The methods without an underscore are collectives where the mesh has several ranks: every rank calls them, in the
+    same order.
+
+    Args:
+        correspondence: of live tensors to reference tensors.
+        dropped: the values of reference tensors that the schedule gave up, by first name, on the CPU.
+        uses_rng: whether a training step was seen to use torch's RNG.
+        storage: where a runtime keeps the tensors.
+        built: the types of the live tensors before a runtime took them, by name.
+        hint: the way out where replicas differ.
+    """
+
+    correspondence: Correspondence
+    dropped: dict[str, torch.Tensor] = field(default_factory=dict)
+    uses_rng: bool = False
+    storage: TensorStorage = field(default_factory=InPlace)
+    built: dict[str, torch.dtype] = field(default_factory=dict)
+    hint: str = DIVERGED
+    _told: bool = False
+    _trained: dict[str, torch.dtype] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> ModelState:
+        """The state of a schedule that is not sealed.
+
+        Raises:
+            SealedError: the originals were dropped.
+            WeightsError: an unexplained tensor; or one that the schedule dropped has no values, because it is
+                on the meta device.
+        """
+        correspondence, tensors = Correspondence.of(schedule)
+        correspondence.check()
+        state = cls(correspondence, hint=DIVERGED_LIVE)
+        for spec in correspondence.dropped():
+            if tensors[spec.name].is_meta:
+                raise WeightsError(f"'{spec.name}' is on the meta device: it has no values for a state dict")
+            state.dropped[spec.name] = tensors[spec.name].detach().to("cpu", copy=True)
+        return state
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the schedule; None without one."""
+        return self.correspondence.mesh
+
+    def tensors(self) -> tuple[LiveTensor, ...]:
+        """Return every live parameter and buffer once, in registration order."""
+        return self.correspondence.live()
+
+    def keep_in(self, storage: TensorStorage) -> None:
+        """Use a runtime's storage of tensors from now on; called by a dialect during the build.
+
+        Tensors that it partitions over replicas are not compared along ``dp``, only along the other dimensions.
+        """
+        self.storage, self._trained = storage, {}
+
+    @property
+    def kept(self) -> TensorStorage | None:
+        """The runtime's storage of tensors; None if the model holds them itself."""
+        return None if isinstance(self.storage, InPlace) else self.storage
+
+    def check_replicas(
+        self, *, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None, repair: bool = False
+    ) -> None:
+        """Compare replicas bit for bit: a collective over the mesh.
+
+        Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimizer;
+        and, where training steps use the RNG, torch's random state over ``tp``. Of a runtime that trains other
+        tensors than the forward computes with, both.
+
+        Args:
+            optimizer: over the model's parameters.
+            repair: give every rank the values of the first one that holds a copy, with a warning that says what
+                differed, instead of an error.
+
+        Raises:
+            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds. Also where
+                the forward computes with something else than what is trained.
+        """
+        if self.correspondence.placement is not None:
+            follow_buffers(self.correspondence)
+            with together(self.mesh, "looking for the values of this rank's tensors"):
+                self._refuse_without_values()
+        compare_all(
+            self.correspondence, optimizer, storage=self.kept, random=self.uses_rng, repair=repair, hint=self.hint
+        )
+
+    def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Any]:
+        """Return the reference model's state dict: copies on the CPU, in its keys' order and types.
+
+        What modules give by ``get_extra_state`` is in it, as in torch's, and has any type.
+
+        Args:
+            rank0_only: other ranks take part but return an empty dictionary.
+            include_added: also give what a step added, under its own name; without, a warning names it once.
+
+        Raises:
+            RankMismatchError: replicas differ between ranks of a tensor. It is compared where putting tensors together
+                takes all ranks anyway, and with ``rank0_only``.
+        """
+        self.check_unchanged()
+        differing = self.differing() if rank0_only or self.is_spread else None  # else other ranks may not call it
+        values = self.whole(rank0_only=rank0_only, include_added=include_added)
+        extra = extra_states(self.correspondence, compare=rank0_only or self.is_spread)
+        if extra and (not rank0_only or self.is_first_rank):
+            values |= extra
+            order = self.correspondence.survey.order
+            values = {key: values[key] for key in order if key in values} | values
+        if differing is not None:
+            differing.state_dict = values
+            raise differing
+        return values
+
+    def differing(self, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None) -> ReplicaError | None:
+        """Return the error of :meth:`check_replicas`; warn instead of differences within rounding."""
+        try:
+            self.check_replicas(optimizer=optimizer)
+        except ReplicaError as error:
+            if not error.within_rounding:
+                return error
+            warnings.warn(
+                f"{error.message}\nthe differences are within rounding, so this is not an error", stacklevel=5
+            )
+        return None
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
+        """The reverse: every rank copies its own shards into the live tensors.
+
+        Raises:
+            WeightsError: missing or unexpected names, or other shapes; nothing was changed.
+        """
+        self.check_unchanged()
+        with together(self.mesh, "reading the state dict"):
+            self._refuse_without_values()
+            loading = self.prepare(open_source(state))
+        loading.assign()
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        runtime: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save weights and optimizer state, for any schedule and target of the same model.
+
+        Args:
+            directory: made if it is not there; a checkpoint in it is replaced as a whole.
+            optimizer: over the model's parameters.
+            runtime: what else the runtime needs to go on, as JSON, by name: ``{"lr_scheduler": {...}}``. Under
+                ``"counters"`` comes what nothing depends on, such as how many steps there were.
+
+        Raises:
+            ReplicaError: as :meth:`check_replicas` says; what was written is whole, with the first rank's values.
+            BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint, or writing
+                failed.
+        """
+        self.check_unchanged()
+        save_checkpoint(directory, self, optimizer, runtime or {})
+
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        uses: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Read what :meth:`save` wrote.
+
+        Args:
+            directory: that of :meth:`save`.
+            optimizer: over the model's parameters.
+            uses: the names in ``runtime`` that the caller makes use of; a warning names the others of the checkpoint,
+                but for ``"counters"``.
+
+        Returns:
+            the ``runtime`` of the checkpoint, ``{}`` without one.
+
+        Raises:
+            WeightsError: no complete checkpoint, or of another model; nothing was changed.
+            BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
+        """
+        return load_checkpoint(directory, self, optimizer, uses)
+
+    def shards(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        runtime: Mapping[str, Any] | None = None,
+    ) -> ShardedState:
+        """Return this rank's shards of a checkpoint, for a runtime with its own files.
+
+        Args:
+            optimizer: over the model's parameters.
+            runtime: as for :meth:`save`.
+
+        Raises:
+            RankMismatchError: as :meth:`check_replicas` says.
+            BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint.
+        """
+        self.check_unchanged()
+        return shards_of(self, optimizer, runtime or {})
+
+    def load_shards(
+        self,
+        description: Mapping[str, Any],
+        source: ShardSource,
+        *,
+        optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
+        uses: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """The reverse of :meth:`shards`, which gave the description.
+
+        ``source`` is asked once, for all that this rank wants. Arguments, result and errors are those of :meth:`load`.
+        """
+        return load_shards(self, description, source, optimizer, uses)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the first of those that share the model."""
+        if self.mesh is not None:
+            return self.mesh.is_first_rank
+        mesh = self.own_mesh
+        return mesh is None or mesh.get_rank() == int(mesh.mesh.min())
+
+    @property
+    def own_mesh(self) -> DeviceMesh | None:
+        """The mesh of the model's DTensors, where the schedule has none."""
+        meshes: Any = (live.tensor.device_mesh for live in self.tensors() if is_distributed(live.tensor))  # type: ignore[attr-defined]
+        return next(meshes, None) if self.mesh is None else None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether gathering some tensor needs other ranks."""
+        if self.correspondence.is_spread:
+            return True
+        return any(live.is_local and self.storage.partitioned(live) for live in self.tensors())
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def check_unchanged(self) -> None:
+        """Refuse a model that was changed outside of the schedule, and follow its buffers: a collective over ``pp``."""
+        self.correspondence.tree.tensors.check_unchanged()
+        follow_buffers(self.correspondence)
+
+    def _refuse_without_values(self) -> None:
+        empty = [live.name for live in self.tensors() if live.is_local and live.tensor.is_meta]
+        if empty:
+            raise WeightsError(
+                f"'{empty[0]}' is on the meta device, but this rank must hold its values"
+                + (f" ({len(empty) - 1} more are, too)" if empty[1:] else ""),
+                hint="slapo_core.build(sch, weights=state, optimizer=...) gives a model on the meta device its values; "
+                'in a loop of your own, first sch.model.to_empty(device="cpu"), and fill in the buffers that no state '
+                "dict holds",
+            )
+
+    def whole(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
+        """Return :meth:`state_dict` without comparing replicas.
+
+        Args:
+            rank0_only: as there.
+            include_added: as there.
+            as_trained: in the precision that is trained, instead of the reference model's.
+        """
+        wanted = not rank0_only or self.is_first_rank
+        specs = self.correspondence.survey.specs
+        self._learn_types()
+
+        def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return value.detach().to("cpu", value.dtype if as_trained else dtype, copy=True)
+
+        full = self._carried(wanted, copied)
+        for live, _ in self.correspondence.translated():
+            value = self.full(live)
+            if wanted:
+                tensors = self.correspondence.translations.to_reference(live, value)
+                for name, tensor in tensors.items():
+                    full[name] = copied(tensor, self._own_type(tensor, specs[name].dtype)).contiguous()
+        added = self._added(wanted, include_added, copied)
+        if not wanted:
+            return {}
+        full.update((name, tensor.clone()) for name, tensor in self.dropped.items())
+        return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
+
+    def _own_type(self, value: torch.Tensor, built: torch.dtype) -> torch.dtype:
+        """Return the reference model's type where a runtime keeps another, else the tensor's."""
+        return built if self.kept is not None else value.dtype
+
+    def prepare(self, source: Source) -> Loading:
+        """Check a source against the model, and read all of this rank's shards; nothing is changed.
+
+        Raises:
+            WeightsError: names or shapes do not fit.
+        """
+        names = check_names(self.correspondence.survey, source)
+        loading = Loading(self, extra=chosen(self.correspondence, source.extra, source.label))
+        for live, specs in self.correspondence.translated():
+            if live.is_local:
+                loading.take(live, self.read_translated(source, names, live, specs))
+        for live, spec in self.correspondence.carried():
+            if spec.keys and live.is_local:
+                loading.take(live, source.read(names[spec.name], live.layout, self.mesh))
+        for name in self.dropped:
+            loading.dropped[name] = read_tensor(source, names[name], self.correspondence.survey.specs[name])
+        return loading
+
+    def read_translated(
+        self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
+    ) -> torch.Tensor:
+        """This rank's shard of a live tensor with the reference tensors ``specs``, from a source."""
+        tensors = {
+            spec.name: read_tensor(source, names[spec.name], spec, wider=self.kept is not None) for spec in specs
+        }
+        return live.layout.local(self.correspondence.translations.from_reference(live, tensors), self.mesh)
+
+    def _carried(self, wanted: bool, copied: _Copied) -> dict[str, torch.Tensor]:
+        """Whole values of the reference tensors that layouts explain, in the same order on every rank."""
+        carriers: dict[str, LiveTensor] = {}
+        for live, spec in self.correspondence.carried():
+            carriers.setdefault(spec.name, live)
+        full = {}
+        for spec in self.correspondence.survey.specs.values():
+            holders = self.correspondence.holders_of(spec)
+            carrier = carriers.get(spec.name)
+            if not spec.keys or (carrier is None and not holders):
+                continue
+            if carrier is not None:
+                value = self.full(carrier)
+            else:
+                value = self.from_holders(None, spec.shape, self._trained.get(spec.name, spec.dtype), holders)
+            if wanted:
+                full[spec.name] = copied(value, self._own_type(value, spec.dtype))
+        return full
+
+    def full(self, live: LiveTensor) -> torch.Tensor:
+        """The whole value of a live tensor, on every rank, wherever it lives: a collective."""
+        value = live.layout.full(self.storage.read(live), self.mesh) if live.is_local else None
+        holders = self.correspondence.holders(live)
+        return self.from_holders(value, tuple(live.layout.shape), self._type(live), holders)
+
+    def _type(self, live: LiveTensor) -> torch.dtype:
+        """In which the ranks that hold a tensor give it."""
+        if self.kept is None:
+            return live.tensor.dtype
+        return self.storage.dtype(live) if live.is_local else self._trained.get(_key(live), live.tensor.dtype)
+
+    def _learn_types(self) -> None:
+        """Gather the trained types of the other pipeline ranks: a collective, once."""
+        if self.kept is None or self.correspondence.placement is None or self._trained:
+            return
+        own = {_key(live): self.storage.dtype(live) for live in self.tensors() if live.is_local}
+        assert self.mesh is not None
+        for theirs in gather_along(self.mesh, "pp", own):
+            self._trained.update(theirs)
+
+    def from_holders(
+        self,
+        value: torch.Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        holders: Mapping[str, tuple[int, ...]],
+    ) -> torch.Tensor:
+        """Broadcast a tensor that only some ranks hold, from the first of them."""
+        for mesh_dim, ranks in holders.items():
+            group = self.mesh.group(mesh_dim) if self.mesh is not None else None
+            if group is None or self.mesh is None:
+                continue
+            import torch.distributed as dist
+
+            if value is None:
+                value = torch.empty(shape, dtype=dtype, device=exchange_device(self.mesh))
+            value = value.to(exchange_device(self.mesh)).contiguous()
+            dist.broadcast(value, group_src=ranks[0], group=group)
+        assert value is not None
+        return value
+
+    def _added(self, wanted: bool, include: bool, copied: _Copied) -> dict[str, torch.Tensor]:
+        added = self.correspondence.added()
+        if not include:
+            other = [key for key in self.correspondence.survey.not_tensors if not is_extra(key)]
+            left_out = [live.name for live in added] + other
+            if left_out and not self._told:
+                self._told = True
+                warnings.warn(
+                    "not in the state dict, because the reference model does not have them: " + ", ".join(left_out),
+                    stacklevel=5,
+                )
+            return {}
+        found = {}
+        for live in added:
+            value = self.full(live)
+            if wanted:
+                found[live.name] = copied(value, self._own_type(value, self.built.get(live.name, value.dtype)))
+        return found
+
+
+def _key(live: LiveTensor) -> str:
+    return live.reference_names[0] if live.reference_names else f"added {live.name}"
+
+
+@dataclass
+class Loading:
+    """Values that were read, to be assigned when every rank has its own.
+
+    Args:
+        state: whose values they are.
+        assignments: what puts this rank's shards into their places.
+        dropped: as in :class:`ModelState`.
+        extra: what modules take by ``set_extra_state``.
+    """
+
+    state: ModelState
+    assignments: list[Callable[[], None]] = field(default_factory=list)
+    dropped: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, live: LiveTensor, shard: torch.Tensor) -> None:
+        """Assign this rank's shard of a tensor, in the end."""
+        self.assignments.append(self.state.storage.loading(live, shard))
+
+    def assign(self) -> None:
+        for assign in self.assignments:
+            assign()
+        self.state.dropped.update(self.dropped)
+        set_extra_states(self.state.correspondence, self.extra)
