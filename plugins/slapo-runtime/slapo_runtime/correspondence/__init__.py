@@ -27,8 +27,8 @@ Three things are kept apart, because they change independently:
 - **which**: the correspondence above. It depends on the steps only, and is the same on every rank.
 - **whose**: where a mesh has pipeline stages, the ranks along ``pp`` that hold a tensor (:class:`~.storage.Placement`).
   The others have a placeholder on the meta device, so that every rank's model keeps all names.
-- **where**: a runtime may keep the values that are trained elsewhere than in the model's parameters: as DTensors, in
-  flat tensors of its own, in another precision, in shards over the replicas. A :class:`~.storage.TensorStorage` and an
+- **where**: a runtime may train main weights instead of the model's parameters: DTensors, flat tensors of its own,
+  another precision, shards over the replicas. A :class:`~.storage.TensorStorage` and an
   :class:`~.storage.OptimizerStorage` read and write them by live tensor.
 
 A value on its way to a file is thus read where it is kept, gathered by its layout, and translated to its reference
@@ -40,7 +40,7 @@ one object of this package that an engine holds.
 | ``reference.py`` | Which tensors has the reference model? How does a plugin translate what no layout explains? |
 | ``tensors.py`` | Which reference tensor is each live tensor? What is unexplained, added, dropped? |
 | ``placement.py`` | Which ranks along ``pp`` hold which tensor? |
-| ``storage.py`` | What is a live tensor, and how is a runtime asked for the values that it keeps elsewhere? |
+| ``storage.py`` | What is a live tensor, and how is a runtime asked for its main weights? |
 | ``flat_storage.py`` | The same for a runtime that keeps parameters and optimizer state in flat tensors. |
 | ``state.py`` | What are the model's values, under the reference names, and how do others get in? |
 """
