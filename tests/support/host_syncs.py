@@ -30,7 +30,7 @@ _COPIES = (torch.tensor, torch.as_tensor)  # of the host's numbers, to a device:
 _BLOCKING = (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist)
 _ON_THE_HOST = {  # what works on tensors of the CPU wherever the model is
     "runtime/losses.py": ("read",),  # a copy in pinned memory, when the device has begun the step
-    "runtime/stage_runner.py": ("step_seed", "advance", "start_stream", "was_used"),  # the default generator
+    "runtime/stages/runner.py": ("step_seed", "advance", "start_stream", "was_used"),  # the default generator
     "runtime/world.py": ("_exchanged", "<genexpr>"),  # messages over gloo
     "deepspeed/pipeline.py": ("forward",),  # the number of a micro-batch
     "megatron/without_gpu.py": ("_number",),  # what lets Megatron run in tests

@@ -99,7 +99,7 @@ def counting_copies() -> list[str]:
 def sending_as_it_is() -> None:
     """Every value goes as it is."""
     torch.set_num_threads(1)
-    from slapo_runtime import stage_runner as work
+    from slapo_runtime.stages import runner as work
 
     class Naive(work.P2PMessage):
         def __init__(self, values: list[Value], *, backward: bool, **_: Any) -> None:

@@ -172,14 +172,14 @@ def without_guards() -> dict[str, Any]:
 
 
 def sending_views() -> None:
-    from slapo_runtime import stage_runner
+    from slapo_runtime.stages import p2p_packing
     from tests.support.cpu_megatron import install
 
     def viewed(self: Any, *args: Any, **kwargs: Any) -> Any:
         return tuple(one.view(-1) for one in pack(self, *args, **kwargs))
 
     install()
-    pack, stage_runner.P2PMessage.pack = stage_runner.P2PMessage.pack, viewed  # type: ignore[method-assign]
+    pack, p2p_packing.P2PMessage.pack = p2p_packing.P2PMessage.pack, viewed  # type: ignore[method-assign]
     freed = {"model_parallel_config": {"deallocate_pipeline_outputs": True}}
     differences(Run(TWO, ("b",), tied=True, target="megatron", options=freed, forms=((1, 5),)))
 
