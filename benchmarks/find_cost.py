@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertModel
 
 import slapo_core as slapo
-from slapo_graph.finding import first_graph
 from slapo_graph.patterns import any_constant, any_op, optional
 from slapo_graph.patterns.definition import pattern_of
+from slapo_graph.primitives.find import first_graph
 
 ALLOWED_MS = 30
 REPEATS = 15

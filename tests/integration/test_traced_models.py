@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_graph.recording import Recording
+from slapo_graph.tracing.recording import Recording
 from tests.integration.zoo.checks import blocks
 from tests.integration.zoo.subjects import Subject, subject
 from tests.integration.zoo.tracing import differences, trace_every_block, traces

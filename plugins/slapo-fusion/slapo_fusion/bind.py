@@ -23,8 +23,8 @@ from slapo_fusion.kernels import (
     without_values,
 )
 from slapo_graph.example_calls import example_call
+from slapo_graph.graph import graph_of
 from slapo_graph.match import by_place
-from slapo_graph.traced import graph_of
 
 
 @dataclass(frozen=True)

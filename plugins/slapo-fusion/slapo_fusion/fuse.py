@@ -18,8 +18,8 @@ from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import aside, device_error, drops, innermost, is_fake, is_watched
 from slapo_fusion.kernels import run_without_values
 from slapo_fusion.private import StopRecomputation, compile_errors
+from slapo_graph.graph import graph_of
 from slapo_graph.match import Region, by_place
-from slapo_graph.traced import graph_of
 
 # `Fused`: a compiled region, which says whose it is when its compiler fails.
 

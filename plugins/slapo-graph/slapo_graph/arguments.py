@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slapo_graph.structure import children, is_plain
+from slapo_graph.tracing.structure import children, is_plain
 
 
 class MISSING:

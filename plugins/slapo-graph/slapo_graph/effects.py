@@ -17,11 +17,11 @@ import torch
 from torch import fx, nn
 
 from slapo_core.internals import SafeFakeTensorMode
-from slapo_graph.given import MakeDefaultDict
+from slapo_graph.autocast_state import set_state
 from slapo_graph.leaves import is_changed
 from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_of, storage_id, tree_map_only
 from slapo_graph.protocol import check
-from slapo_graph.regions import set_state
+from slapo_graph.tracing.given import MakeDefaultDict
 
 _TAGGED = ("aten", "prims", "_c10d_functional")
 """Namespaces whose operators have the tag of random numbers if they draw some; that of others may be missing."""

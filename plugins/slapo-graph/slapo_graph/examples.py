@@ -12,13 +12,13 @@ from torch import nn
 
 from slapo_core.internals import copies, forwards
 from slapo_core.layout import fork_rng
-from slapo_graph.fake import FakeMode, with_tensors
+from slapo_graph.graph import TracedForward
 from slapo_graph.leaves import inlined_modules
-from slapo_graph.outside import Outside
 from slapo_graph.private import TABLES, FakeTensor, SafeMetaTensors
-from slapo_graph.reads import GlobalNames
-from slapo_graph.session import caches_kept, drawn_back
-from slapo_graph.traced import TracedForward
+from slapo_graph.tracing.fake import FakeMode, with_tensors
+from slapo_graph.tracing.outside import Outside
+from slapo_graph.tracing.reads import GlobalNames
+from slapo_graph.tracing.session import caches_kept, drawn_back
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

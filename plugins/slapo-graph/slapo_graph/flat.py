@@ -18,24 +18,24 @@ from torch import fx, nn
 from slapo_core.errors import GuardError
 from slapo_core.internals import forwards, module_index
 from slapo_core.observers import PATCHING, spans_stages
-from slapo_graph.diagnostics import refusal
+from slapo_graph.autocast_state import State, set_state, state
 from slapo_graph.examples import copied_model
-from slapo_graph.fake import FakeMode
-from slapo_graph.given import MakeDefaultDict, contents_after, sets_variables
+from slapo_graph.graph import TracedForward
 from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.match import Graph
-from slapo_graph.outside import refusing_changes
 from slapo_graph.private import buffers_of, write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
-from slapo_graph.reads import GlobalNames
-from slapo_graph.recording import Notes, left
-from slapo_graph.regions import State, set_state, state
-from slapo_graph.session import buffers_kept
 from slapo_graph.specialization import compiled, empty_graph, placeholder
-from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
-from slapo_graph.traced import TracedForward
-from slapo_graph.tracer import RecordTracer, after_first_call, recorded
+from slapo_graph.tracing.diagnostics import refusal
+from slapo_graph.tracing.fake import FakeMode
+from slapo_graph.tracing.given import MakeDefaultDict, contents_after, sets_variables
+from slapo_graph.tracing.outside import refusing_changes
+from slapo_graph.tracing.reads import GlobalNames
+from slapo_graph.tracing.recording import Notes, left
+from slapo_graph.tracing.session import buffers_kept
+from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
+from slapo_graph.tracing.tracer import RecordTracer, after_first_call, recorded
 
 __all__ = [
     "FakeMode",

@@ -11,10 +11,10 @@ from torch import fx
 from torch.fx.graph import inplace_methods
 from torch.nn import functional
 
-from slapo_graph.diagnostics import SIGNS
+from slapo_graph.autocast_state import DEVICES, set_state
 from slapo_graph.private import OpOverload
 from slapo_graph.protocol import Guard, Recorded, check
-from slapo_graph.regions import DEVICES, set_state
+from slapo_graph.tracing.diagnostics import SIGNS
 
 _IN_PLACE = {getattr(operator, name): template.split()[1] for name, template in inplace_methods.items()}
 _FUNCTIONAL = {id(value): f"F.{name}" for name, value in vars(functional).items() if callable(value)}

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from slapo_core.internals import module_index
-from slapo_graph import regions
-from slapo_graph.given import sets_variables
+from slapo_graph import autocast_state
 from slapo_graph.guards import BoundChecks, Checks
 from slapo_graph.leaves import LeafRule, inlined_modules, is_changed
 from slapo_graph.private import CHILDREN, FORWARDS, HOOKS, PARAMETERS, TENSOR_TABLES, children_of, parameters_of
 from slapo_graph.protocol import Flag, Recorded
+from slapo_graph.tracing.given import sets_variables
 
 # The function of a graph.
 
@@ -254,14 +254,14 @@ class Call(NamedTuple):
     arrange: Callable[..., Sequence[Any]] | None
     checks: BoundChecks
     swallowed: tuple[nn.Module, ...]
-    state: regions.State | None
+    state: autocast_state.State | None
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether the graph is still right for ``root``, in the modes that the call was found by."""
         return (
             self.checks.hold(root)
             and (not self.swallowed or not any(map(is_changed, self.swallowed)))
-            and (self.state is None or self.state == regions.state())
+            and (self.state is None or self.state == autocast_state.state())
         )
 
 
@@ -295,7 +295,7 @@ class Specialization:
         self._rewritten: dict[Any, Specialization] = {}
         self.used = 0  # when it was called last, as a number that grows
         self._sets_variables = sets_variables(recorded.graph)
-        switches = any(node.target is regions.set_state for node in recorded.graph.nodes)
+        switches = any(node.target is autocast_state.set_state for node in recorded.graph.nodes)
         self.has_regions = switches or self._sets_variables
 
     def rewritten_alike(self, rewrite: Hashable, module: nn.Module) -> Specialization | None:
@@ -332,9 +332,9 @@ class Specialization:
         """
         if not self.has_regions:
             return self.code(module, *self.recorded.captured, *given)
-        before = regions.state()
+        before = autocast_state.state()
         run = contextvars.copy_context().run if self._sets_variables else _called
         try:
             return run(self.code, module, *self.recorded.captured, *given)
         finally:
-            regions.set_state(*before)
+            autocast_state.set_state(*before)

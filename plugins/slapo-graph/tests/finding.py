@@ -72,8 +72,8 @@ def total(pattern: Any, module: Any, *inputs: Any, **modules: nn.Module) -> int:
 
 def nearest_miss(schedule: slapo.Schedule, pattern: Any) -> str | None:
     """What the error of a primitive shows where the pattern has no match."""
-    from slapo_graph.finding import first_graph
     from slapo_graph.patterns.definition import pattern_of
+    from slapo_graph.primitives.find import first_graph
 
     assert not schedule.find(pattern)
     root: Any = schedule.root

@@ -11,8 +11,8 @@ from torch import nn
 
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from slapo_graph.merge import Merge
-from slapo_graph.trace import Trace
+from slapo_graph.primitives.merge import Merge
+from slapo_graph.primitives.trace import Trace
 from slapo_testing import Case, parametrize_checks
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import slapo_core as slapo
-from slapo_graph.traced import TracedForward
+from slapo_graph.graph import TracedForward
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 FACTOR = 2.0

@@ -10,7 +10,7 @@ from torch import nn
 
 from slapo_core.primitives.checkpoint import Checkpoint
 from slapo_core.primitives.replace import Replace
-from slapo_graph.trace import Trace
+from slapo_graph.primitives.trace import Trace
 from slapo_testing import CHECKS, Case, parametrize_checks
 from slapo_testing.models import TwoBranched
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_graph.targets import _OPERATORS, target_of, writes_to_first
+from slapo_graph.tracing.targets import _OPERATORS, target_of, writes_to_first
 
 
 class Powers(nn.Module):

@@ -215,7 +215,7 @@ def test_a_child_that_gives_something_else_is_noticed(give: Any, use: Any, messa
 
 
 def test_without_the_guard_on_pieces_a_row_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_graph import recorder
+    from slapo_graph.tracing import recorder
 
     monkeypatch.setattr(recorder, "guard_elements", lambda *_: None)
     twin = Whole(model(unbinds)())

@@ -7,7 +7,7 @@ from typing import Any
 
 from slapo_core import Node, Primitive, Violation
 from slapo_core.observers import only_looks, spans_stages
-from slapo_graph.traced import graph_of
+from slapo_graph.graph import graph_of
 from slapo_pipeline.private import children_of, hooks_of, is_compiled
 
 _AROUND_CALLS = {

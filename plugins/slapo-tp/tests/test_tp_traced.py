@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import slapo_core as slapo
 from slapo_graph.patterns.matcher import FormMatcher
-from slapo_graph.tracer import RecordTracer
+from slapo_graph.tracing.tracer import RecordTracer
 from slapo_testing import run_ranks
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))

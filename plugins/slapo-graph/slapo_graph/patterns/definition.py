@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from slapo_core.errors import ArgumentError
-from slapo_graph.diagnostics import Location
 from slapo_graph.match import Pattern
 from slapo_graph.patterns.data import Constant, Form, Items, Result, Slice, Step, Target, Wildcard
 from slapo_graph.patterns.language import (
@@ -30,6 +29,7 @@ from slapo_graph.patterns.language import (
 from slapo_graph.patterns.operations import is_plain_module, operation_of, plain
 from slapo_graph.patterns.pattern import GraphPattern
 from slapo_graph.patterns.schemas import required_parameters
+from slapo_graph.tracing.diagnostics import Location
 
 # From the traced function of a pattern to its forms: alternatives taken one by one.
 

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import module_calls_through
 from slapo_core.observers import PATCHING
-from slapo_graph.diagnostics import Location, model_location
 from slapo_graph.patterns.data import Call, Items, Slice, Target, Wildcard
 from slapo_graph.patterns.operations import (
     constant_kind,
@@ -30,9 +29,10 @@ from slapo_graph.patterns.operations import (
     plain,
 )
 from slapo_graph.private import dropout_default
-from slapo_graph.recorder import autograd_functions
-from slapo_graph.structure import PLAIN
-from slapo_graph.targets import target_of
+from slapo_graph.tracing.diagnostics import Location, model_location
+from slapo_graph.tracing.recorder import autograd_functions
+from slapo_graph.tracing.structure import PLAIN
+from slapo_graph.tracing.targets import target_of
 
 # The words in which patterns are written, besides plain Python.
 

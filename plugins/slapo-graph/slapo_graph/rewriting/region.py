@@ -12,12 +12,12 @@ from torch.fx.graph import CodeGen
 from torch.fx.node import map_aggregate
 
 from slapo_graph.effects import Effects
-from slapo_graph.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.guards import fingerprint
 from slapo_graph.leaves import is_changed, is_predefined
+from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.protocol import Flag
 from slapo_graph.specialization import compiled, empty_graph, placeholder
-from slapo_graph.structure import is_plain
+from slapo_graph.tracing.structure import is_plain
 
 # Where one call can stand for several nodes: what runs before it, and what after it.
 

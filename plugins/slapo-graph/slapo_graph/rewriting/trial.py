@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 
 from slapo_core.internals import SafeFakeTensorMode, is_data_pointer_error
-from slapo_graph import regions
+from slapo_graph import autocast_state
 from slapo_graph.match import Match
 from slapo_graph.private import DataDependentOutputException, DynamicOutputShapeException
 from slapo_graph.protocol import Recorded
 from slapo_graph.rewriting.rewrite import only_given_out
-from slapo_graph.session import buffers_kept
+from slapo_graph.tracing.session import buffers_kept
 
 _TOLD: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 """Answers by function and by what it was given: a cache, not a registry."""
@@ -95,7 +95,7 @@ def _state_at(graph: fx.Graph, name: str) -> Any:
     for node in graph.nodes:
         if node.name == name:
             return state
-        if node.target is regions.set_state:
+        if node.target is autocast_state.set_state:
             state = node.args
     return state
 
@@ -140,13 +140,13 @@ def _compare(
 
 @contextlib.contextmanager
 def _in_state(state: Any) -> Iterator[None]:
-    before = regions.state()
+    before = autocast_state.state()
     try:
         if state is not None:
-            regions.set_state(*state)
+            autocast_state.set_state(*state)
         yield
     finally:
-        regions.set_state(*before)
+        autocast_state.set_state(*before)
         torch.clear_autocast_cache()
 
 

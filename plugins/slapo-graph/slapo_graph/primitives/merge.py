@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Node
 from slapo_core.primitive import Equivalence, Primitive, Violation
+from slapo_graph.graph import graph_of
 from slapo_graph.match import Match
-from slapo_graph.match_replacement import changes_swallowed
-from slapo_graph.merging import MergedFrom, Parts, PartsBack, tensor_violations
-from slapo_graph.traced import graph_of
+from slapo_graph.primitives.match_replacement import changes_swallowed
+from slapo_graph.primitives.merged_linear import MergedFrom, Parts, PartsBack, tensor_violations
 
 if TYPE_CHECKING:
     from torch import nn

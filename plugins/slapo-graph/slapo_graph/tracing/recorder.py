@@ -17,11 +17,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from slapo_core.internals import is_data_pointer_error, module_calls_through
 from slapo_core.observers import Origin
-from slapo_graph.diagnostics import model_location, raised_at
+from slapo_graph.autocast_state import Regions
 from slapo_graph.effects import Observer
-from slapo_graph.given import Given
 from slapo_graph.leaves import LeafRule, is_changed, is_predefined
-from slapo_graph.outside import ACTIVE
 from slapo_graph.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,12 +32,14 @@ from slapo_graph.private import (
     write_count,
 )
 from slapo_graph.protocol import Location, Untraceable
-from slapo_graph.recording import Recording, left
-from slapo_graph.regions import Regions
-from slapo_graph.session import drawn_back
-from slapo_graph.sharing import RepeatedCalls
-from slapo_graph.structure import concrete
-from slapo_graph.targets import query_of, writes_to_first
+from slapo_graph.tracing.diagnostics import model_location, raised_at
+from slapo_graph.tracing.given import Given
+from slapo_graph.tracing.outside import ACTIVE
+from slapo_graph.tracing.recording import Recording, left
+from slapo_graph.tracing.session import drawn_back
+from slapo_graph.tracing.sharing import RepeatedCalls
+from slapo_graph.tracing.structure import concrete
+from slapo_graph.tracing.targets import query_of, writes_to_first
 
 # Into how many parts a value is taken apart: a decision of the recorded code, held by a guard.
 

@@ -12,13 +12,13 @@ import torch
 from torch import fx, nn
 
 from slapo_core.internals import module_index
-from slapo_graph.diagnostics import expression, model_location
 from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, tree_leaves, write_count
 from slapo_graph.protocol import Guard, Untraceable, check
-from slapo_graph.sizes import is_symbolic, symbolic
 from slapo_graph.specialization import empty_graph, placeholder
-from slapo_graph.structure import Opaque, children, is_plain, rebuild, tensors_in
-from slapo_graph.targets import target_of
+from slapo_graph.tracing.diagnostics import expression, model_location
+from slapo_graph.tracing.sizes import is_symbolic, symbolic
+from slapo_graph.tracing.structure import Opaque, children, is_plain, rebuild, tensors_in
+from slapo_graph.tracing.targets import target_of
 
 # What a recording saw besides the graph: the values of its nodes, what calls wrote to, which values share memory.
 

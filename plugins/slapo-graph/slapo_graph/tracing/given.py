@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_graph.sizes import is_symbolic
-from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild
+from slapo_graph.tracing.sizes import is_symbolic
+from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from slapo_graph.recording import Recording
+    from slapo_graph.tracing.recording import Recording
 
 # In the graph: what a call left in the containers that it was given, and the context variables that it was called with.
 

@@ -9,7 +9,7 @@ import torch
 from slapo_graph.private import set_grad_enabled
 
 if TYPE_CHECKING:
-    from slapo_graph.recording import Recording
+    from slapo_graph.tracing.recording import Recording
 
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SlapoError
 from slapo_core.schedule.records import Codec, find_function
-from slapo_graph.finding import load_pattern
 from slapo_graph.match import Match
 from slapo_graph.patterns.definition import pattern_of
 from slapo_graph.patterns.pattern import GraphPattern
-from slapo_graph.selection import SelectedMatches
+from slapo_graph.primitives.find import load_pattern
+from slapo_graph.primitives.selection import SelectedMatches
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry

@@ -11,11 +11,11 @@ import torch
 from torch.fx.graph import inplace_methods, magic_methods, reflectable_magic_methods
 
 from slapo_graph.private import TensorBase
-from slapo_graph.sizes import symbolic
-from slapo_graph.structure import concrete
+from slapo_graph.tracing.sizes import symbolic
+from slapo_graph.tracing.structure import concrete
 
 if TYPE_CHECKING:
-    from slapo_graph.recording import Recording
+    from slapo_graph.tracing.recording import Recording
 
 
 Query = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]

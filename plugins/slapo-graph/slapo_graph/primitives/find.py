@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.plugins.metadata import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_graph.example_calls import example_calls
+from slapo_graph.graph import graph_of
 from slapo_graph.match import Match
-from slapo_graph.traced import graph_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -149,7 +149,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     Args:
         schedule: that the nodes belong to.
         nodes: where to look.
-        pattern: as of :meth:`slapo_graph.finding.find`.
+        pattern: as of :meth:`slapo_graph.primitives.find.find`.
 
     Raises:
         TraceError: nothing at or below them is traced.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import StaleError, TraceError
 from slapo_core.internals import journal
 from slapo_core.primitive import Selection, Selector, Violation
-from slapo_graph.finding import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
+from slapo_graph.graph import graph_of
 from slapo_graph.match import Match, by_place
-from slapo_graph.match_replacement import MatchReplacement
 from slapo_graph.patterns.definition import pattern_of
-from slapo_graph.traced import graph_of
+from slapo_graph.primitives.find import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
+from slapo_graph.primitives.match_replacement import MatchReplacement
 
 if TYPE_CHECKING:
     from torch import nn

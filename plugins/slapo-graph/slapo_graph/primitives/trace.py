@@ -13,12 +13,12 @@ from slapo_core.errors import PathError, SlapoError, TraceError, UnknownNameErro
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
 from slapo_graph.example_calls import example_call, example_calls
+from slapo_graph.graph import graph_of
 from slapo_graph.private import children_of
 from slapo_graph.protocol import Untraceable
-from slapo_graph.traced import graph_of
 
 if TYPE_CHECKING:
-    from slapo_graph.traced import TracedForward
+    from slapo_graph.graph import TracedForward
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -107,8 +107,8 @@ class Trace(Primitive):
     def _trace(self, node: Node, path: str, calls: Mapping[str, Call], edit: Edit) -> None:
         """Set the graph of ``node``, which lies at ``path`` from where the primitive is applied."""
         from slapo_core.internals import forwards
+        from slapo_graph.graph import TracedForward
         from slapo_graph.leaves import Leaves, is_predefined
-        from slapo_graph.traced import TracedForward
 
         tracer = node.plugin("tracers", self.tracer)()
         forward = forwards.ModuleForward.of(node.module).bottom

@@ -11,15 +11,15 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from slapo_core.internals import module_index
-from slapo_graph import regions
+from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING
 from slapo_graph.guards import Checks, fingerprint, is_told
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
 from slapo_graph.protocol import Flag, Recorded
-from slapo_graph.reads import AttributeReads, Place
-from slapo_graph.recording import Notes
 from slapo_graph.specialization import Specialization
-from slapo_graph.structure import children, is_plain, rebuild, tensors_in
+from slapo_graph.tracing.reads import AttributeReads, Place
+from slapo_graph.tracing.recording import Notes
+from slapo_graph.tracing.structure import children, is_plain, rebuild, tensors_in
 
 # Recordings that serve several modules: those that are proved to be recorded alike.
 
@@ -118,7 +118,7 @@ class RepeatedCalls:
             module_index.structure(module),
             module_index.around(module),
             form,
-            regions.state(),
+            autocast_state.state(),
             torch.is_inference_mode_enabled(),
         )
         for read, result in self._known.get(key, ()):

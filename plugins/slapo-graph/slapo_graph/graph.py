@@ -18,14 +18,11 @@ from torch import nn
 from slapo_core.errors import ApplyError, ArgumentError, GuardError, TraceError
 from slapo_core.internals import forwards, module_index
 from slapo_core.observers import PATCHING, is_recording
-from slapo_graph import regions
+from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING, Parameters, call_form, forms
-from slapo_graph.diagnostics import refusal
 from slapo_graph.effects import observe
-from slapo_graph.fake import FakeMode, without_values
 from slapo_graph.guards import describe, fingerprint
 from slapo_graph.leaves import Leaves, is_changed, is_predefined
-from slapo_graph.outside import refusing_changes
 from slapo_graph.printing import printed
 from slapo_graph.private import (
     disable_dynamo,
@@ -34,12 +31,15 @@ from slapo_graph.private import (
     parameters_of,
 )
 from slapo_graph.protocol import Flag, GuardViolation, Tracer, Untraceable
-from slapo_graph.reads import GlobalNames
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
-from slapo_graph.session import attributes_kept, buffers_kept, drawn_back
-from slapo_graph.sharing import Pool, exact_form
 from slapo_graph.specialization import Call, Plan, Snapshot, Specialization
+from slapo_graph.tracing.diagnostics import refusal
+from slapo_graph.tracing.fake import FakeMode, without_values
+from slapo_graph.tracing.outside import refusing_changes
+from slapo_graph.tracing.reads import GlobalNames
+from slapo_graph.tracing.session import attributes_kept, buffers_kept, drawn_back
+from slapo_graph.tracing.sharing import Pool, exact_form
 
 if TYPE_CHECKING:
     from slapo_core import Edit, Node
@@ -145,7 +145,7 @@ class TracedForward(forwards.ReplacedForward):
         modes = snapshot.modes(module)
         if modes is not None:
             swallowed = tuple(map(module.get_submodule, variant.swallowed))
-            state = regions.state() if variant.has_regions else None
+            state = autocast_state.state() if variant.has_regions else None
             snapshot.calls[modes, form] = Call(variant, arrange, variant.checks.bound(modules), swallowed, state)
 
     def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
@@ -506,7 +506,7 @@ class TracedForward(forwards.ReplacedForward):
                     if tensor is not None
                 ]
             ),
-            regions.state(),
+            autocast_state.state(),
             torch.get_default_dtype(),
             not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
         )
@@ -625,7 +625,7 @@ def _surroundings() -> tuple[Any, ...]:
     """Return what decides outside of a model how a call computes; as a part of the key of :class:`TracedForward`."""
     return (
         torch.is_grad_enabled(),
-        regions.state() if is_any_autocast_enabled() else None,
+        autocast_state.state() if is_any_autocast_enabled() else None,
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
     )

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import fx
 
-    from slapo_graph.recording import Recording
+    from slapo_graph.tracing.recording import Recording
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from slapo_core.internals import forwards, module_index
-from slapo_graph.diagnostics import is_of_the_model
 from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
 from slapo_graph.leaves import LeafRule, inlined_modules
 from slapo_graph.private import TABLES, FakeTensor, methods_put_on
 from slapo_graph.protocol import Flag, Location, Untraceable
-from slapo_graph.session import attributes_kept, put_back
-from slapo_graph.sizes import is_symbolic
-from slapo_graph.structure import Opaque, is_plain
+from slapo_graph.tracing.diagnostics import is_of_the_model
+from slapo_graph.tracing.session import attributes_kept, put_back
+from slapo_graph.tracing.sizes import is_symbolic
+from slapo_graph.tracing.structure import Opaque, is_plain
 
 Place = tuple[str, ...]
 _DEPTH = 4

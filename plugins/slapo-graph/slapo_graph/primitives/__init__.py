@@ -1,0 +1,1 @@
+"""Primitives on graphs: trace, find, replace a match, merge."""
