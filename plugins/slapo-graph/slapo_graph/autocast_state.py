@@ -1,16 +1,10 @@
-"""Regions of a forward: no_grad and autocast, switched in the graph where the recorded code switched them."""
+"""The state of gradients and autocast, which graphs switch where the recorded code did."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from slapo_graph.private import set_grad_enabled
-
-if TYPE_CHECKING:
-    from slapo_graph.tracing.recording import Recording
-
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
 State = tuple[bool, tuple[tuple[bool, torch.dtype], ...], bool]
@@ -23,30 +17,6 @@ def state() -> State:
         tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES),
         torch.is_autocast_cache_enabled(),
     )
-
-
-class Regions:
-    """Writes the switches into the graph whenever a call is made in another state than the one before it."""
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.now = self.entry = state()
-
-    def enter(self) -> None:
-        """Before a call is written."""
-        present = state()
-        if present == self.now:
-            return
-        self.now = present
-        grad, autocast, cache = present
-        self.recording.compute(set_state, (grad, autocast, cache))
-
-    def finish(self) -> None:
-        """At the end: the state of the beginning again."""
-        if self.now != self.entry:
-            self.now = self.entry
-            grad, autocast, cache = self.entry
-            self.recording.compute(set_state, (grad, autocast, cache))
 
 
 def set_state(grad: bool, autocast: tuple[tuple[bool, torch.dtype], ...], cache: bool) -> None:

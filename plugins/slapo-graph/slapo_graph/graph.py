@@ -23,6 +23,7 @@ from slapo_graph.arguments import MISSING, Parameters, call_form, forms
 from slapo_graph.effects import observe
 from slapo_graph.guards import describe, fingerprint
 from slapo_graph.leaves import Leaves, is_changed, is_predefined
+from slapo_graph.pool import Pool, exact_form
 from slapo_graph.printing import printed
 from slapo_graph.private import (
     disable_dynamo,
@@ -39,7 +40,6 @@ from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.tracing.outside import refusing_changes
 from slapo_graph.tracing.reads import GlobalNames
 from slapo_graph.tracing.session import attributes_kept, buffers_kept, drawn_back
-from slapo_graph.tracing.sharing import Pool, exact_form
 
 if TYPE_CHECKING:
     from slapo_core import Edit, Node

@@ -20,22 +20,6 @@ from slapo_graph.private import CHILDREN, FORWARDS, HOOKS, PARAMETERS, TENSOR_TA
 from slapo_graph.protocol import Flag, Recorded
 from slapo_graph.tracing.given import sets_variables
 
-# The function of a graph.
-
-
-def empty_graph() -> fx.Graph:
-    """Return a graph that names no value ``self``, which is the module in its code."""
-    graph = fx.Graph()
-    graph.erase_node(graph.placeholder("self"))  # the name stays taken
-    return graph
-
-
-def placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """Add a placeholder that hides no name used by the code of graphs, e.g. ``torch``; its meta has ``name``."""
-    node = graph.placeholder(name)
-    node.target, node.meta["parameter"] = node.name, name
-    return node
-
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:
     """Compile a graph to a function of its module and the placeholders, in order."""

@@ -390,7 +390,7 @@ class Tracer:
 
     def torch_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function was called."""
-        kind, target, order = target_of(func, self)  # type: ignore[arg-type]
+        kind, target, order = target_of(func, self.refusal)
         if order is not None:
             args = tuple(args[position] for position in order)
         if kind == "attribute":

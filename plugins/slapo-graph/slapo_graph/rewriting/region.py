@@ -16,8 +16,9 @@ from slapo_graph.guards import fingerprint
 from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.protocol import Flag
-from slapo_graph.specialization import compiled, empty_graph, placeholder
+from slapo_graph.specialization import compiled
 from slapo_graph.tracing.structure import is_plain
+from slapo_graph.tracing.writer import empty_graph, placeholder
 
 # Where one call can stand for several nodes: what runs before it, and what after it.
 

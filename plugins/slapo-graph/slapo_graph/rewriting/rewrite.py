@@ -17,7 +17,7 @@ from slapo_graph.private import is_erased
 from slapo_graph.protocol import Recorded, check
 from slapo_graph.rewriting.actions import Action, NewCall, Place, given_by
 from slapo_graph.rewriting.region import CannotPlace, Read, nodes_after
-from slapo_graph.specialization import empty_graph
+from slapo_graph.tracing.writer import empty_graph
 
 if TYPE_CHECKING:
     from slapo_graph.patterns.pattern import GraphPattern

@@ -6,17 +6,14 @@ import contextvars
 import dataclasses
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 
+from slapo_graph.tracing.recording import Recording
 from slapo_graph.tracing.sizes import is_symbolic
 from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from slapo_graph.tracing.recording import Recording
 
 # In the graph: what a call left in the containers that it was given, and the context variables that it was called with.
 

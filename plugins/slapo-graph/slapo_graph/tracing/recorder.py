@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from slapo_core.internals import is_data_pointer_error, module_calls_through
 from slapo_core.observers import Origin
-from slapo_graph.autocast_state import Regions
+from slapo_graph import autocast_state
 from slapo_graph.effects import Observer
 from slapo_graph.leaves import LeafRule, is_changed, is_predefined
 from slapo_graph.private import (
@@ -35,11 +35,13 @@ from slapo_graph.protocol import Location, Untraceable
 from slapo_graph.tracing.diagnostics import model_location, raised_at
 from slapo_graph.tracing.given import Given
 from slapo_graph.tracing.outside import ACTIVE
-from slapo_graph.tracing.recording import Recording, left
+from slapo_graph.tracing.queries import query_of
+from slapo_graph.tracing.recording import Recording
+from slapo_graph.tracing.repeated_calls import RepeatedCalls
 from slapo_graph.tracing.session import drawn_back
-from slapo_graph.tracing.sharing import RepeatedCalls
-from slapo_graph.tracing.structure import concrete
-from slapo_graph.tracing.targets import query_of, writes_to_first
+from slapo_graph.tracing.structure import concrete, tensors_in
+from slapo_graph.tracing.targets import writes_to_first
+from slapo_graph.tracing.writer import left
 
 # Into how many parts a value is taken apart: a decision of the recorded code, held by a guard.
 
@@ -172,6 +174,30 @@ def module_calls(recorder: Recorder, root: nn.Module, leaves: LeafRule) -> Abstr
     return module_calls_through(call, root)
 
 
+class Regions:
+    """Writes the switches into the graph whenever a call is made in another state than the one before it."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.now = self.entry = autocast_state.state()
+
+    def enter(self) -> None:
+        """Before a call is written."""
+        present = autocast_state.state()
+        if present == self.now:
+            return
+        self.now = present
+        grad, autocast, cache = present
+        self.recording.compute(autocast_state.set_state, (grad, autocast, cache))
+
+    def finish(self) -> None:
+        """At the end: the state of the beginning again."""
+        if self.now != self.entry:
+            self.now = self.entry
+            grad, autocast, cache = self.entry
+            self.recording.compute(autocast_state.set_state, (grad, autocast, cache))
+
+
 _SWITCHES = (set_grad_enabled,)
 """Seen through the state that they change."""
 
@@ -294,7 +320,7 @@ class Recorder(TorchFunctionMode):
         self.regions.enter()
         notes = self.recording.notes
         with self.paused():  # asking for a version is a call too
-            before = notes.versions((args, kwargs)) if notes is not None else []
+            before = [(one, write_count(one)) for one in tensors_in((args, kwargs))] if notes is not None else []
         given = Given(self.recording, args, kwargs) if may_vary else None
         self.given = given
         outside = ACTIVE.get() if may_change else None

@@ -12,55 +12,11 @@ import torch
 from torch import fx, nn
 
 from slapo_core.internals import module_index
-from slapo_graph.private import FakeTensor, buffers_of, parameters_of, storage_id, tree_leaves, write_count
-from slapo_graph.protocol import Guard, Untraceable, check
-from slapo_graph.specialization import empty_graph, placeholder
-from slapo_graph.tracing.diagnostics import expression, model_location
+from slapo_graph.private import FakeTensor, buffers_of, parameters_of, tree_leaves
 from slapo_graph.tracing.sizes import is_symbolic, symbolic
-from slapo_graph.tracing.structure import Opaque, children, is_plain, rebuild, tensors_in
+from slapo_graph.tracing.structure import Opaque, children, is_plain, rebuild
 from slapo_graph.tracing.targets import target_of
-
-# What a recording saw besides the graph: the values of its nodes, what calls wrote to, which values share memory.
-
-
-def left(path: str) -> None:
-    """In a graph with notes: here ends a call of a module that was looked into."""
-
-
-class Notes:
-    """Filled while a module is recorded; it keeps the tensors of that run, so it is thrown away with what it is for.
-
-    Attributes:
-        values: of nodes, as far as they are known: tensors (without values, mostly), numbers, containers of such, and
-            an ``Opaque`` for any other object.
-        writes: for nodes that changed some of their arguments in place: which.
-        storages: for nodes that give tensors: a number that those share which lie in the same memory.
-        value_reads: how often the run looked into the values of a tensor that is there beside it: of a buffer, say.
-        needs_values: why the run was on values; None of a run without.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[fx.Node, Any] = {}
-        self.writes: dict[fx.Node, tuple[fx.Node, ...]] = {}
-        self.storages: dict[fx.Node, int] = {}
-        self.value_reads = 0
-        self.needs_values: Exception | None = None
-
-    def versions(self, given: Any) -> list[tuple[torch.Tensor, int]]:
-        """The tensors among the arguments of a call, each with how often it was written to."""
-        return [(tensor, write_count(tensor)) for tensor in tensors_in(given)]
-
-    def note_writes(self, node: fx.Node, written: list[Any]) -> None:
-        """After a call: the arguments that it wrote to."""
-        if written:
-            self.writes[node] = tuple(dict.fromkeys(written))
-
-    def note_storages(self, mode: Any) -> None:
-        """At the end of a recording: where the tensors lie; ``mode`` is that of fake tensors, or None."""
-        for node, value in self.values.items():
-            if isinstance(value, torch.Tensor):
-                own = value if mode is None else mode.fake(value)
-                self.storages[node] = storage_id(own)
+from slapo_graph.tracing.writer import GraphWriter, Notes, placeholder
 
 
 def structure_of(value: Any) -> Any:
@@ -73,7 +29,6 @@ def structure_of(value: Any) -> Any:
 Modules = Sequence[tuple[str, nn.Module]]
 _NO_CONTAINERS = frozenset([bool, int, float, str, type(None), set])
 _NO_HOLDERS = _NO_CONTAINERS | {dict, list, tuple, OrderedDict}
-_COMPARABLE = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -96,7 +51,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-class Recording:
+class Recording(GraphWriter):
     """The graph in the making, and which of its nodes gives which value.
 
     Args:
@@ -109,14 +64,12 @@ class Recording:
     def __init__(
         self, root: nn.Module, *, may_capture: bool = True, notes: Notes | None = None, home: torch.device | None = None
     ) -> None:
-        self.graph = empty_graph()
-        self.may_capture, self.notes, self.home = may_capture, notes, home
+        super().__init__(notes)
+        self.may_capture, self.home = may_capture, home
         self.captured: list[torch.Tensor] = []
-        self.guards: list[Guard] = []
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Any] = []  # an id stands for one object only as long as that lives
         self._devices: dict[int, fx.Node] = {}
-        self._guarded: set[tuple[fx.Node, Any]] = set()
         modules = module_index.walk(root)
         self._held = {
             id(tensor): name
@@ -266,13 +219,9 @@ class Recording:
 
     # -- writing ----------------------------------------------------------------------------------------------
 
-    def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-        """A call of ``function`` in the graph; ``args`` are nodes and constants already."""
-        return self._marked(self.graph.call_function(function, args, kwargs or {}))
-
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """A call of a torch function in the graph."""
-        kind, target, order = target_of(func, self)
+        kind, target, order = target_of(func, self.refusal)
         nodes = tuple(self.node(argument) for argument in args)
         if order is not None:
             nodes = tuple(nodes[position] for position in order)
@@ -316,28 +265,6 @@ class Recording:
             replaced = fx.map_arg(given, cast("Callable[[fx.Node], Any]", uses.__getitem__))
             last.meta["inlined"] = path, replaced, tuple(node.name for node in inside)
 
-    def guard(self, node: fx.Node | None, expected: Any) -> None:
-        """The recorded code went on because ``node`` gave ``expected``: check that at every call."""
-        if node is None:
-            return
-        key = (node, expected if isinstance(expected, _COMPARABLE) else repr(expected))
-        if key in self._guarded:
-            return
-        self._guarded.add(key)
-        guard = Guard(expression(node), expected, model_location())
-        self.guards.append(guard)
-        self._marked(self.graph.call_function(check, (node, expected, len(self.guards) - 1)))
-
-    def _marked(self, node: fx.Node) -> fx.Node:
-        node.meta["location"] = model_location()
-        return node
-
-    def size(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-        """Arithmetic on sizes: dropped again if nothing uses it."""
-        node = self.compute(function, args)
-        node.meta["is_size"] = True
-        return node
-
     def guard_structure(self, value: Any, node: fx.Node) -> None:
         """Keep the structure of what a module may give otherwise at another call."""
         if isinstance(value, tuple | list | Mapping):
@@ -347,10 +274,6 @@ class Recording:
         """The size of a tensor along ``dim``, which the graph reads at every call."""
         node = self._marked(self.graph.call_method("size", (self.node(tensor), dim)))
         return symbolic(self, int(tensor.size(dim)), node)
-
-    def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
-        """The error for what cannot be recorded, with the model's line."""
-        return Untraceable(problem, model_location(), hint)
 
 
 def _registered(modules: Modules, table: Callable[[nn.Module], Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import fx
 
-    from slapo_graph.tracing.recording import Recording
+    from slapo_graph.tracing.writer import GraphWriter
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -61,7 +61,7 @@ class SizeNode:
 
     constant = None
 
-    def __init__(self, recording: Recording | None, hint: Any, node: fx.Node | None) -> None:
+    def __init__(self, recording: GraphWriter | None, hint: Any, node: fx.Node | None) -> None:
         self.recording, self.hint, self.node = recording, hint, node
         if node is not None and recording is not None and recording.notes is not None:
             recording.notes.values[node] = hint
@@ -189,7 +189,7 @@ for _class in (_Whole, _Real):
         setattr(_class, f"__{_function.__name__}__", _decided(_function))
 
 
-def symbolic(recording: Recording, hint: Any, node: fx.Node) -> Any:
+def symbolic(recording: GraphWriter, hint: Any, node: fx.Node) -> Any:
     """Return ``hint`` as a number that records the arithmetic on it."""
     return _number(SizeNode(recording, hint, node))
 

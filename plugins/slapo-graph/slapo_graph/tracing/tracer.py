@@ -17,14 +17,14 @@ from slapo_graph.arguments import call_of
 from slapo_graph.effects import is_inert
 from slapo_graph.private import DynamicOutputShapeException
 from slapo_graph.protocol import Recorded, Tracer, Untraceable, check
-from slapo_graph.specialization import placeholder
 from slapo_graph.tracing.diagnostics import first_line
 from slapo_graph.tracing.fake import FakeMode, home_of, with_own_values, without_values
 from slapo_graph.tracing.reads import AttributeReads
 from slapo_graph.tracing.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
-from slapo_graph.tracing.recording import Notes, Recording
+from slapo_graph.tracing.recording import Recording
+from slapo_graph.tracing.repeated_calls import RepeatedCalls
 from slapo_graph.tracing.session import alone, caches_kept, drawn_back, generators
-from slapo_graph.tracing.sharing import RepeatedCalls
+from slapo_graph.tracing.writer import Notes, placeholder
 
 # Take out of a recorded graph what nothing uses; only what certainly has no effect.
 

@@ -1,91 +1,21 @@
-"""Recordings and calls shared by equal modules."""
+"""Calls of modules that are the same run as an earlier one in the same recording: they are not run again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.fx.node import map_aggregate
+from torch import nn
 
 from slapo_core.internals import module_index
 from slapo_graph import autocast_state
-from slapo_graph.arguments import MISSING
-from slapo_graph.guards import Checks, fingerprint, is_told
+from slapo_graph.guards import fingerprint, is_told
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
-from slapo_graph.protocol import Flag, Recorded
-from slapo_graph.specialization import Specialization
 from slapo_graph.tracing.reads import AttributeReads, Place
-from slapo_graph.tracing.recording import Notes
 from slapo_graph.tracing.structure import children, is_plain, rebuild, tensors_in
-
-# Recordings that serve several modules: those that are proved to be recorded alike.
-
-
-class Pool:
-    """Pool the recordings of several traced modules.
-
-    One serves another module if both have the same structure, and every attribute that was read while it was recorded,
-    by modules that stay calls too, is equal there: then the run that recorded it would have been the same run.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Any, list[tuple[Checks, Specialization | None]]] = {}
-
-    def find(self, key: Any, module: nn.Module) -> Specialization | None:
-        """A variant for ``module``; ``key`` is what it was added under."""
-        return next((found for found in self._alike(key, module) if found is not None), None)
-
-    def fails(self, key: Any, module: nn.Module) -> bool:
-        """Return whether an equal module could not be recorded."""
-        return None in self._alike(key, module)
-
-    def _alike(self, key: Any, module: nn.Module) -> Iterator[Specialization | None]:
-        modules = [below for _, below in module_index.walk(module)]
-        return (found for read, found in self._entries.get(key, ()) if read.violated(modules) is None)
-
-    def add(self, key: Any, module: nn.Module, variant: Specialization) -> None:
-        """Remember a variant if equality of others can be proved."""
-        recorded = variant.recorded
-        if recorded.read is not None and is_pure(recorded):
-            self._add(key, module, (*recorded.read, *variant.surroundings), variant)
-
-    def add_failure(self, key: Any, module: nn.Module, read: tuple[Flag, ...]) -> None:
-        """Remember that ``module`` cannot be recorded; ``read`` is what was read until it failed."""
-        self._add(key, module, read, None)
-
-    def _add(self, key: Any, module: nn.Module, read: tuple[Flag, ...], variant: Specialization | None) -> None:
-        index = {path: number for number, (path, _) in enumerate(module_index.walk(module))}
-        self._entries.setdefault(key, []).append((Checks(read, index), variant))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Drop the recordings: graphs are recorded again after unpickling."""
-        return {"_entries": {}}
-
-
-def exact_form(value: Any) -> Any:
-    """Return an argument's signature with its sizes."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.storage_offset(), value.device, value.requires_grad, value.is_leaf)
-    if value is MISSING or isinstance(value, int | float):
-        return value
-    parts = children(value)
-    return None if parts is None else tuple(exact_form(part) for _, _, part in parts)
-
-
-def is_pure(recorded: Recorded) -> bool:
-    """Return whether a graph holds no object of its module."""
-    if recorded.captured:
-        return False
-    constants: list[Any] = []
-    for node in recorded.graph.nodes:
-        map_aggregate((node.args, node.kwargs), constants.append)
-    return all(isinstance(constant, fx.Node) or is_plain(constant) for constant in constants)
-
-
-# Calls of modules that are the same run as an earlier one in the same recording: they are not run again.
+from slapo_graph.tracing.writer import Notes
 
 _Reads = tuple[tuple[Place, str, Any], ...]
 """What a call read of the called module and of those below: relative place, name, value."""
