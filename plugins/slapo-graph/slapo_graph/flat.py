@@ -19,11 +19,9 @@ from slapo_core.errors import GuardError
 from slapo_core.internals import forwards, module_index
 from slapo_core.observers import PATCHING, spans_stages
 from slapo_graph.autocast_state import State, set_state, state
-from slapo_graph.examples import copied_model
-from slapo_graph.graph import TracedForward
+from slapo_graph.example_calls import copied_model
 from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
-from slapo_graph.match import Graph
 from slapo_graph.private import buffers_of, write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_graph.specialization import compiled
@@ -36,6 +34,7 @@ from slapo_graph.tracing.session import buffers_kept
 from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.tracer import RecordTracer, after_first_call, recorded
 from slapo_graph.tracing.writer import Notes, empty_graph, left, placeholder
+from slapo_graph.variants import RecordedForward
 
 __all__ = [
     "FakeMode",
@@ -55,7 +54,6 @@ __all__ = [
     "is_merely_spanned",
     "is_merely_traced",
     "is_plain",
-    "is_rewritten",
     "left",
     "placeholder",
     "rebuild",
@@ -250,11 +248,6 @@ def _device(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device | N
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
 
-def is_rewritten(graph: Graph) -> bool:
-    """Return whether steps rewrote the graph of a traced module."""
-    return not isinstance(graph, TracedForward) or bool(graph.rewrites)
-
-
 def is_merely_traced(module: nn.Module) -> bool:
     """Return whether a module's forward is just its own recorded graph."""
     forward = module.__dict__.get("forward")
@@ -263,7 +256,7 @@ def is_merely_traced(module: nn.Module) -> bool:
     if not all(map(spans_stages, forward.wrappers)):
         return False
     graph = getattr(forward.base, "__func__", None)
-    return isinstance(graph, TracedForward) and not graph.rewrites
+    return isinstance(graph, RecordedForward) and not graph.is_rewritten
 
 
 def is_merely_spanned(module: nn.Module) -> bool:

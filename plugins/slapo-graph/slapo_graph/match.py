@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from slapo_core import Node
 
-__all__ = ["Graph", "Match", "Pattern", "Region", "by_place"]
+__all__ = ["Match", "Pattern", "Region", "by_place"]
 
 Region = Callable[..., Any]
 """What a match computes, as a pure function of its inputs: parameters and buffers are arguments like any other."""
@@ -97,129 +94,3 @@ class Pattern(ABC):
 
         Of two forms that match at one place, the earlier one counts.
         """
-
-
-class Graph(Protocol):
-    """The static graph that runs in place of a module's forward.
-
-    It holds no module: names in it are relative to the one it is called for. ``print(graph)`` shows it as Python to
-    read, where a value may have the name of the function that gives it; names are those of error messages.
-    Nothing changes it; what rewrites it makes another one, for :meth:`slapo_core.tree.edit.Edit.set_forward`.
-    """
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run it as the forward of ``module``."""
-        ...
-
-    def __str__(self) -> str: ...
-
-    def look(self, module: nn.Module) -> None:
-        """Have what was recorded of the module as it is now stand for all variants, if there is such a recording."""
-        ...
-
-    def follow(
-        self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = ()
-    ) -> tuple[str, ...]:
-        """Record again what steps have changed at modules below the traced one.
-
-        Args:
-            module: the traced module.
-            calls: what it may be called with now, if not with what it was recorded with.
-
-        Returns:
-            paths, relative to the traced module, of modules that the graph called before it was rewritten, and calls
-            no more. Their parameters may be in use; what is put around their calls has no effect.
-
-        Raises:
-            TraceError: what was done to the graph cannot be repeated then.
-        """
-        ...
-
-    def opened(
-        self, below: str, child: nn.Module, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
-    ) -> Graph | None:
-        """A graph for a module below whose code is part of this one, to run within what is put around it now.
-
-        Args:
-            below: its path, relative to the traced module.
-            child: the module.
-            call: gives what it is called with.
-
-        Returns:
-            its graph; None if its code is not part of this one, or cannot be recorded by itself.
-        """
-        ...
-
-    def parted(self, module: nn.Module, inner: Any, child: nn.Module) -> tuple[Graph, Graph] | None:
-        """This graph with a call in the place of a module's code, and ``inner``, both rewritten as this one is.
-
-        Args:
-            module: the traced one.
-            inner: of :meth:`opened`.
-            child: the module of ``inner``.
-
-        Returns:
-            both; None where a rewrite cannot be repeated so.
-        """
-        ...
-
-    @property
-    def node_names(self) -> frozenset[str]:
-        """Of the variant that stands for all, which matches are named after."""
-        ...
-
-    def outlined(
-        self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
-    ) -> Graph:
-        """Each match becomes one call of ``transform(region)``, in every variant of the graph.
-
-        Args:
-            module: the traced module.
-            matches: of this graph, none of which shares a node with another.
-            transform: gives what runs instead of a region; called once for each distinct region, which all places
-                that compute the same then share. To pickle the model, it must be picklable.
-            name: of the call in the printed graph.
-
-        Raises:
-            ApplyError: a match cannot be taken out: a value leaves it and comes back, a tensor is written to in place
-                between its nodes, or random numbers would be drawn in another order. Modules with hooks or steps are
-                called by the region as before.
-        """
-        ...
-
-    def replaced(
-        self,
-        module: nn.Module,
-        matches: Sequence[Match],
-        new: Callable[..., Any] | str,
-        *,
-        arguments: Sequence[Any] = (),
-        keywords: Mapping[str, Any] | None = None,
-        name: str,
-        results: Sequence[str] = (),
-        results_only: bool = False,
-        then: Callable[..., Any] | None = None,
-        undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
-    ) -> Graph:
-        """Each match becomes one call of ``new``, in every variant of the graph.
-
-        Args:
-            module: the traced module.
-            matches: as for :meth:`outlined`.
-            new: a function, or the path of a module below the traced one.
-            arguments: names of captures of the match, or numbers of its inputs, whose values are passed in this order.
-            keywords: the same, by keyword.
-            name: of the call in the printed graph.
-            results: names of captures of the match for which the results stand, in their order; empty: the values that
-                are used outside of the match, in the graph's order.
-            results_only: ``new`` gives the last value of a match; others become None where the traced module gives
-                them out, and are refused where it uses them.
-            then: called with what ``new`` gives, and gives the results.
-            undone: gives, for the traced module, a context in which what the matches call can run, for recording
-                another variant; None: it always can.
-
-        Raises:
-            ApplyError: as for :meth:`outlined`; or a match has no such capture, or it swallows a module with hooks or
-                steps.
-        """
-        ...

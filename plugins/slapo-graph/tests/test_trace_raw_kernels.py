@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import slapo_core as slapo
 from slapo_graph.effects import Effects
-from slapo_graph.examples import example_calls
+from slapo_graph.example_calls import reference_calls
 from tests.messages import Messages
 
 from .raw_kernels import ADDRESSES, Block, Copied, by_extension, by_operator, by_python
@@ -116,7 +116,7 @@ def test_without_values_an_operator_with_a_fake_implementation_is_recorded() -> 
 
 @LAUNCHERS
 def test_examples_of_modules_behind_one_come_from_a_run_on_values(kernel: Callable[..., Any]) -> None:
-    calls, error = example_calls(nn.Sequential(Block(kernel)), X)
+    calls, error = reference_calls(nn.Sequential(Block(kernel)), X)
     assert error is None
     (given,), _ = calls["0.second"]
     assert given.shape == (2, 3, 4)

@@ -69,7 +69,7 @@ def above_violations(node: Node) -> Iterator[Violation]:
 
 
 def _around(node: Node) -> str | None:
-    from slapo_graph.flat import is_merely_spanned, is_merely_traced, is_rewritten
+    from slapo_graph.flat import is_merely_spanned, is_merely_traced
 
     steps = [str(record) for record in node.records if record.name not in ("core.annotate", "graph.trace")]
     by = f" ({', '.join(steps)})" if steps else ""
@@ -80,7 +80,7 @@ def _around(node: Node) -> str | None:
         return f"has hooks of steps{by}"
     if any(not only_looks(hook) for hooks in hooks_of(module) for hook in hooks.values()):
         return "has hooks"
-    if (graph := graph_of(node)) is not None and is_rewritten(graph):
+    if (graph := graph_of(node)) is not None and graph.is_rewritten:
         return f"its graph was rewritten{by}"
     if "forward" in module.__dict__ and not is_merely_traced(module) and not is_merely_spanned(module):
         return "its forward was set on the instance"

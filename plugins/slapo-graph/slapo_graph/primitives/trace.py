@@ -6,22 +6,18 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slapo_core import Edit, Node
 from slapo_core.errors import PathError, SlapoError, TraceError, UnknownNameError
+from slapo_core.internals import forwards
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
-from slapo_graph.example_calls import example_call, example_calls
-from slapo_graph.graph import graph_of
+from slapo_graph.example_calls import Call, call_with, example_call, example_calls, reference_calls
+from slapo_graph.graph import TracedForward, graph_of
+from slapo_graph.leaves import Leaves, is_predefined
 from slapo_graph.private import children_of
 from slapo_graph.protocol import Untraceable
-
-if TYPE_CHECKING:
-    from slapo_graph.graph import TracedForward
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -96,20 +92,14 @@ class Trace(Primitive):
             )
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_graph.examples import call_with, example_calls
-
         calls: Mapping[str, Call] = {}  # by path from here; of the others the schedule knows
         if self.example_inputs is not None:
             given = call_with(self.example_inputs)
-            calls = example_calls(node.module, self.example_inputs)[0] if self.recursive else {"": given}
+            calls = reference_calls(node.module, self.example_inputs)[0] if self.recursive else {"": given}
         self._trace(node, "", calls, edit)
 
     def _trace(self, node: Node, path: str, calls: Mapping[str, Call], edit: Edit) -> None:
         """Set the graph of ``node``, which lies at ``path`` from where the primitive is applied."""
-        from slapo_core.internals import forwards
-        from slapo_graph.graph import TracedForward
-        from slapo_graph.leaves import Leaves, is_predefined
-
         tracer = node.plugin("tracers", self.tracer)()
         forward = forwards.ModuleForward.of(node.module).bottom
         leaves = Leaves(self._leaves(), self.flatten, path)

@@ -39,9 +39,9 @@ def mismatch(
         module: the traced one.
         match: in the place of which ``new`` is called.
         new: a function or a module.
-        arguments: as of :meth:`slapo_graph.match.Graph.replaced`.
+        arguments: as of :meth:`slapo_graph.graph.TracedForward.replaced`.
         keywords: the same.
-        results_only: as of :meth:`slapo_graph.match.Graph.replaced`.
+        results_only: as of :meth:`slapo_graph.graph.TracedForward.replaced`.
     """
     nodes = {node.name: node for node in recorded.graph.nodes}
     inside = set(match.nodes)

@@ -1,0 +1,355 @@
+"""`RecordedForward`: graphs in place of a forward, one for each kind of call, recorded when first needed."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from slapo_core.errors import GuardError, TraceError
+from slapo_core.internals import forwards, module_index
+from slapo_core.observers import PATCHING, is_recording
+from slapo_graph import autocast_state
+from slapo_graph.arguments import MISSING, Parameters, call_form, forms
+from slapo_graph.effects import observe
+from slapo_graph.guards import describe, fingerprint
+from slapo_graph.leaves import Leaves, is_changed
+from slapo_graph.pool import Pool, exact_form
+from slapo_graph.private import (
+    disable_dynamo,
+    is_any_autocast_enabled,
+    number_of_function_modes,
+    parameters_of,
+)
+from slapo_graph.protocol import Flag, GuardViolation, Tracer, Untraceable
+from slapo_graph.specialization import Call, Plan, Snapshot, Specialization
+from slapo_graph.tracing.diagnostics import refusal
+from slapo_graph.tracing.fake import FakeMode, without_values
+from slapo_graph.tracing.outside import refusing_changes
+from slapo_graph.tracing.reads import GlobalNames
+from slapo_graph.tracing.session import attributes_kept, buffers_kept, drawn_back
+
+if TYPE_CHECKING:
+    pass
+
+
+MOST_SPECIALIZATIONS = 16
+MOST_FOR_ATTRIBUTES = 8
+_CLOCK = itertools.count(1)
+
+
+class RecordedForward(forwards.ReplacedForward):
+    """Run recorded graphs in place of a forward; takes the module first.
+
+    There is a graph for every form of arguments, mode and types that it was called with, and for other values of the
+    attributes and global names that the forward reads: a variant, recorded when it is first needed. A graph holds no
+    module: the names in it are looked up in the one that is called, so that a copy of the model runs on itself.
+
+    Args:
+        forward: the forward that is recorded; takes the module first.
+        tracer: records it.
+        leaves: which modules below are called as they are.
+        path: of the traced module, for messages.
+        pool: recordings that equal modules share.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        tracer: Tracer,
+        leaves: Leaves,
+        *,
+        path: str = "",
+        pool: Pool | None = None,
+    ) -> None:
+        self.forward, self.tracer, self.leaves, self.path = forward, tracer, leaves, path
+        self.pool = pool if pool is not None else Pool()
+        self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
+        self.parameters = Parameters(forward)
+        self.specializations: dict[Any, list[Specialization]] = {}
+        self.plans: list[Plan] = []
+        self.has_dropped = False  # a variant, for one of another form
+        self.recorded_anew = 0  # because an attribute or a global name had another value
+        self._first: Specialization | None = None
+        self._snapshots: dict[int, Snapshot] = {}  # by the id of a module
+        self._has_snapshots = True  # False: a class below computes what they compare
+        self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
+
+    @property
+    def __signature__(self) -> Any:
+        return self.parameters.signature
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given: Any = (*args, *kwargs.values())
+        form, found = None, None
+        if not torch.compiler.is_compiling() and not (number_of_function_modes() and is_recording()):
+            form = (call_form(given, kwargs), _surroundings())
+            snapshot = self._snapshots.get(id(module))
+            if snapshot is not None:
+                found = snapshot.calls.get((snapshot.modes(module), form))
+        if found is not None and found.holds(module):
+            variant = found.variant
+            variant.used = next(_CLOCK)
+            if found.arrange is not None:
+                given = found.arrange(given)
+        else:
+            values = self.parameters.bind(module, args, kwargs)
+            variant, given = self.variant(module, values), [value for value in values if value is not MISSING]
+            if form is not None:
+                self._remember(module, variant, form, self.parameters.arranging(module, len(args), tuple(kwargs)))
+        try:
+            return variant.run(module, given)
+        except GuardViolation as error:
+            guard = variant.recorded.guards[error.index]
+            raise GuardError(
+                f"the graph of {self._where} was recorded with {guard.value} == {guard.expected!r}, and this call has "
+                f"{error.found!r}",
+                path=self.path,
+                location=guard.location,
+                hint="the model decides there what to compute: call it as it was recorded, or trace only modules that "
+                "lie below this decision",
+            ) from None
+
+    def _remember(self, module: nn.Module, variant: Specialization, form: Any, arrange: Any) -> None:
+        """Note what runs for calls of a form, for as long as the modules are as they are now."""
+        modules = variant.plan.modules_of(module)
+        if not self._has_snapshots or modules is None or variant.checks.violated(modules) is not None:
+            return
+        snapshots, key = self._snapshots, id(module)
+        snapshot = snapshots.get(key)
+        if snapshot is None or snapshot.modes(module) is None:
+            snapshot = variant.plan.snapshot(modules)
+            if snapshot is None:
+                self._has_snapshots = False
+                return
+            snapshot.root = weakref.ref(module, lambda _: snapshots.pop(key, None))
+            snapshots[key] = snapshot
+        modes = snapshot.modes(module)
+        if modes is not None:
+            swallowed = tuple(map(module.get_submodule, variant.swallowed))
+            state = autocast_state.state() if variant.has_regions else None
+            snapshot.calls[modes, form] = Call(variant, arrange, variant.checks.bound(modules), swallowed, state)
+
+    def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Record the graph for the first of these calls that can be recorded.
+
+        Args:
+            module: the traced module.
+            calls: positional and keyword arguments; a later one is asked for only where those before do not fit.
+
+        Raises:
+            TraceError: it cannot be recorded for any.
+            TypeError: the forward does not take these arguments.
+        """
+        refused: TraceError | None = None
+        try:
+            for call in calls:
+                values = self.parameters.bind(module, *call)
+                try:
+                    self.variant(module, values)
+                except TraceError as error:
+                    refused = error
+                    continue
+                self.example = without_values(FakeMode(), values)
+                return
+        except TraceError as unknown:
+            if refused is None:
+                raise
+            refused.hint = f"{unknown.message}; {unknown.hint}; or: {refused.hint}"
+        assert refused is not None
+        raise refused
+
+    def held_functions(self) -> tuple[Callable[..., Any], ...]:
+        return (self.forward,)
+
+    def look(self, module: nn.Module) -> None:
+        """Select a specialization that matches the module as it is now."""
+        if not self.holds(module):
+            alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
+            self._first = next(alike, self._first)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Return whether the selected specialization matches the module."""
+        first = self.first
+        return first is None or first.plan.modules_of(module) is not None
+
+    @property
+    def first(self) -> Specialization | None:
+        """Return the specialization in which patterns are found; None after unpickling."""
+        return self._first if self._first is not None else next(iter(self.variants), None)
+
+    @property
+    def variants(self) -> list[Specialization]:
+        """Return all recorded specializations."""
+        return [variant for alike in self.specializations.values() for variant in alike]
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether steps rewrote the graph."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"<static graph of {self._where}, variants: {len(self.variants)}>"
+
+    def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Specialization:
+        """Return the graph for a call, recorded now if its signature is new.
+
+        Args:
+            module: the traced module.
+            values: of the forward's parameters, in their order.
+
+        Raises:
+            TraceError: what is needed cannot be recorded, or what was done to the graph cannot be repeated there.
+            GuardError: a module that a rewrite took out was hooked.
+        """
+        key, plan, modules = self._key(module, values)
+        changed = None
+        for found in self.specializations.get(key, ()):
+            changed = found.checks.violated(modules)
+            if changed is None:
+                break
+        else:
+            return self._specialized(module, values, plan, key, changed)
+        if not torch.compiler.is_compiling():
+            found.used = next(_CLOCK)
+        hooked = next((path for path in found.swallowed if is_changed(module.get_submodule(path))), None)
+        if hooked is not None:
+            raise GuardError(
+                f"the graph of {self._where} does not call it any more since it was rewritten, and '{hooked}' got "
+                "hooks, or another forward: that would have no effect",
+                path=self.path,
+                hint="change the module first, and rewrite then",
+            )
+        return found
+
+    def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Plan, list[nn.Module]]:
+        """Return the signature of a call, the module's plan, and its modules."""
+        number, plan, modules = self._plan(module)
+        key = (
+            number,
+            forms(values),
+            tuple([below.training for below in modules]),
+            tuple(
+                [
+                    (tensor.dtype, tensor.requires_grad)
+                    for below in modules
+                    for tensor in parameters_of(below).values()
+                    if tensor is not None
+                ]
+            ),
+            autocast_state.state(),
+            torch.get_default_dtype(),
+            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
+        )
+        return key, plan, modules
+
+    def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
+        for number, plan in enumerate(self.plans):
+            modules = plan.modules_of(module)
+            if modules is not None:
+                return number, plan, modules
+        plan = Plan(module, self.leaves)
+        modules = plan.modules_of(module)
+        assert modules is not None
+        self.plans.append(plan)
+        return len(self.plans) - 1, plan, modules
+
+    @disable_dynamo  # recording is not compiled: torch.compile breaks its graph here, once
+    def _specialized(
+        self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
+    ) -> Specialization:
+        """A new variant; ``changed`` is what those of the same form were recorded with, and what it is now."""
+        if len(self.variants) >= MOST_SPECIALIZATIONS:
+            self._drop_one()
+        self.recorded_anew += changed is not None
+        if changed is not None and self.recorded_anew == MOST_FOR_ATTRIBUTES:
+            flag, found = changed
+            warnings.warn(
+                f"{self._where} was recorded again {MOST_FOR_ATTRIBUTES} times because attributes changed that its "
+                f"forward reads, most recently {flag.name} from {describe(flag.expected)} to "
+                f"{describe(fingerprint(found))}: pass what varies as an argument, or trace a narrower node",
+                stacklevel=2,
+            )
+        made = self._new_variant(module, values, plan, key)
+        self.specializations.setdefault(key, []).append(made)
+        self._snapshots.clear()  # it may come before others
+        return made
+
+    def _drop_one(self) -> None:
+        """Drop the least recently used variant."""
+        others = [variant for variant in self.variants if variant is not self.first]
+        dropped = min(others, key=lambda variant: variant.used)
+        for key, alike in list(self.specializations.items()):
+            alike[:] = [variant for variant in alike if variant is not dropped]
+            if not alike:
+                del self.specializations[key]
+        if not self.has_dropped:
+            warnings.warn(
+                f"{self._where} exceeded the limit of {MOST_SPECIALIZATIONS} specializations: the least recently used "
+                "graph is dropped, and recorded again when needed; pass what varies as numbers or tensors, or trace "
+                "a narrower node",
+                stacklevel=2,
+            )
+        self.has_dropped = True
+
+    def _new_variant(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Specialization:
+        """Return a variant that another module has recorded, or else a new one."""
+        exact = self._exact(module, values, key)
+        found = self.pool.find(exact, module)
+        if found is None:
+            found = self._recorded(module, values, plan)
+            self.pool.add(exact, module, found)
+        return found
+
+    def _exact(self, module: nn.Module, values: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
+        """Return the key of a recording, besides attributes and global names."""
+        return (
+            self.forward,
+            type(self.tracer),
+            self.leaves,
+            key[1:],
+            exact_form(values),
+            module_index.structure(module),
+        )
+
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Specialization:
+        """A new variant for calls with ``values`` of the parameters."""
+        named = zip(self.parameters.names, values, strict=True)
+        arguments = {name: value for name, value in named if value is not MISSING}
+        modules = plan.modules_of(module)
+        assert modules is not None
+        with PATCHING:
+            names = GlobalNames(self.forward, modules[: len(plan.paths)])
+            try:
+                with names.kept(), buffers_kept(module):
+                    forward = refusing_changes(self.forward, names)
+                    recorded = self.tracer.trace(module, forward, arguments, self.leaves)
+                    if not any("example" in node.meta for node in recorded.graph.nodes):  # by a plugin
+                        with drawn_back(), attributes_kept(module, (), Untraceable):
+                            observe(recorded.graph, module, (*recorded.captured, *arguments.values()))
+            except Exception as error:
+                refused = refusal(error, self.tracer, self.path)
+                read = getattr(error, "slapo_read", None)
+                if read is not None:
+                    refused.slapo_read = (*read, *names.flags)  # type: ignore[attr-defined]
+                raise refused from error
+        return Specialization(recorded, plan, surroundings=names.flags)
+
+    @property
+    def _where(self) -> str:
+        return f"'{self.path}'" if self.path else "the root"
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Return what decides outside of a model how a call computes; as a part of the key of :class:`RecordedForward`."""
+    return (
+        torch.is_grad_enabled(),
+        autocast_state.state() if is_any_autocast_enabled() else None,
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+    )
