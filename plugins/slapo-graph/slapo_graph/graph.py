@@ -20,7 +20,7 @@ from slapo_graph.pool import Pool
 from slapo_graph.printing import printed
 from slapo_graph.protocol import Tracer
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
-from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, places_of, rewrite_of
+from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, matches_in, rewrite_of
 from slapo_graph.specialization import Plan, Specialization
 from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.variants import RecordedForward
@@ -387,7 +387,7 @@ def _shared_out(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Modul
     counts = []
     for graph, module in graphs:
         assert graph.first is not None
-        counts.append(len(places_of(rewrite.pattern, graph.first.recorded, module)[0]))
+        counts.append(len(matches_in(rewrite.pattern, graph.first.recorded, module)[0]))
     is_whole = len(rewrite.indices) == rewrite.total and len(set(rewrite.captured)) == 1
     if sum(counts) != rewrite.total or not (is_whole or counts[0] == rewrite.total):
         raise TraceError(f"the rewrite '{rewrite.action.name}' cannot be repeated")

@@ -132,7 +132,7 @@ def is_setting(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | tuple | list | dict | torch.dtype | Enum | type(None))
 
 
-def _is_same(found: Any, expected: Any) -> bool:
+def _has_fingerprint(found: Any, expected: Any) -> bool:
     """Return whether a value has the expected fingerprint."""
     if type(expected) is tuple and len(expected) == 2 and expected[0] in (object, nn.Module):
         return type(found) is expected[1]
@@ -220,7 +220,7 @@ def _violated(groups: _Groups, modules: Sequence[nn.Module]) -> tuple[Flag, Any]
                 continue
             if found is ABSENT:
                 found = _of_class(owner, name) if isinstance(owner, nn.Module) else getattr(owner, name, ABSENT)
-            if found is not expected and not _is_same(found, expected):
+            if found is not expected and not _has_fingerprint(found, expected):
                 return flag, found
     return None
 

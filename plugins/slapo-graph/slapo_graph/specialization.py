@@ -169,7 +169,7 @@ class Snapshot:
         inlined: Sequence[tuple[nn.Module, Any]],
         ties: Sequence[tuple[Any, Any]],
     ) -> None:
-        self.calls: dict[Any, Call] = {}
+        self.calls: dict[Any, PreparedCall] = {}
         self._root, self._below = type(modules[0]), [module.__dict__ for module in modules[1:]]
         self._inlined = [module for module, _ in inlined]
         self._types = [*map(type, self._inlined)]
@@ -223,7 +223,7 @@ class Snapshot:
         )
 
 
-class Call(NamedTuple):
+class PreparedCall(NamedTuple):
     """What runs for calls of one form.
 
     Args:

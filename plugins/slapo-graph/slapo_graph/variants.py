@@ -27,7 +27,7 @@ from slapo_graph.private import (
     parameters_of,
 )
 from slapo_graph.protocol import Flag, GuardViolation, Tracer, Untraceable
-from slapo_graph.specialization import Call, Plan, Snapshot, Specialization
+from slapo_graph.specialization import Plan, PreparedCall, Snapshot, Specialization
 from slapo_graph.tracing.diagnostics import refusal
 from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.tracing.outside import refusing_changes
@@ -133,7 +133,9 @@ class RecordedForward(forwards.ReplacedForward):
         if modes is not None:
             swallowed = tuple(map(module.get_submodule, variant.swallowed))
             state = autocast_state.state() if variant.has_regions else None
-            snapshot.calls[modes, form] = Call(variant, arrange, variant.checks.bound(modules), swallowed, state)
+            snapshot.calls[modes, form] = PreparedCall(
+                variant, arrange, variant.checks.bound(modules), swallowed, state
+            )
 
     def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Record the graph for the first of these calls that can be recorded.

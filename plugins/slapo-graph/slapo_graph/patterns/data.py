@@ -41,7 +41,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Call:
+class CanonicalCall:
     """The computation of a node.
 
     Args:

@@ -21,9 +21,9 @@ from slapo_graph.patterns.language import (
     Alternatives,
     AnyConstant,
     AnyOf,
+    PatternReader,
     Proxy,
     TracedCall,
-    Tracer,
     Where,
 )
 from slapo_graph.patterns.operations import is_plain_module, operation_of, plain
@@ -36,7 +36,7 @@ from slapo_graph.tracing.diagnostics import Location
 MOST_FORMS = 256
 
 
-def forms_of(tracer: Tracer, returned: Any, names: Sequence[str], constants: Sequence[str]) -> list[Form]:
+def forms_of(tracer: PatternReader, returned: Any, names: Sequence[str], constants: Sequence[str]) -> list[Form]:
     """Every form of a traced pattern, those with the earlier alternatives first.
 
     Args:
@@ -91,7 +91,7 @@ def _leaves(value: Any) -> list[Any]:
 class _Making:
     """One form: the alternatives in the order in which they are met, first those of ``given``, then the first ones."""
 
-    def __init__(self, tracer: Tracer, given: list[int], parameters: Set[str]) -> None:
+    def __init__(self, tracer: PatternReader, given: list[int], parameters: Set[str]) -> None:
         self.tracer, self.given = tracer, given
         self.reserved = {*parameters, *(name for name, _ in tracer.captures)}
         self.taken: list[int] = []
@@ -275,7 +275,7 @@ def _names(names: set[str]) -> str:
 
 
 def _of_function(function: Callable[..., Any], text: str) -> list[Form]:
-    tracer = Tracer(text, _home(function))
+    tracer = PatternReader(text, _home(function))
     signature = _signature(function, text)
     args, kwargs = _arguments(tracer, signature, text)
     return _traced(tracer, lambda: function(*args, **kwargs), signature)
@@ -300,7 +300,7 @@ def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, kind) for name in names if name not in named])
 
 
-def _arguments(tracer: Tracer, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(tracer: PatternReader, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:
     """A wildcard for each parameter without a default; a default stays what it is."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -323,7 +323,7 @@ def _arguments(tracer: Tracer, signature: inspect.Signature, text: str) -> tuple
 
 
 def _of_module(module: nn.Module, text: str) -> list[Form]:
-    tracer = Tracer(text, _home(type(module).forward))
+    tracer = PatternReader(text, _home(type(module).forward))
     signature = inspect.signature(module.forward)
     tracer.know(module)
     args, kwargs = _arguments(tracer, signature, text)
@@ -332,7 +332,7 @@ def _of_module(module: nn.Module, text: str) -> list[Form]:
     return _traced(tracer, lambda: module.forward(*args, **kwargs), signature)
 
 
-def _traced(tracer: Tracer, run: Callable[[], Any], signature: inspect.Signature) -> list[Form]:
+def _traced(tracer: PatternReader, run: Callable[[], Any], signature: inspect.Signature) -> list[Form]:
     try:
         with tracer.active():
             returned = run()

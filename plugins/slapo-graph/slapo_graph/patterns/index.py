@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from slapo_graph.autocast_state import set_state
-from slapo_graph.patterns.data import Attribute, Call, Items, Slice, parts
+from slapo_graph.patterns.data import Attribute, CanonicalCall, Items, Slice, parts
 from slapo_graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
 from slapo_graph.private import children_of, tree_map_only
 from slapo_graph.protocol import check
@@ -37,7 +37,7 @@ class IndexedCall:
 
     node: fx.Node
     position: int
-    call: Call | None
+    call: CanonicalCall | None
     values: tuple[Any, ...]
     class_name: str | None = None
     path: str = ""

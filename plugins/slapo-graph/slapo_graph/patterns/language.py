@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import module_calls_through
 from slapo_core.observers import PATCHING
-from slapo_graph.patterns.data import Call, Items, Slice, Target, Wildcard
+from slapo_graph.patterns.data import CanonicalCall, Items, Slice, Target, Wildcard
 from slapo_graph.patterns.operations import (
     constant_kind,
     function_call,
@@ -179,7 +179,7 @@ class Proxy:
         length: of its parts, if it is known.
     """
 
-    def __init__(self, tracer: Tracer, source: Any, *, length: int | None = None) -> None:
+    def __init__(self, tracer: PatternReader, source: Any, *, length: int | None = None) -> None:
         self._tracer, self._source, self._length = tracer, source, length
 
     @classmethod
@@ -279,7 +279,7 @@ SETTING = "_setting "
 """Begins the name of a constant that is captured although the pattern leaves it out."""
 
 _LEFT_OUT = float("0.5")  # the default p of dropouts, as an object of its own
-_ACTIVE: ContextVar[Tracer | None] = ContextVar("the tracer of the pattern that is being made", default=None)
+_ACTIVE: ContextVar[PatternReader | None] = ContextVar("the tracer of the pattern that is being made", default=None)
 
 
 def active_tracer() -> Any:
@@ -315,7 +315,7 @@ class Alternatives:
         return "one of several"
 
 
-class Tracer:
+class PatternReader:
     """Writes down what the function of one pattern does.
 
     Args:
@@ -434,7 +434,7 @@ class Tracer:
             call.arguments["training"] = self.wildcard(f"_training_{id(self.fresh())}", "constant")
         return self._written(call)
 
-    def _written(self, call: Call) -> Proxy:
+    def _written(self, call: CanonicalCall) -> Proxy:
         length = None
         if call.operation == "chunk" and type(call.arguments.get("chunks")) is int:
             length = call.arguments["chunks"]
@@ -512,7 +512,7 @@ class Tracer:
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: PatternReader) -> None:
         super().__init__()
         self.tracer = tracer
 

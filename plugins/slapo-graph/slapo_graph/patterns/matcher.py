@@ -12,16 +12,13 @@ from typing import Any
 from torch import fx
 
 from slapo_core.errors import ArgumentError
+from slapo_graph.arguments import MISSING
 from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Wildcard, parts
 from slapo_graph.patterns.index import Indexed, IndexedCall, values_in
 from slapo_graph.patterns.operations import same_on_every_axis
 from slapo_graph.patterns.schemas import defaults_of
 
 # Whether an operand of a pattern may stand for an operand of a graph, whatever the wildcards are.
-
-
-class MISSING:
-    """In place of an argument that has no default and was left out."""
 
 
 _AXES = ("dim", "dim0", "dim1", "dims", "start_dim", "end_dim")
@@ -228,18 +225,8 @@ def _renamed(operand: Any, names: dict[str, str]) -> Any:
 
 MOST_STEPS = 300_000
 Pairs = tuple[tuple[Any, Any], ...]
-
-
-class Embedding:
-    """One way in which a form stands in a graph.
-
-    Args:
-        positions: of graph nodes, one for each step.
-        bindings: what the wildcards are.
-    """
-
-    def __init__(self, positions: tuple[int, ...], bindings: dict[str, Any]) -> None:
-        self.positions, self.bindings = positions, bindings
+Embedding = tuple[tuple[int, ...], dict[str, Any]]
+"""One way in which a form stands in a graph: positions of nodes, one for each step, and what the wildcards are."""
 
 
 class FormMatcher:
@@ -338,7 +325,7 @@ class FormMatcher:
         self._bound: dict[str, Any] = {}
         self._used: set[int] = set()
         if self._solve(((step, position),)):
-            return Embedding(tuple(self._placed[number] for number in range(len(self.form.steps))), dict(self._bound))
+            return tuple(self._placed[number] for number in range(len(self.form.steps))), dict(self._bound)
         return None
 
     def _solve(self, goals: tuple[tuple[int, int], ...]) -> bool:
@@ -398,7 +385,7 @@ class FormMatcher:
                     return False
                 further.append((operand.step, position))
             elif operand.name in self._bound:
-                if not _is_same(self._bound[operand.name], value):
+                if not _is_one_value(self._bound[operand.name], value):
                     return False
             else:
                 if isinstance(value, fx.Node) and self.index.position[value] in self._used:
@@ -477,10 +464,16 @@ class FormMatcher:
         return number, goals, tuple([bound.get(name) for name in names]), tuple([placed[step] for step in steps])
 
 
-def positions_of(form: Form, embedding: Embedding, index: Indexed) -> list[int]:
-    """Return the positions of all nodes of a match; of a module whose code is in the graph, all of its call."""
-    found = set(embedding.positions)
-    for step, position in zip(form.steps, embedding.positions, strict=True):
+def positions_of(form: Form, steps: tuple[int, ...], index: Indexed) -> list[int]:
+    """Return the positions of all nodes of a match; of a module whose code is in the graph, all of its call.
+
+    Args:
+        form: that matches.
+        steps: the position of each step.
+        index: of the graph.
+    """
+    found = set(steps)
+    for step, position in zip(form.steps, steps, strict=True):
         call = index.calls[position]
         if call.inside and is_by_module(step, call):
             found.update(call.inside)
@@ -494,7 +487,7 @@ def is_by_module(step: Step, found: IndexedCall) -> bool:
     return step.target.kind in ("glob", "regex") and not has_target(step, replace(found, class_name=None))
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_one_value(one: Any, other: Any) -> bool:
     if isinstance(one, fx.Node) or isinstance(other, fx.Node):
         return one is other
     return type(one) is type(other) and bool(one == other)
@@ -525,7 +518,7 @@ def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, E
             continue
         for number, step in sorted(starts[position]):
             embedding = matchers[number].first_at(position, step, taken)
-            if embedding is not None and taken.isdisjoint(covered := positions_of(forms[number], embedding, index)):
+            if embedding is not None and taken.isdisjoint(covered := positions_of(forms[number], embedding[0], index)):
                 taken.update(covered)
                 found.append((number, embedding))
                 break

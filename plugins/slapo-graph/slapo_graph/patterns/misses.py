@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import fx
 
+from slapo_graph.arguments import MISSING
 from slapo_graph.patterns.data import Attribute, Constant, Form, Result, Step, Wildcard
 from slapo_graph.patterns.index import Indexed, IndexedCall
-from slapo_graph.patterns.matcher import MISSING, aligned, could_be, has_target, is_constant, pairs_of
+from slapo_graph.patterns.matcher import aligned, could_be, has_target, is_constant, pairs_of
 
 _Part = tuple[frozenset[int], str | None]
 """Positions of the nodes that fit below a step at a node, and the first difference there; None if all fit."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from slapo_graph.leaves import is_changed, is_predefined
-from slapo_graph.patterns.data import Attribute, Call, Items, Slice
+from slapo_graph.patterns.data import Attribute, CanonicalCall, Items, Slice
 from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.patterns.schemas import bind_function, bind_schema, defaults_of
 from slapo_graph.private import NN, VF, OpOverload, OpOverloadPacket, buffers_of, operator_name, parameters_of
@@ -148,13 +148,13 @@ def _name_in_torch(function: Callable[..., Any], name: str, module: str) -> str:
 
 def function_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind_of: Callable[[Any], str]
-) -> Call:
+) -> CanonicalCall:
     """The call of a function, as a graph has it."""
     operation = operation_of(function)
     names = (operation, *_printed(function))
     args, kwargs = plain(args), {name: plain(value) for name, value in kwargs.items()}
     if operation == "getitem" or function is getattr:
-        return Call(operation, {"input": args[0], "index": args[1]}, names=names)
+        return CanonicalCall(operation, {"input": args[0], "index": args[1]}, names=names)
     if function in _OPERATORS:
         second = "exponent" if operation.startswith("pow") else "other"
         return finished(operation, dict(zip(("input", second), args, strict=False)), names)
@@ -166,7 +166,9 @@ def function_call(
     return finished(operation, _by_position(args, kwargs) if bound is None else bound, names)
 
 
-def method_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], kind_of: Callable[[Any], str]) -> Call:
+def method_call(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], kind_of: Callable[[Any], str]
+) -> CanonicalCall:
     """The call of a method of a tensor, as a graph has it."""
     args, kwargs = plain(args), {key: plain(value) for key, value in kwargs.items()}
     names = (_SYNONYMS.get(name, name), name)
@@ -179,7 +181,7 @@ def method_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], kind_o
     return finished(operation, _by_position(args, kwargs) if bound is None else bound, names)
 
 
-def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) -> Call:
+def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) -> CanonicalCall:
     """The normal form of a call whose arguments are known by canonical names."""
     if operation in ("rsub", "__rsub__"):
         operation, arguments = "sub", {**arguments, "input": arguments["other"], "other": arguments["input"]}
@@ -200,7 +202,7 @@ def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) 
         and kept.keys() == {"input", "other"}
         and not any(isinstance(value, tuple | str) for value in kept.values())
     )
-    return Call(operation, kept, commutes, names if names[0] == operation else (operation, *names))
+    return CanonicalCall(operation, kept, commutes, names if names[0] == operation else (operation, *names))
 
 
 def _is_default(defaults: dict[str, Any], name: str, value: Any) -> bool:
@@ -305,7 +307,7 @@ def module_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     held: Callable[[str], Any] | None = None,
-) -> tuple[Call | None, tuple[str, ...], dict[str, Any]]:
+) -> tuple[CanonicalCall | None, tuple[str, ...], dict[str, Any]]:
     """What a call of a module below a graph's computes.
 
     Args:
@@ -336,7 +338,7 @@ def module_call(
         if not name.startswith("_") and is_plain(value):
             own[f"self.{name}"] = plain(value)
     operation = f"{cls.__module__}.{cls.__qualname__}"
-    return Call(operation, {**given, **own}, names=(operation, *targets)), names, given
+    return CanonicalCall(operation, {**given, **own}, names=(operation, *targets)), names, given
 
 
 def _operand(value: Any, given: Any, held: Callable[[str], Any]) -> Any:

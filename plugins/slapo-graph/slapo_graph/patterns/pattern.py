@@ -17,7 +17,7 @@ from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.internals import describe
 from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Target, Wildcard
 from slapo_graph.patterns.index import Indexed
-from slapo_graph.patterns.matcher import Embedding, embeddings, pairs_of, positions_of
+from slapo_graph.patterns.matcher import embeddings, pairs_of, positions_of
 
 # Patterns as what JSON can hold, and back.
 
@@ -137,8 +137,8 @@ def _constant_from(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A place in one graph where a pattern stands.
+class MatchedNodes:
+    """A match in one graph, by its nodes; a :class:`~slapo_graph.match.Match` has their names.
 
     Args:
         nodes: that belong to it, in the graph's order.
@@ -147,14 +147,22 @@ class Found:
             :class:`~slapo_graph.patterns.data.Attribute`.
         outputs: those of its nodes whose values are used outside of it, in the graph's order.
         captures: by name: a value as in ``inputs``, or a plain constant.
-        form: which of the pattern's forms it is.
+        captured_first: the names of what was captured where a rewrite of the match was made; None if it is being made.
     """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node | Attribute, ...]
     outputs: tuple[fx.Node, ...]
     captures: dict[str, Any]
-    form: int = 0
+    captured_first: frozenset[str] | None = None
+
+    @property
+    def captured(self) -> frozenset[str]:
+        """The names of what the match captures and does not compute itself."""
+        inside = set(self.nodes)
+        return frozenset(
+            name for name, value in self.captures.items() if not (isinstance(value, fx.Node) and value in inside)
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class GraphPattern:
     text: str = field(default="pattern", compare=False)
     name: str | None = field(default=None, compare=False)
 
-    def matches(self, graph: fx.Graph, module: nn.Module) -> list[Found]:
+    def matches(self, graph: fx.Graph, module: nn.Module) -> list[MatchedNodes]:
         """Where ``graph`` has the pattern; no node is in two matches.
 
         The first match begins at the earliest possible node; of those that begin there, the one of the earliest form
@@ -182,10 +190,10 @@ class GraphPattern:
             module: that module.
         """
         index = Indexed(graph, module)
-        known: list[Found] | None = index.found.get(self)
+        known: list[MatchedNodes] | None = index.found.get(self)
         if known is None:
             found, _ = embeddings(self.forms, index)
-            known = [_found(self.forms[number], number, embedding, index) for number, embedding in found]
+            known = [_matched(self.forms[number], index, *embedding) for number, embedding in found]
             if self._is_of_graphs:
                 index.found[self] = known
         return list(known)
@@ -247,8 +255,8 @@ class GraphPattern:
         return self.text
 
 
-def _found(form: Form, number: int, embedding: Embedding, index: Indexed) -> Found:
-    positions = positions_of(form, embedding, index)
+def _matched(form: Form, index: Indexed, steps: tuple[int, ...], bindings: dict[str, Any]) -> MatchedNodes:
+    positions = positions_of(form, steps, index)
     nodes = tuple(index.calls[position].node for position in positions)
     inside = set(nodes)
 
@@ -262,14 +270,14 @@ def _found(form: Form, number: int, embedding: Embedding, index: Indexed) -> Fou
         used = (value for position in positions if position in index.calls for value in index.calls[position].values)
         inputs = tuple(dict.fromkeys(given(value) for value in used if value not in inside))
     else:
-        inputs = tuple(given(embedding.bindings[name]) for name in form.inputs)
+        inputs = tuple(given(bindings[name]) for name in form.inputs)
     captures = {}
     for name, operand in form.captures:
         if isinstance(operand, Wildcard):
-            captures[name] = given(embedding.bindings[operand.name])
+            captures[name] = given(bindings[operand.name])
         elif isinstance(operand, Constant):
             captures[name] = operand.value
         else:
-            captures[name] = index.calls[embedding.positions[operand.step]].node
+            captures[name] = index.calls[steps[operand.step]].node
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    return Found(nodes, inputs, outputs, captures, number)
+    return MatchedNodes(nodes, inputs, outputs, captures)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from slapo_core import Node, Schedule
     from slapo_core.plugins.registry import Registry
-    from slapo_graph.patterns.pattern import Found, GraphPattern
+    from slapo_graph.patterns.pattern import GraphPattern, MatchedNodes
 
 
 def opaque_calls(nodes: Iterable[Node]) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def matches_at(node: Node, pattern: GraphPattern) -> list[Match]:
     return [match_of(node.path, pattern, each, index, len(found)) for index, each in enumerate(found)]
 
 
-def match_of(path: str, pattern: GraphPattern, found: Found, index: int, total: int) -> Match:
+def match_of(path: str, pattern: GraphPattern, found: MatchedNodes, index: int, total: int) -> Match:
     """Make the public match of a place in a graph.
 
     Args:

@@ -15,6 +15,8 @@ import torch
 from torch import fx, nn
 
 from slapo_graph.effects import Effects, is_inert
+from slapo_graph.patterns.data import Attribute
+from slapo_graph.patterns.pattern import MatchedNodes
 from slapo_graph.private import children_of, tree_map_only
 from slapo_graph.protocol import Flag
 from slapo_graph.rewriting.region import CannotPlace, refuse_changed, settings_of, take_out
@@ -65,16 +67,8 @@ Keywords = tuple[tuple[str, str | int], ...]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def given_by(place: Place) -> frozenset[str]:
-    """The names of what a match captured and does not compute itself."""
-    inside = set(place.nodes)
-    return frozenset(
-        name for name, value in place.captures.items() if not (isinstance(value, fx.Node) and value in inside)
-    )
-
-
 def adapted(
-    new: Callable[..., Any] | str, module: nn.Module, arguments: Positional, keywords: Keywords, place: Place
+    new: Callable[..., Any] | str, module: nn.Module, arguments: Positional, keywords: Keywords, place: MatchedNodes
 ) -> tuple[Positional, Keywords]:
     """The arguments of a call of ``new`` in ``place``, by position and by name.
 
@@ -94,7 +88,7 @@ def adapted(
     """
     if place.captured_first is None:
         return arguments, keywords
-    given = given_by(place)
+    given = place.captured
     gained, lost = given - place.captured_first, place.captured_first - given
     if not gained and not lost:
         return arguments, keywords
@@ -125,23 +119,6 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(map(repr, sorted(names))) or "nothing"
 
 
-@dataclass(frozen=True)
-class Place:
-    """One match in one graph.
-
-    Args:
-        nodes: in the graph's order.
-        inputs: what it reads, in the order of the pattern's arguments: nodes and :class:`Read`.
-        captures: by name: a node, a :class:`Read`, or ``("constant", value)``.
-        captured_first: the names of what was captured where the rewrite was made; None if it is being made.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[Any, ...]
-    captures: dict[str, Any]
-    captured_first: frozenset[str] | None = None
-
-
 @dataclass
 class NewCall:
     """What comes in the place of a match.
@@ -149,7 +126,7 @@ class NewCall:
     Args:
         op: ``"call_function"`` or ``"call_module"``.
         target: of the call.
-        args: nodes, :class:`Read` and constants.
+        args: nodes, :class:`~slapo_graph.patterns.data.Attribute` and constants.
         kwargs: the same, by name.
         then: called with what it gives, and gives the results; None where the call gives them itself.
         results: nodes of the match for which the results stand, in order; None: those used outside, in the graph's.
@@ -184,7 +161,7 @@ class Outline:
 
     def call(
         self,
-        place: Place,
+        place: MatchedNodes,
         nodes: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
         module: nn.Module,
@@ -239,7 +216,7 @@ class Replacement:
 
     def call(
         self,
-        place: Place,
+        place: MatchedNodes,
         nodes: Sequence[fx.Node],
         outputs: Sequence[fx.Node],
         module: nn.Module,
@@ -313,7 +290,7 @@ def _cloned(then: Callable[[Any], Any] | None, value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.clone, value if then is None else then(value))
 
 
-def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
+def _operand(place: MatchedNodes, which: str | int, inside: set[fx.Node]) -> Any:
     if isinstance(which, int):
         if not 0 <= which < len(place.inputs):
             raise CannotPlace(f"the match has {len(place.inputs)} inputs, and no input {which}")
@@ -323,8 +300,8 @@ def _operand(place: Place, which: str | int, inside: set[fx.Node]) -> Any:
         raise CannotPlace(f"the match has no capture '{which}'; it has {known}")
     else:
         found = place.captures[which]
-    if isinstance(found, tuple) and len(found) == 2 and found[0] == "constant":
-        return found[1]
+    if not isinstance(found, fx.Node | Attribute):
+        return found
     if found in inside:
         raise CannotPlace(f"'{which}' is computed inside the match (as '{found}') and cannot be passed")
     return found

@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate
 from slapo_graph.effects import Effects
 from slapo_graph.guards import fingerprint
 from slapo_graph.leaves import is_changed, is_predefined
+from slapo_graph.patterns.data import Attribute
 from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.protocol import Flag
 from slapo_graph.specialization import compiled
@@ -130,13 +131,6 @@ def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]
 
 
 @dataclass(frozen=True)
-class Read:
-    """An attribute of the traced module that the caller of a region reads: ``self.dense.weight``."""
-
-    path: str
-
-
-@dataclass(frozen=True)
 class TakenOut:
     """A match as a region, and how to call it.
 
@@ -149,7 +143,7 @@ class TakenOut:
     """
 
     region: Callable[..., Any]
-    operands: tuple[fx.Node | Read, ...]
+    operands: tuple[fx.Node | Attribute, ...]
     flags: tuple[Flag, ...]
     swallowed: tuple[str, ...]
     draws: bool
@@ -176,7 +170,7 @@ def take_out(
     """
     writer = _Writer(module)
     for operand in inputs:
-        if isinstance(operand, fx.Node | Read):
+        if isinstance(operand, fx.Node | Attribute):
             writer.slot(operand)
     for node in copied:
         writer.copy(node)
@@ -222,19 +216,19 @@ class _Position:
 class _Writer:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.slots: list[fx.Node | Read] = []
-        self.used: set[fx.Node | Read] = set()
+        self.slots: list[fx.Node | Attribute] = []
+        self.used: set[fx.Node | Attribute] = set()
         self.steps: list[_Step] = []
         self.positions: dict[fx.Node, _Position] = {}
         self.flags: list[Flag] = []
         self.swallowed: list[str] = []
 
-    def slot(self, operand: fx.Node | Read) -> _Slot:
+    def slot(self, operand: fx.Node | Attribute) -> _Slot:
         if operand not in self.slots:
             self.slots.append(operand)
         return _Slot(operand)
 
-    def use(self, operand: fx.Node | Read) -> _Slot:
+    def use(self, operand: fx.Node | Attribute) -> _Slot:
         self.used.add(operand)
         return self.slot(operand)
 
@@ -258,19 +252,19 @@ class _Writer:
         below = self.module.get_submodule(path)
         form, given = functional_form(below), input_of(below, args, kwargs)
         if form is None or not given or form.name in _KEPT:
-            self.steps.append(_Step("call_method", "__call__", (self.use(Read(path)), *args), kwargs))
+            self.steps.append(_Step("call_method", "__call__", (self.use(Attribute(path)), *args), kwargs))
             return
 
         def here(value: Any) -> Any:
             if isinstance(value, Own):
-                return self.use(Read(f"{path}.{value.name}"))
+                return self.use(Attribute(f"{path}.{value.name}"))
             return given[0] if value is INPUT else value
 
         self.swallowed.append(path)
         self.flags += settings_of([node], self.module)
         named = {name: here(value) for name, value in form.kwargs.items()}
         if "training" in named:  # the graph may be of another mode than the module is in now
-            named["training"] = self.use(Read(f"{path}.training"))
+            named["training"] = self.use(Attribute(f"{path}.training"))
         self.steps.append(_Step("call_function", form.function, tuple(map(here, form.args)), named))
 
     def key(self, operands: tuple[Any, ...], results: tuple[_Position, ...]) -> Any:
@@ -283,7 +277,7 @@ class _Writer:
 
 
 def _function(
-    writer: _Writer, operands: tuple[fx.Node | Read, ...], results: tuple[_Position, ...]
+    writer: _Writer, operands: tuple[fx.Node | Attribute, ...], results: tuple[_Position, ...]
 ) -> Callable[..., Any]:
     graph = empty_graph()
     given = {operand: placeholder(graph, _label(operand)) for operand in operands}
@@ -311,7 +305,7 @@ class _PureCode(CodeGen):
         return f"def forward({', '.join(free_vars)}){maybe_return_annotation}:"
 
 
-def _label(operand: fx.Node | Read) -> str:
+def _label(operand: fx.Node | Attribute) -> str:
     return operand.name if isinstance(operand, fx.Node) else operand.path.replace(".", "_")
 
 

@@ -15,12 +15,12 @@ from slapo_graph.match import Match
 from slapo_graph.patterns.data import Attribute
 from slapo_graph.private import is_erased
 from slapo_graph.protocol import Recorded, check
-from slapo_graph.rewriting.actions import Action, NewCall, Place, given_by
-from slapo_graph.rewriting.region import CannotPlace, Read, nodes_after
+from slapo_graph.rewriting.actions import Action, NewCall
+from slapo_graph.rewriting.region import CannotPlace, nodes_after
 from slapo_graph.tracing.writer import empty_graph
 
 if TYPE_CHECKING:
-    from slapo_graph.patterns.pattern import GraphPattern
+    from slapo_graph.patterns.pattern import GraphPattern, MatchedNodes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rewrite:
 
 
 def rewritten(
-    recorded: Recorded, module: nn.Module, places: Sequence[Place], action: Action
+    recorded: Recorded, module: nn.Module, places: Sequence[MatchedNodes], action: Action
 ) -> tuple[Recorded, tuple[str, ...]]:
     """Return a new graph with ``action`` at each place, and the absorbed modules.
 
@@ -67,20 +67,20 @@ def rewritten(
     return replace(recorded, graph=graph, flags=tuple(flags)), tuple(dict.fromkeys(swallowed))
 
 
-def _moved(place: Place, twins: dict[fx.Node, fx.Node]) -> Place:
+def _moved(place: MatchedNodes, twins: dict[fx.Node, fx.Node]) -> MatchedNodes:
     def twin(value: Any) -> Any:
         return twins[value] if isinstance(value, fx.Node) else value
 
-    return Place(
-        tuple(map(twin, place.nodes)),
-        tuple(map(twin, place.inputs)),
-        {name: twin(value) for name, value in place.captures.items()},
-        place.captured_first,
+    return replace(
+        place,
+        nodes=tuple(map(twin, place.nodes)),
+        inputs=tuple(map(twin, place.inputs)),
+        captures={name: twin(value) for name, value in place.captures.items()},
     )
 
 
 def _rewrite_one(
-    graph: fx.Graph, module: nn.Module, place: Place, action: Action, twins: dict[fx.Node, fx.Node]
+    graph: fx.Graph, module: nn.Module, place: MatchedNodes, action: Action, twins: dict[fx.Node, fx.Node]
 ) -> NewCall:
     inside = {node for node in place.nodes if node.op not in ("get_attr", "placeholder", "output")}
     if not inside:
@@ -125,10 +125,10 @@ def _rewrite_one(
 
 
 def _inserted(graph: fx.Graph, call: NewCall, name: str) -> fx.Node:
-    reads: dict[Read, fx.Node] = {}
+    reads: dict[Attribute, fx.Node] = {}
 
     def real(value: Any) -> Any:
-        if not isinstance(value, Read):
+        if not isinstance(value, Attribute):
             return value
         if value not in reads:
             reads[value] = graph.get_attr(value.path)
@@ -169,28 +169,13 @@ def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) ->
             graph.erase_node(node)
 
 
-# Where a pattern matches in one graph, as the places of a rewrite.
+# The matches of a rewrite.
 
 
-def places_of(pattern: GraphPattern, recorded: Recorded, module: nn.Module) -> tuple[list[Place], str | None]:
-    """Return every match of a pattern in graph order, or the closest candidate."""
-    places = [
-        Place(
-            tuple(found.nodes),
-            tuple(map(_operand, found.inputs)),
-            {name: _captured(value) for name, value in found.captures.items()},
-        )
-        for found in pattern.matches(recorded.graph, module)
-    ]
+def matches_in(pattern: GraphPattern, recorded: Recorded, module: nn.Module) -> tuple[list[MatchedNodes], str | None]:
+    """Return every match of a pattern in graph order, and the closest candidate where there is none."""
+    places = pattern.matches(recorded.graph, module)
     return places, None if places else pattern.nearest_miss(recorded.graph, module)
-
-
-def _operand(value: Any) -> Any:
-    return Read(value.path) if isinstance(value, Attribute) else value
-
-
-def _captured(value: Any) -> Any:
-    return _operand(value) if isinstance(value, fx.Node | Attribute) else ("constant", value)
 
 
 def by_pattern(matches: Sequence[Match]) -> list[tuple[Any, list[Match]]]:
@@ -214,7 +199,7 @@ def rewrite_of(
     Raises:
         ApplyError: one of them is not there.
     """
-    places, miss = places_of(pattern, recorded, module)
+    places, miss = matches_in(pattern, recorded, module)
     names = [tuple(node.name for node in place.nodes) for place in places]
     indices = []
     for match in matches:
@@ -231,7 +216,7 @@ def rewrite_of(
             )
         indices.append(index)
     chosen = tuple(sorted(set(indices)))
-    return Rewrite(pattern, chosen, len(places), action, tuple(given_by(places[index]) for index in chosen))
+    return Rewrite(pattern, chosen, len(places), action, tuple(places[index].captured for index in chosen))
 
 
 def applied(
@@ -251,7 +236,7 @@ def applied(
         ApplyError: a match cannot become one call.
         TraceError: that happens in a variant that was recorded later, or the pattern matches another number of places.
     """
-    places, miss = places_of(rewrite.pattern, recorded, module)
+    places, miss = matches_in(rewrite.pattern, recorded, module)
     name = rewrite.action.name
     if len(places) != rewrite.total:
         nearest = f"; closest candidate: {miss}" if miss else ""

@@ -26,7 +26,7 @@ from slapo_graph.tracing.session import attributes_kept, put_back
 from slapo_graph.tracing.sizes import is_symbolic
 from slapo_graph.tracing.structure import Opaque, is_plain
 
-Place = tuple[str, ...]
+Path_ = tuple[str, ...]
 _DEPTH = 4
 _NO_HOLDERS = (
     nn.Module, torch.Tensor, list, tuple, dict, set, type, type(len), type(lambda: 0), types.ModuleType,
@@ -54,23 +54,23 @@ class AttributeReads:
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._refuse, self._line, self._is_paused = refuse, line, is_paused
-        self._by_code: set[tuple[Place, str]] = set()
-        self._found: dict[tuple[Place, str], Any] = {}
+        self._by_code: set[tuple[Path_, str]] = set()
+        self._found: dict[tuple[Path_, str], Any] = {}
         self._set_below: dict[Any, Exception] = {}
-        self._written: set[tuple[Place | None, str]] = set()  # what is read after that comes from the forward itself
-        self._places: dict[int, Place] = {}
+        self._written: set[tuple[Path_ | None, str]] = set()  # what is read after that comes from the forward itself
+        self._places: dict[int, Path_] = {}
         self._watched: list[Any] = []  # an id stands for one object only as long as that lives
         self._spied: dict[type, Callable[[], None]] = {}
         self._thread = get_ident()  # of the recording: what others read and set meanwhile is not the forward's
         self._of_others: list[tuple[Any, str]] = []
-        self._recorded: set[Place] = set()
+        self._recorded: set[Path_] = set()
         self._is_known = True
-        self._logs: list[dict[tuple[Place, str], None]] = []
+        self._logs: list[dict[tuple[Path_, str], None]] = []
 
     @contextlib.contextmanager
-    def logged(self) -> Iterator[dict[tuple[Place, str], None]]:
+    def logged(self) -> Iterator[dict[tuple[Path_, str], None]]:
         """What is read while this lasts, by place and name, also where it was read before."""
-        log: dict[tuple[Place, str], None] = {}
+        log: dict[tuple[Path_, str], None] = {}
         self._logs.append(log)
         try:
             yield log
@@ -127,7 +127,7 @@ class AttributeReads:
                 for restore in self._spied.values():
                     restore()
 
-    def _watch(self, value: Any, path: Place) -> None:
+    def _watch(self, value: Any, path: Path_) -> None:
         if id(value) not in self._places and self._spy(type(value)):
             self._places[id(value)] = path
             self._watched.append(value)
@@ -233,11 +233,11 @@ class AttributeReads:
             return
         self._found[path, name] = ABSENT
 
-    def _note(self, path: Place, name: str, found: Any) -> None:
+    def _note(self, path: Path_, name: str, found: Any) -> None:
         self._found[path, name] = fingerprint(found)
         self._is_known = self._is_known and (id(found) in self._places or is_told(found))
 
-    def _hold(self, value: Any, path: Place, reader: Place) -> None:
+    def _hold(self, value: Any, path: Path_, reader: Path_) -> None:
         """Watch an object that is not a module: a configuration."""
         if len(path) - len(reader) > 1 or len(path) > _DEPTH + max(map(len, self._recorded)):
             return
@@ -250,7 +250,7 @@ class AttributeReads:
             self._recorded.add(self._places[id(value)])
 
 
-def _place(path: str) -> Place:
+def _place(path: str) -> Path_:
     return tuple(path.split(".")) if path else ()
 
 
@@ -274,7 +274,7 @@ class GlobalNames:
     """
 
     def __init__(self, forward: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
-        self._values: dict[tuple[str, Place, str], tuple[dict[str, Any], Any, Any, Any]] = {}
+        self._values: dict[tuple[str, Path_, str], tuple[dict[str, Any], Any, Any, Any]] = {}
         modules = list(modules)
         classes = {type(module) for module in modules}
         waiting = [*_functions_in(forward), *(_function(getattr(cls, "forward", None)) for cls in classes)]
@@ -342,7 +342,7 @@ class GlobalNames:
                 for own in names.intersection(getattr(value, "__dict__", {})):
                     self._note(holder.__name__, (name,), own, value.__dict__)
 
-    def _note(self, owner: str, path: Place, name: str, table: dict[str, Any]) -> None:
+    def _note(self, owner: str, path: Path_, name: str, table: dict[str, Any]) -> None:
         value = table[name]
         if isinstance(value, torch.Tensor) or _is_compared(value):
             contents = value.copy() if isinstance(value, (list, dict, set)) else None

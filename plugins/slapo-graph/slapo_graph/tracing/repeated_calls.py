@@ -13,11 +13,11 @@ from slapo_core.internals import module_index
 from slapo_graph import autocast_state
 from slapo_graph.guards import fingerprint, is_told
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
-from slapo_graph.tracing.reads import AttributeReads, Place
+from slapo_graph.tracing.reads import AttributeReads, Path_
 from slapo_graph.tracing.structure import children, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.writer import Notes
 
-_Reads = tuple[tuple[Place, str, Any], ...]
+_Reads = tuple[tuple[Path_, str, Any], ...]
 """What a call read of the called module and of those below: relative place, name, value."""
 
 
@@ -52,8 +52,8 @@ class RepeatedCalls:
             torch.is_inference_mode_enabled(),
         )
         for read, result in self._known.get(key, ()):
-            if all(_is_same(_at(module, where, name), value) for where, name, value in read):
-                return _like(result)
+            if all(_is_equal(_at(module, where, name), value) for where, name, value in read):
+                return _fresh_copy(result)
         given = list(tensors_in((args, kwargs)))
         before = [(tensor, write_count(tensor)) for tensor in (*given, *module.buffers())]
         values_read = self._notes.value_reads
@@ -108,18 +108,20 @@ def _is_new(result: Any, given: list[torch.Tensor]) -> bool:
     return is_new(result)
 
 
-def _like(value: Any) -> Any:
+def _fresh_copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return made.requires_grad_().clone() if value.requires_grad else made
-    return value if is_plain(value) else rebuild(value, [_like(part) for _, _, part in list(children(value) or ())])
+    return (
+        value if is_plain(value) else rebuild(value, [_fresh_copy(part) for _, _, part in list(children(value) or ())])
+    )
 
 
-def _is_same(found: Any, value: Any) -> bool:
+def _is_equal(found: Any, value: Any) -> bool:
     return found is value or (is_told(value) and fingerprint(found) == fingerprint(value))
 
 
-def _at(module: nn.Module, place: Place, name: str) -> Any:
+def _at(module: nn.Module, place: Path_, name: str) -> Any:
     owner: Any = module
     for part in place:
         owner = getattr(owner, part, None)
