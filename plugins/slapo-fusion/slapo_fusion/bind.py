@@ -122,7 +122,9 @@ class Bind(Primitive):
             for place, matches in by_place(node, self.match) if reason is None else ():
                 graph: Any = graph_of(place)
                 transform = functools.partial(Bound, kernel=self._kernel(place))
-                edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self._call_name))
+                edit.set_forward(
+                    place, graph.with_region_called(place.module, matches, transform, name=self._call_name)
+                )
             return
         kernel, arguments = self._kernel(node), self._names(node)
         if reason is None:

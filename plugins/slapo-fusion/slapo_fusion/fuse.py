@@ -189,4 +189,6 @@ class Fuse(Primitive):
             graph: Any = graph_of(place)
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
             transform = Fusing(compiler, options, where)
-            edit.set_forward(place, graph.outlined(place.module, matches, transform, name=self.name_ or "fused"))
+            edit.set_forward(
+                place, graph.with_region_called(place.module, matches, transform, name=self.name_ or "fused")
+            )

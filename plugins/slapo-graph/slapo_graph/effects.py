@@ -31,7 +31,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
-class Seen:
+class SideEffects:
     """Record the side effects of a call.
 
     Args:
@@ -76,7 +76,7 @@ class Observer(TorchDispatchMode):
                     self._written += _tensors(given.get(argument.name))
         return func(*args, **kwargs)
 
-    def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Seen | None:
+    def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> SideEffects | None:
         """Return the side effects of the single call observed; None if unknown."""
         if not self._is_known:
             return None
@@ -85,7 +85,7 @@ class Observer(TorchDispatchMode):
         writes = tuple(position for position, memory in enumerate(given) if memory is not None and memory in written)
         made = {self._memory(tensor) for tensor in _tensors(out)}
         shares = tuple(position for position, memory in enumerate(given) if memory is not None and memory in made)
-        return Seen(self._draws, writes, shares)
+        return SideEffects(self._draws, writes, shares)
 
     def _memory(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):
@@ -169,7 +169,7 @@ class Effects:
     def __init__(self, graph: fx.Graph, module: nn.Module, *, fresh: Collection[fx.Node] = ()) -> None:
         self.module, self._fresh = module, frozenset(fresh)
         self._roots: dict[fx.Node, frozenset[Any]] = {}
-        self._seen: dict[fx.Node, Seen | None] = {}
+        self._seen: dict[fx.Node, SideEffects | None] = {}
         self.graph = graph
 
     def conflict(self, first: fx.Node, second: fx.Node) -> str | None:
@@ -229,34 +229,34 @@ class Effects:
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _of(self, node: fx.Node) -> Seen | None:
+    def _of(self, node: fx.Node) -> SideEffects | None:
         """Return the side effects of a node; None if unknown."""
         if node not in self._seen:
             self._seen[node] = self._find(node)
         return self._seen[node]
 
-    def _find(self, node: fx.Node) -> Seen | None:
+    def _find(self, node: fx.Node) -> SideEffects | None:
         if (
             is_inert(node)
             or node.target in (operator.getitem, set_state)
             or isinstance(node.target, type | MakeDefaultDict)
         ):
-            return node.meta.get("seen", Seen())
+            return node.meta.get("seen", SideEffects())
         draws = getattr(node.target, "slapo_draws", None)
         if draws is not None:  # a region: what it writes to are values of its own
-            return Seen(draws=draws)
-        seen: Seen | None = node.meta.get("seen")
+            return SideEffects(draws=draws)
+        seen: SideEffects | None = node.meta.get("seen")
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
             if not type(below).__module__.startswith("torch.nn."):
                 return None
-            return Seen(True, seen.writes, seen.shares) if isinstance(below, Dropout) and seen else seen
+            return SideEffects(True, seen.writes, seen.shares) if isinstance(below, Dropout) and seen else seen
         is_observed = getattr(node.target, "slapo_is_observed", False)
         if node.op == "call_function" and _is_foreign(node.target) and not is_observed:
             return None
         return self._tried(node) if node.op == "call_function" and "seen" not in node.meta else seen
 
-    def _tried(self, node: fx.Node) -> Seen | None:
+    def _tried(self, node: fx.Node) -> SideEffects | None:
         """Return the side effects of a rewrite's function, observed on fake tensors like its arguments."""
         observer, target = Observer(), cast("Callable[..., Any]", node.target)
         with SafeFakeTensorMode(allow_non_fake_inputs=False):

@@ -20,7 +20,7 @@ from slapo_graph.private import TABLES, FakeTensor, SafeMetaTensors
 from slapo_graph.tracing.fake import FakeMode, with_tensors
 from slapo_graph.tracing.outside import Outside
 from slapo_graph.tracing.reads import GlobalNames
-from slapo_graph.tracing.session import caches_kept, drawn_back
+from slapo_graph.tracing.session import caches_restored, rng_restored
 from slapo_graph.variants import RecordedForward
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _run(
         return mode.from_tensor(tensor.to("meta") if on_meta else tensor, static_shapes=True)
 
     outside = Outside.of_call(copied, GlobalNames(type(copied).forward, copied.modules()), {})
-    with mode or contextlib.nullcontext(), caches_kept(copied), drawn_back(), _noting(copied, calls, unseen):
+    with mode or contextlib.nullcontext(), caches_restored(copied), rng_restored(), _noting(copied, calls, unseen):
         given, named = with_tensors((args, kwargs), own or copy_of)
         try:
             copied(*given, **named)

@@ -1,8 +1,8 @@
 """Flat recordings of a module, for plugins that partition its graph.
 
 :func:`flat` records what a module computes, with a rule of which modules below stay calls, and keeps what the run
-showed about every node. :func:`compiled` makes a function of a graph that was built of its nodes. What the graph takes
-for granted is in it as calls of ``check``, and in :meth:`FlatGraph.require`, which whoever runs it calls before.
+showed about every node. :func:`graph_function` makes a function of a graph that was built of its nodes. What the graph
+takes for granted is in it as calls of ``check``, and in :meth:`FlatGraph.require`, which whoever runs it calls before.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
 from slapo_graph.private import buffers_of, write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
-from slapo_graph.specialization import compiled
+from slapo_graph.specialization import graph_function
 from slapo_graph.tracing.diagnostics import refusal
 from slapo_graph.tracing.fake import FakeMode
 from slapo_graph.tracing.given import MakeDefaultDict, contents_after, sets_variables
 from slapo_graph.tracing.outside import refusing_changes
 from slapo_graph.tracing.reads import GlobalNames
-from slapo_graph.tracing.session import buffers_kept
+from slapo_graph.tracing.session import buffers_restored
 from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.tracer import RecordTracer, after_first_call, recorded
-from slapo_graph.tracing.writer import Notes, empty_graph, left, placeholder
+from slapo_graph.tracing.writer import Notes, empty_graph, module_end, placeholder
 from slapo_graph.variants import RecordedForward
 
 __all__ = [
@@ -45,16 +45,16 @@ __all__ = [
     "State",
     "check",
     "children",
-    "compiled",
     "concrete",
     "contents_after",
     "copied_model",
     "empty_graph",
     "flat",
+    "graph_function",
     "is_merely_spanned",
     "is_merely_traced",
     "is_plain",
-    "left",
+    "module_end",
     "placeholder",
     "rebuild",
     "set_state",
@@ -70,8 +70,8 @@ class FlatGraph:
 
     Attributes:
         module: the recorded one.
-        graph: its placeholders are the captured tensors, and then the arguments that were given. ``left(path)`` stands
-            where a call of a module ended that was looked into.
+        graph: its placeholders are the captured tensors, and then the arguments that were given. ``module_end(path)``
+            stands where a call of an inlined module ended.
         captured: tensors from elsewhere, which the graph holds itself.
         guards: numbered as the calls of ``check`` have them; :meth:`guard` adds one.
         values: of nodes, as far as they are known: tensors (without values, mostly), numbers, containers, ``Opaque``.
@@ -223,9 +223,11 @@ def flat(
     with PATCHING:
         names = GlobalNames(forward, inlined.values())
         try:
-            with names.kept(), buffers_kept(module), _by_own_forwards(inlined.values()):
-                own, home = refusing_changes(forward, names), _device(module, arguments)
-                graph, notes = after_first_call(lambda: recorded(module, own, arguments, leaves, noted=True, home=home))
+            with names.restored(), buffers_restored(module), _by_own_forwards(inlined.values()):
+                own, meta_device = refusing_changes(forward, names), _device(module, arguments)
+                graph, notes = after_first_call(
+                    lambda: recorded(module, own, arguments, leaves, noted=True, meta_device=meta_device)
+                )
                 written = frozenset(name for name, buffer, version in versions if write_count(buffer) != version)
         except Exception as error:
             raise refusal(error, RecordTracer(), path) from error
@@ -236,7 +238,7 @@ def flat(
         surroundings=names.flags,
         written=written,
         inlined=inlined,
-        meta_device=home,
+        meta_device=meta_device,
     )
 
 

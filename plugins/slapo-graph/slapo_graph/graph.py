@@ -76,8 +76,8 @@ class TracedForward(RecordedForward):
         return tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
 
     @property
-    def swallowed(self) -> tuple[str, ...]:
-        return self.first.swallowed if self.first is not None else ()
+    def no_longer_called(self) -> tuple[str, ...]:
+        return self.first.no_longer_called if self.first is not None else ()
 
     @property
     def node_names(self) -> frozenset[str]:
@@ -96,7 +96,7 @@ class TracedForward(RecordedForward):
         before = self.beneath.rewrites if self.beneath is not None else ()
         return before if self.rewrite is None else (*before, self.rewrite)
 
-    def outlined(
+    def with_region_called(
         self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
     ) -> TracedForward:
         """Each match becomes one call of ``transform(region)``, in every variant of the graph.
@@ -133,7 +133,7 @@ class TracedForward(RecordedForward):
 
         Args:
             module: the traced module.
-            matches: as for :meth:`outlined`.
+            matches: as for :meth:`with_region_called`.
             new: a function, or the path of a module below the traced one.
             arguments: names of captures of the match, or numbers of its inputs, whose values are passed in this order.
             keywords: the same, by keyword.
@@ -147,8 +147,8 @@ class TracedForward(RecordedForward):
                 another variant; None: it always can.
 
         Raises:
-            ApplyError: as for :meth:`outlined`; or a match has no such capture, or it swallows a module with hooks or
-                steps.
+            ApplyError: as for :meth:`with_region_called`; or a match has no such capture, or it calls a module with
+                hooks or steps.
         """
         named = tuple((keywords or {}).items())
         outputs = {len(match.outputs) for match in matches}
@@ -202,9 +202,9 @@ class TracedForward(RecordedForward):
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
-            recorded, swallowed = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
-            all_swallowed = tuple(dict.fromkeys((*variant.swallowed, *swallowed)))
-            made = Specialization(recorded, plan, variant.surroundings, all_swallowed)
+            recorded, paths = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+            no_longer_called = tuple(dict.fromkeys((*variant.no_longer_called, *paths)))
+            made = Specialization(recorded, plan, variant.surroundings, no_longer_called)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
@@ -213,22 +213,22 @@ class TracedForward(RecordedForward):
     def take_up(self, change: forwards.ChangeBelow, node: Node, edit: Edit) -> None:
         below = change.path.removeprefix(f"{node.path}.") if node.path else change.path
         where = f"'{node.path}'" if node.path else "the root"
-        opened = change.forward if isinstance(change.forward, TracedForward) else None
+        own_graph = change.forward if isinstance(change.forward, TracedForward) else None
         if change.is_wrapped:
             child = change.node
             is_own = child is not None and not child.forward_is_replaced
             if child is not None and is_own:
-                opened = self.opened(below, child.module, functools.partial(example_call, child))
+                own_graph = self.graph_of_child(below, child.module, functools.partial(example_call, child))
             else:
-                opened = None
+                own_graph = None
         try:
-            uncalled = self.follow(node.module)
+            uncalled = self.retrace_changed(node.module)
         except TraceError as error:
-            if opened is not None and change.node is not None:
-                parted = self.parted(node.module, opened, change.node.module)
-                if parted is not None:
-                    edit.set_forward(node, parted[0])
-                    edit.set_forward(change.node, parted[1])
+            if own_graph is not None and change.node is not None:
+                both = self.split_out(node.module, own_graph, change.node.module)
+                if both is not None:
+                    edit.set_forward(node, both[0])
+                    edit.set_forward(change.node, both[1])
                     return
             if change.is_waiting:
                 return
@@ -244,10 +244,10 @@ class TracedForward(RecordedForward):
                 path=change.path,
                 hint="change the module first, and rewrite then",
             )
-        if opened is not None and change.is_wrapped and change.node is not None:
-            edit.set_forward(change.node, opened)
+        if own_graph is not None and change.is_wrapped and change.node is not None:
+            edit.set_forward(change.node, own_graph)
 
-    def follow(
+    def retrace_changed(
         self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]] = ()
     ) -> tuple[str, ...]:
         """Record again after steps at modules below, and repeat all rewrites.
@@ -266,7 +266,7 @@ class TracedForward(RecordedForward):
             TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
         """
         self._snapshots.clear()
-        self.look(module)
+        self.select_variant(module)
         if self.example is not None and not self.holds(module):
             examples = itertools.chain([self.example], (self.parameters.bind(module, *call) for call in calls))
             example = next((each for each in examples if self._runs(module, each)), None)
@@ -274,7 +274,7 @@ class TracedForward(RecordedForward):
                 return ()
             self._first = self.variant(module, example)
             self.example = without_values(FakeMode(), example)
-        return self.swallowed
+        return self.no_longer_called
 
     def _runs(self, module: nn.Module, example: tuple[Any, ...]) -> bool:
         """Return whether the unrewritten forward can be recorded for these values."""
@@ -297,7 +297,7 @@ class TracedForward(RecordedForward):
                 return False
         return True
 
-    def opened(
+    def graph_of_child(
         self, below: str, child: nn.Module, call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> TracedForward | None:
         """Return a graph for an inlined module below, which becomes a call.
@@ -323,14 +323,14 @@ class TracedForward(RecordedForward):
             return None
         return made
 
-    def parted(
+    def split_out(
         self, module: nn.Module, inner: TracedForward, child: nn.Module
     ) -> tuple[TracedForward, TracedForward] | None:
         """Return this graph without ``inner``, and ``inner``, with all rewrites repeated.
 
         Args:
             module: the traced one.
-            inner: of :meth:`opened`.
+            inner: of :meth:`graph_of_child`.
             child: the module of ``inner``, which is a call now.
 
         Returns:
@@ -349,7 +349,7 @@ class TracedForward(RecordedForward):
             for rewrite in self.rewrites:
                 graphs = [
                     (graph._with(part, below) if part is not None else graph, below)
-                    for part, (graph, below) in zip(_shared_out(rewrite, graphs), graphs, strict=True)
+                    for part, (graph, below) in zip(_split_rewrite(rewrite, graphs), graphs, strict=True)
                 ]
         except (ApplyError, TraceError):
             return None
@@ -374,11 +374,11 @@ def graph_of(node: Node) -> TracedForward | None:
     graph = node.state.get("forward")
     if not isinstance(graph, TracedForward):
         return None
-    graph.look(node.module)
+    graph.select_variant(node.module)
     return graph
 
 
-def _shared_out(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Module]]) -> list[Rewrite | None]:
+def _split_rewrite(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Module]]) -> list[Rewrite | None]:
     """Split a rewrite among the graphs that now hold its matches.
 
     Raises:

@@ -21,7 +21,7 @@ from slapo_graph.protocol import Flag, Recorded
 from slapo_graph.tracing.given import sets_variables
 
 
-def compiled(graph: fx.Graph) -> Callable[..., Any]:
+def graph_function(graph: fx.Graph) -> Callable[..., Any]:
     """Compile a graph to a function of its module and the placeholders, in order."""
     module = fx.GraphModule({}, fx.Graph())
     module.graph = graph  # code without copies of what the names stand for, which may be held by plain objects
@@ -230,21 +230,21 @@ class PreparedCall(NamedTuple):
         variant: the graph.
         arrange: see :meth:`slapo_graph.arguments.Parameters.arranging`.
         checks: the variant's, for these modules.
-        swallowed: modules that the graph does not call any more.
+        no_longer_called: modules that the graph does not call any more.
         state: of gradients and autocast, where the graph switches them.
     """
 
     variant: Specialization
     arrange: Callable[..., Sequence[Any]] | None
     checks: BoundChecks
-    swallowed: tuple[nn.Module, ...]
+    no_longer_called: tuple[nn.Module, ...]
     state: autocast_state.State | None
 
     def holds(self, root: nn.Module) -> bool:
         """Return whether the graph is still right for ``root``, in the modes that the call was found by."""
         return (
             self.checks.hold(root)
-            and (not self.swallowed or not any(map(is_changed, self.swallowed)))
+            and (not self.no_longer_called or not any(map(is_changed, self.no_longer_called)))
             and (self.state is None or self.state == autocast_state.state())
         )
 
@@ -263,7 +263,7 @@ class Specialization:
         recorded: the graph and what it holds for.
         plan: its module structure.
         surroundings: global names that the recorded code reads.
-        swallowed: modules that rewrites removed from the graph.
+        no_longer_called: modules that rewrites removed from the graph.
     """
 
     def __init__(
@@ -271,11 +271,12 @@ class Specialization:
         recorded: Recorded,
         plan: Plan,
         surroundings: tuple[Flag, ...] = (),
-        swallowed: tuple[str, ...] = (),
+        no_longer_called: tuple[str, ...] = (),
     ) -> None:
-        self.recorded, self.plan, self.surroundings, self.swallowed = recorded, plan, surroundings, swallowed
+        self.recorded, self.plan, self.surroundings = recorded, plan, surroundings
+        self.no_longer_called = no_longer_called
         self.checks = Checks((*recorded.flags, *surroundings), plan.index)
-        self.code = compiled(recorded.graph)
+        self.code = graph_function(recorded.graph)
         self._rewritten: dict[Any, Specialization] = {}
         self.used = 0  # when it was called last, as a number that grows
         self._sets_variables = sets_variables(recorded.graph)

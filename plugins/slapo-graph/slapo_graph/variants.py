@@ -32,7 +32,7 @@ from slapo_graph.tracing.diagnostics import refusal
 from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.tracing.outside import refusing_changes
 from slapo_graph.tracing.reads import GlobalNames
-from slapo_graph.tracing.session import attributes_kept, buffers_kept, drawn_back
+from slapo_graph.tracing.session import attributes_restored, buffers_restored, rng_restored
 
 if TYPE_CHECKING:
     pass
@@ -131,10 +131,10 @@ class RecordedForward(forwards.ReplacedForward):
             snapshots[key] = snapshot
         modes = snapshot.modes(module)
         if modes is not None:
-            swallowed = tuple(map(module.get_submodule, variant.swallowed))
+            no_longer_called = tuple(map(module.get_submodule, variant.no_longer_called))
             state = autocast_state.state() if variant.has_regions else None
             snapshot.calls[modes, form] = PreparedCall(
-                variant, arrange, variant.checks.bound(modules), swallowed, state
+                variant, arrange, variant.checks.bound(modules), no_longer_called, state
             )
 
     def record(self, module: nn.Module, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
@@ -169,7 +169,7 @@ class RecordedForward(forwards.ReplacedForward):
     def held_functions(self) -> tuple[Callable[..., Any], ...]:
         return (self.forward,)
 
-    def look(self, module: nn.Module) -> None:
+    def select_variant(self, module: nn.Module) -> None:
         """Select a specialization that matches the module as it is now."""
         if not self.holds(module):
             alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
@@ -219,7 +219,7 @@ class RecordedForward(forwards.ReplacedForward):
             return self._specialized(module, values, plan, key, changed)
         if not torch.compiler.is_compiling():
             found.used = next(_CLOCK)
-        hooked = next((path for path in found.swallowed if is_changed(module.get_submodule(path))), None)
+        hooked = next((path for path in found.no_longer_called if is_changed(module.get_submodule(path))), None)
         if hooked is not None:
             raise GuardError(
                 f"the graph of {self._where} does not call it any more since it was rewritten, and '{hooked}' got "
@@ -328,11 +328,11 @@ class RecordedForward(forwards.ReplacedForward):
         with PATCHING:
             names = GlobalNames(self.forward, modules[: len(plan.paths)])
             try:
-                with names.kept(), buffers_kept(module):
+                with names.restored(), buffers_restored(module):
                     forward = refusing_changes(self.forward, names)
                     recorded = self.tracer.trace(module, forward, arguments, self.leaves)
                     if not any("example" in node.meta for node in recorded.graph.nodes):  # by a plugin
-                        with drawn_back(), attributes_kept(module, (), Untraceable):
+                        with rng_restored(), attributes_restored(module, (), Untraceable):
                             observe(recorded.graph, module, (*recorded.captured, *arguments.values()))
             except Exception as error:
                 refused = refusal(error, self.tracer, self.path)

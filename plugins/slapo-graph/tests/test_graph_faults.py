@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_graph.flat import compiled, flat
+from slapo_graph.flat import flat, graph_function
 from tests.messages import Messages
 
 
@@ -76,7 +76,7 @@ def test_code_that_asks_for_a_class_takes_the_same_branch_in_a_graph(how: str) -
 def test_code_above_a_pipeline_cut_that_asks_for_a_class_takes_the_same_branch(how: str) -> None:
     model, x = AsksForClasses(how), torch.randn(3, 4)
     recorded = flat(model, type(model).forward, {"x": x}, lambda module, path: bool(path))
-    assert torch.equal(compiled(recorded.graph)(model, x), model(x))
+    assert torch.equal(graph_function(recorded.graph)(model, x), model(x))
     assert "type" not in globals()
 
 

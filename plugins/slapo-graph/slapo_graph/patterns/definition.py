@@ -36,11 +36,11 @@ from slapo_graph.tracing.diagnostics import Location
 MOST_FORMS = 256
 
 
-def forms_of(tracer: PatternReader, returned: Any, names: Sequence[str], constants: Sequence[str]) -> list[Form]:
+def forms_of(reader: PatternReader, returned: Any, names: Sequence[str], constants: Sequence[str]) -> list[Form]:
     """Every form of a traced pattern, those with the earlier alternatives first.
 
     Args:
-        tracer: after the run.
+        reader: after the run.
         returned: by the function.
         names: of the parameters that are values.
         constants: of the parameters that are constants.
@@ -50,7 +50,7 @@ def forms_of(tracer: PatternReader, returned: Any, names: Sequence[str], constan
     """
     outputs = [value for value in _leaves(plain(returned)) if value is not None]
     if not outputs or not all(isinstance(value, Proxy) for value in outputs):
-        raise tracer.refusal(
+        raise reader.refusal(
             f"returns {returned!r}, which is not computed from its arguments", "return what the pattern computes"
         )
     forms: list[Form] = []
@@ -58,7 +58,7 @@ def forms_of(tracer: PatternReader, returned: Any, names: Sequence[str], constan
     wildcards: set[str] = set()
     choices: list[tuple[int, int]] = []  # taken, and how many there were
     while True:
-        made = _Making(tracer, [taken for taken, _ in choices], {*names, *constants})
+        made = _FormBuilder(reader, [taken for taken, _ in choices], {*names, *constants})
         forms.append(made.form(outputs, [*names, *constants], names))
         used |= made.used
         wildcards |= made.wildcards
@@ -69,14 +69,14 @@ def forms_of(tracer: PatternReader, returned: Any, names: Sequence[str], constan
             break
         choices[-1] = (choices[-1][0] + 1, choices[-1][1])
         if len(forms) > MOST_FORMS:
-            raise tracer.refusal(f"has more than {MOST_FORMS} forms", "fewer any_of and optional in one pattern")
-    for call in tracer.calls:
+            raise reader.refusal(f"has more than {MOST_FORMS} forms", "fewer any_of and optional in one pattern")
+    for call in reader.calls:
         if id(call) not in used:
             line = f" ({call.location})" if call.location else ""
-            raise tracer.refusal(f"computes {call}{line} and does not use it", "return it, or what is computed from it")
+            raise reader.refusal(f"computes {call}{line} and does not use it", "return it, or what is computed from it")
     for name in (*names, *constants):
         if name not in wildcards:
-            raise tracer.refusal(f"does not use its argument '{name}'", "leave it out")
+            raise reader.refusal(f"does not use its argument '{name}'", "leave it out")
     return forms
 
 
@@ -88,12 +88,12 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-class _Making:
+class _FormBuilder:
     """One form: the alternatives in the order in which they are met, first those of ``given``, then the first ones."""
 
-    def __init__(self, tracer: PatternReader, given: list[int], parameters: Set[str]) -> None:
-        self.tracer, self.given = tracer, given
-        self.reserved = {*parameters, *(name for name, _ in tracer.captures)}
+    def __init__(self, reader: PatternReader, given: list[int], parameters: Set[str]) -> None:
+        self.reader, self.given = reader, given
+        self.reserved = {*parameters, *(name for name, _ in reader.captures)}
         self.taken: list[int] = []
         self.counts: list[int] = []
         self.steps: list[Step] = []
@@ -106,13 +106,13 @@ class _Making:
     def form(self, outputs: list[Proxy], order: Sequence[str], names: Sequence[str]) -> Form:
         results = [self.operand(value) for value in outputs]
         if not all(isinstance(result, Result) for result in results):
-            raise self.tracer.refusal(
+            raise self.reader.refusal(
                 "returns an argument as it is" if not self.taken else "may return an argument as it is",
                 "return what the pattern computes: a pattern must have at least one call",
             )
         captures = [(name, self._inputs[name]) for name in order if name in self._inputs]
         captures += [(name, each) for name, each in self._inputs.items() if name not in order and name[0] != "_"]
-        for name, proxy in self.tracer.captures:
+        for name, proxy in self.reader.captures:
             found = self._captured(proxy)
             if found is not None:
                 captures.append((name, found))
@@ -275,10 +275,10 @@ def _names(names: set[str]) -> str:
 
 
 def _of_function(function: Callable[..., Any], text: str) -> list[Form]:
-    tracer = PatternReader(text, _home(function))
+    reader = PatternReader(text, _first_line(function))
     signature = _signature(function, text)
-    args, kwargs = _arguments(tracer, signature, text)
-    return _traced(tracer, lambda: function(*args, **kwargs), signature)
+    args, kwargs = _arguments(reader, signature, text)
+    return _traced(reader, lambda: function(*args, **kwargs), signature)
 
 
 def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
@@ -300,7 +300,7 @@ def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, kind) for name in names if name not in named])
 
 
-def _arguments(tracer: PatternReader, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(reader: PatternReader, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:
     """A wildcard for each parameter without a default; a default stays what it is."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -310,9 +310,9 @@ def _arguments(tracer: PatternReader, signature: inspect.Signature, text: str) -
                 f"{text} takes any number of arguments ({parameter})", hint="name each: lambda x, bias: ..."
             )
         if parameter.default is inspect.Parameter.empty:
-            made = tracer.wildcard(name)
+            made = reader.wildcard(name)
         elif isinstance(parameter.default, AnyConstant):
-            made = tracer.wildcard(name, "constant")
+            made = reader.wildcard(name, "constant")
         else:
             made = parameter.default
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -323,33 +323,33 @@ def _arguments(tracer: PatternReader, signature: inspect.Signature, text: str) -
 
 
 def _of_module(module: nn.Module, text: str) -> list[Form]:
-    tracer = PatternReader(text, _home(type(module).forward))
+    reader = PatternReader(text, _first_line(type(module).forward))
     signature = inspect.signature(module.forward)
-    tracer.know(module)
-    args, kwargs = _arguments(tracer, signature, text)
+    reader.note_module(module)
+    args, kwargs = _arguments(reader, signature, text)
     if is_plain_module(module):
-        return _traced(tracer, lambda: tracer.module(module, tuple(args), kwargs), signature)
-    return _traced(tracer, lambda: module.forward(*args, **kwargs), signature)
+        return _traced(reader, lambda: reader.module(module, tuple(args), kwargs), signature)
+    return _traced(reader, lambda: module.forward(*args, **kwargs), signature)
 
 
-def _traced(tracer: PatternReader, run: Callable[[], Any], signature: inspect.Signature) -> list[Form]:
+def _traced(reader: PatternReader, run: Callable[[], Any], signature: inspect.Signature) -> list[Form]:
     try:
-        with tracer.active():
+        with reader.active():
             returned = run()
     except ArgumentError:
         raise
     except Exception as error:
-        raise tracer.refusal(
+        raise reader.refusal(
             f"cannot be traced: it raises {type(error).__name__}: {error}",
             "a pattern is called with values that stand for anything: torch functions, methods and operators only",
-            _line(error, tracer.home),
+            _line(error, reader.location),
         ) from error
     names = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
     constants = [name for name, each in signature.parameters.items() if isinstance(each.default, AnyConstant)]
-    return forms_of(tracer, returned, names, constants)
+    return forms_of(reader, returned, names, constants)
 
 
-def _home(function: Any) -> Location | None:
+def _first_line(function: Any) -> Location | None:
     """Where a function begins."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -1,4 +1,4 @@
-"""The words of patterns, and the tracer of the functions that use them."""
+"""The words of patterns, and the reader of the functions that use them."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def any_constant() -> Any:
         def pattern(x, p=ANY):
             return F.dropout(x, p)
     """
-    tracer = active_tracer()
-    return AnyConstant() if tracer is None else tracer.value(AnyConstant())
+    reader = active_reader()
+    return AnyConstant() if reader is None else reader.value(AnyConstant())
 
 
 def any_op(*values: Any) -> Any:
@@ -79,7 +79,7 @@ def any_op(*values: Any) -> Any:
     Raises:
         ArgumentError: called outside of a pattern.
     """
-    return _tracer().any_op(values)
+    return _reader().any_op(values)
 
 
 def capture(name: str, value: Any) -> Any:
@@ -92,7 +92,7 @@ def capture(name: str, value: Any) -> Any:
     Raises:
         ArgumentError: called outside of a pattern, or the name is taken.
     """
-    return _tracer().capture(name, value)
+    return _reader().capture(name, value)
 
 
 def call_module(glob: str, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def call_module(glob: str, *args: Any, **kwargs: Any) -> Any:
     Raises:
         ArgumentError: called outside of a pattern.
     """
-    return _tracer().call_module(glob, args, kwargs)
+    return _reader().call_module(glob, args, kwargs)
 
 
 def optional(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def optional(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) ->
     Raises:
         ArgumentError: called outside of a pattern.
     """
-    return _tracer().any_of((function(x, *args, **kwargs), x))
+    return _reader().any_of((function(x, *args, **kwargs), x))
 
 
 def any_of(*alternatives: Any) -> Any:
@@ -136,8 +136,8 @@ def any_of(*alternatives: Any) -> Any:
     if not alternatives:
         raise ArgumentError("any_of needs alternatives (got none)", hint="any_of(pattern, other_pattern)")
 
-    tracer = active_tracer()
-    return AnyOf(alternatives) if tracer is None else tracer.any_of(alternatives)
+    reader = active_reader()
+    return AnyOf(alternatives) if reader is None else reader.any_of(alternatives)
 
 
 def where(predicate: Callable[..., Any]) -> Any:
@@ -157,14 +157,14 @@ def where(predicate: Callable[..., Any]) -> Any:
     return Where(predicate)
 
 
-def _tracer() -> Any:
-    tracer = active_tracer()
-    if tracer is None:
+def _reader() -> Any:
+    reader = active_reader()
+    if reader is None:
         raise ArgumentError(
             "any_op, capture, call_module and optional belong inside of a pattern's function",
             hint="find(lambda x: patterns.call_module('dense', x))",
         )
-    return tracer
+    return reader
 
 
 # The values that the function of a pattern is called with.
@@ -174,17 +174,17 @@ class Proxy:
     """Stands for a value: what is done with it is written down.
 
     Args:
-        tracer: where to.
+        reader: where to.
         source: what gives the value: a wildcard, a traced call, or alternatives.
         length: of its parts, if it is known.
     """
 
-    def __init__(self, tracer: PatternReader, source: Any, *, length: int | None = None) -> None:
-        self._tracer, self._source, self._length = tracer, source, length
+    def __init__(self, reader: PatternReader, source: Any, *, length: int | None = None) -> None:
+        self._reader, self._source, self._length = reader, source, length
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return active_tracer().torch_call(func, args, kwargs or {})
+        return active_reader().torch_call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -192,26 +192,26 @@ class Proxy:
         return _Member(self, name)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._tracer.call(operator.getitem, (self, index), {})
+        return self._reader.call(operator.getitem, (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise self._tracer.refusal("writes to a part of a value", "write it with a function that gives the result")
+        raise self._reader.refusal("writes to a part of a value", "write it with a function that gives the result")
 
     def __iter__(self) -> Iterator[Any]:
         count = self._length if self._length is not None else _unpacked_into(sys._getframe(1))
         if count is None:
-            raise self._tracer.refusal(
+            raise self._reader.refusal(
                 "loops over a value, whose length a pattern does not know", "take parts by number: x[0], x[1]"
             )
         return iter([self[index] for index in range(count)])
 
     def __bool__(self) -> bool:
-        raise self._tracer.refusal(
+        raise self._reader.refusal(
             "branches on a value", "find(any_of(one_pattern, other_pattern)), or patterns.optional(function, x)"
         )
 
     def _number(self, *_: Any) -> Any:
-        raise self._tracer.refusal(
+        raise self._reader.refusal(
             "needs a plain number where a value stands", "patterns.any_constant() as the default of the parameter"
         )
 
@@ -228,28 +228,28 @@ class _Member(Proxy):
 
     def __init__(self, owner: Proxy, name: str) -> None:
         self._owner, self._name = owner, name
-        self._tracer, self._length = owner._tracer, None
+        self._reader, self._length = owner._reader, None
         self._made: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tracer.method(self._name, (self._owner, *args), kwargs)
+        return self._reader.method(self._name, (self._owner, *args), kwargs)
 
     @property
     def _source(self) -> Any:  # type: ignore[override]
         if self._made is None:
-            self._made = self._tracer.call(getattr, (self._owner, self._name), {})
+            self._made = self._reader.call(getattr, (self._owner, self._name), {})
         return self._made._source
 
 
 def _binary(function: Callable[..., Any], *, reflected: bool = False) -> Callable[[Proxy, Any], Any]:
     def compute(self: Proxy, other: Any) -> Any:
-        return self._tracer.call(function, (other, self) if reflected else (self, other), {})
+        return self._reader.call(function, (other, self) if reflected else (self, other), {})
 
     return compute
 
 
 def _unary(function: Callable[..., Any]) -> Callable[[Proxy], Any]:
-    return lambda self: self._tracer.call(function, (self,), {})
+    return lambda self: self._reader.call(function, (self,), {})
 
 
 for _name in reflectable_magic_methods:
@@ -279,11 +279,11 @@ SETTING = "_setting "
 """Begins the name of a constant that is captured although the pattern leaves it out."""
 
 _LEFT_OUT = float("0.5")  # the default p of dropouts, as an object of its own
-_ACTIVE: ContextVar[PatternReader | None] = ContextVar("the tracer of the pattern that is being made", default=None)
+_ACTIVE: ContextVar[PatternReader | None] = ContextVar("the reader of the pattern that is being made", default=None)
 
 
-def active_tracer() -> Any:
-    """The tracer of the pattern whose function is running; None outside of one."""
+def active_reader() -> Any:
+    """The reader of the pattern whose function is running; None outside of one."""
     return _ACTIVE.get()
 
 
@@ -320,11 +320,11 @@ class PatternReader:
 
     Args:
         where: the pattern, for messages.
-        home: where its function begins.
+        location: where its function begins.
     """
 
-    def __init__(self, where: str, home: Location | None = None) -> None:
-        self.where, self.home = where, home
+    def __init__(self, where: str, location: Location | None = None) -> None:
+        self.where, self.location = where, location
         self.is_paused = False
         self.calls: list[TracedCall] = []
         self.captures: list[tuple[str, Proxy]] = []
@@ -343,7 +343,7 @@ class PatternReader:
         """Any constant, captured in each form under ``name``, or the first of ``name_2``, ... that is free there."""
         return self.wildcard(f"{SETTING}{name} {id(self.fresh())}", "constant")
 
-    def know(self, root: nn.Module) -> None:
+    def note_module(self, root: nn.Module) -> None:
         """From now on the parameters and buffers of ``root`` are wildcards by their names."""
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             self._names.setdefault(id(tensor), name)
@@ -486,7 +486,7 @@ class PatternReader:
         def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_plain_module(module):
                 return self.module(module, args, kwargs)
-            self.know(module)
+            self.note_module(module)
             return run(module, *args, **kwargs)
 
         with (
@@ -504,7 +504,7 @@ class PatternReader:
 
     def refusal(self, problem: str, hint: str | None = None, location: Location | None = None) -> ArgumentError:
         """The error for what a pattern cannot say; while its function runs, with the line."""
-        location = location or (model_location() if active_tracer() is self else self.home)
+        location = location or (model_location() if active_reader() is self else self.location)
         if location is None:
             return ArgumentError(f"{self.where} {problem}", hint=hint)
         file, line = location
@@ -512,14 +512,14 @@ class PatternReader:
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, tracer: PatternReader) -> None:
+    def __init__(self, reader: PatternReader) -> None:
         super().__init__()
-        self.tracer = tracer
+        self.reader = reader
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _has_proxy((args, kwargs)) and getattr(func, "__name__", "") in ("__get__", "__repr__", "__format__"):
             return func(*args, **(kwargs or {}))
-        return self.tracer.torch_call(func, args, kwargs or {})
+        return self.reader.torch_call(func, args, kwargs or {})
 
 
 def _has_proxy(value: Any) -> bool:

@@ -221,7 +221,7 @@ def first_graph(node: Node) -> fx.Graph:
         graph.record(node.module, example_calls(node))
     elif not graph.holds(node.module):
         with contextlib.suppress(ArgumentError, TraceError):
-            graph.follow(node.module, example_calls(node))
+            graph.retrace_changed(node.module, example_calls(node))
     recorded: fx.Graph = graph.first.recorded.graph
     return recorded
 

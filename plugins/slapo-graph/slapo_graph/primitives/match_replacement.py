@@ -25,7 +25,7 @@ def first_graph(place: Node) -> fx.Graph:
     return recorded
 
 
-def changes_swallowed(place: Node, match: Match) -> Iterator[Violation]:
+def changes_lost(place: Node, match: Match) -> Iterator[Violation]:
     """Refuse matches whose replacement would lose wrappers or hooks of steps, on any mesh size."""
     inside = set(match.nodes)
     called = [str(each.target) for each in first_graph(place).nodes if each.op == "call_module" and each.name in inside]
@@ -194,7 +194,7 @@ class MatchReplacement:
     def _match_violations(self) -> Iterator[Violation]:
         for place, matches in self.places:
             for match in matches:
-                yield from changes_swallowed(place, match)
+                yield from changes_lost(place, match)
                 arguments = self._arguments(place, match)
                 if isinstance(arguments, Violation):
                     yield arguments

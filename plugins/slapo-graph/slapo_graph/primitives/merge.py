@@ -11,7 +11,7 @@ from slapo_core import Edit, Node
 from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_graph.graph import graph_of
 from slapo_graph.match import Match
-from slapo_graph.primitives.match_replacement import changes_swallowed
+from slapo_graph.primitives.match_replacement import changes_lost
 from slapo_graph.primitives.merged_linear import MergedFrom, Parts, PartsBack, tensor_violations
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Merge(Primitive):
                 f"print(sch['{node.path}'].graph) shows its calls",
             )
         for match in matches:
-            yield from changes_swallowed(node, match)
+            yield from changes_lost(node, match)
         yield from tensor_violations(parts)
 
     def apply(self, node: Node, edit: Edit) -> None:

@@ -70,7 +70,7 @@ class SelectedMatches(tuple[Match, ...], Selection):
         """Make each match one call of ``transform(region)`` in the graph of its module."""
         for place, matches in by_place(node, self):
             graph: Any = graph_of(place)
-            edit.set_forward(place, graph.outlined(place.module, matches, transform, name=name))
+            edit.set_forward(place, graph.with_region_called(place.module, matches, transform, name=name))
 
     def replacement_violations(
         self, node: Node, new: Any, *, params: Mapping[str, str], name: str | None

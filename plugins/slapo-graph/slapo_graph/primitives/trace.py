@@ -135,7 +135,7 @@ class Trace(Primitive):
                 relative = below.path.removeprefix(f"{node.path}.") if node.path else below.path
                 if not graph.leaves(below.module, relative):
                     continue  # a graph can hold its wrappers
-                inner = graph.opened(relative, below.module, functools.partial(example_call, below))
+                inner = graph.graph_of_child(relative, below.module, functools.partial(example_call, below))
                 if inner is not None:
                     edit.set_forward(below, inner)
                 closed = below.path

@@ -131,7 +131,7 @@ class NewCall:
         then: called with what it gives, and gives the results; None where the call gives them itself.
         results: nodes of the match for which the results stand, in order; None: those used outside, in the graph's.
         flags: what the call takes for granted, besides those of the graph.
-        swallowed: modules that are called no more.
+        no_longer_called: modules that are called no more.
     """
 
     op: str
@@ -141,7 +141,7 @@ class NewCall:
     then: Callable[..., Any] | None = None
     results: tuple[fx.Node, ...] | None = None
     flags: tuple[Flag, ...] = ()
-    swallowed: tuple[str, ...] = ()
+    no_longer_called: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,9 @@ class Outline:
         if target is None:
             target = NamedCall(self.transform(taken.region), self.name, draws=taken.draws)
             self.made[taken.region] = target
-        return NewCall("call_function", target, taken.operands, flags=taken.flags, swallowed=taken.swallowed)
+        return NewCall(
+            "call_function", target, taken.operands, flags=taken.flags, no_longer_called=taken.no_longer_called
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {"transform": self.transform, "name": self.name}
@@ -227,7 +229,7 @@ class Replacement:
         arguments, keywords = adapted(self.new, module, self.arguments, self.keywords, place)
         args = tuple(_operand(place, which, inside) for which in arguments)
         kwargs = {name: _operand(place, which, inside) for name, which in keywords}
-        swallowed = tuple(refuse_changed(nodes, module))
+        no_longer_called = tuple(refuse_changed(nodes, module))
         results = tuple(place.captures[name] for name in self.results) or None
         left = [node for node in outputs if results is not None and node not in results]
         if left:
@@ -247,7 +249,7 @@ class Replacement:
             then = functools.partial(_cloned, then)
         then = target_for(then, f"{self.name}_parts") if then is not None else None
         flags = settings_of(nodes, module)
-        return NewCall(op, target, args, kwargs, then, results, flags=flags, swallowed=swallowed)
+        return NewCall(op, target, args, kwargs, then, results, flags=flags, no_longer_called=no_longer_called)
 
 
 Action = Outline | Replacement

@@ -17,7 +17,7 @@ from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.patterns.data import Attribute
 from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.protocol import Flag
-from slapo_graph.specialization import compiled
+from slapo_graph.specialization import graph_function
 from slapo_graph.tracing.structure import is_plain
 from slapo_graph.tracing.writer import empty_graph, placeholder
 
@@ -138,14 +138,14 @@ class TakenOut:
         region: the function; identical regions are one object.
         operands: what it is called with, by position.
         flags: attributes of modules that became a part of its code.
-        swallowed: paths of modules that are called no more.
+        no_longer_called: paths of modules that are called no more.
         draws: whether it may use the RNG.
     """
 
     region: Callable[..., Any]
     operands: tuple[fx.Node | Attribute, ...]
     flags: tuple[Flag, ...]
-    swallowed: tuple[str, ...]
+    no_longer_called: tuple[str, ...]
     draws: bool
 
 
@@ -183,7 +183,7 @@ def take_out(
     if region is None:
         region = _REGIONS[key] = _function(writer, operands, results)
     draws = any(effects.draws(node) for node in nodes)
-    return TakenOut(region, operands, tuple(writer.flags), tuple(writer.swallowed), draws)
+    return TakenOut(region, operands, tuple(writer.flags), tuple(writer.no_longer_called), draws)
 
 
 _KEPT = ("batch_norm", "instance_norm")
@@ -221,7 +221,7 @@ class _Writer:
         self.steps: list[_Step] = []
         self.positions: dict[fx.Node, _Position] = {}
         self.flags: list[Flag] = []
-        self.swallowed: list[str] = []
+        self.no_longer_called: list[str] = []
 
     def slot(self, operand: fx.Node | Attribute) -> _Slot:
         if operand not in self.slots:
@@ -260,7 +260,7 @@ class _Writer:
                 return self.use(Attribute(f"{path}.{value.name}"))
             return given[0] if value is INPUT else value
 
-        self.swallowed.append(path)
+        self.no_longer_called.append(path)
         self.flags += settings_of([node], self.module)
         named = {name: here(value) for name, value in form.kwargs.items()}
         if "training" in named:  # the graph may be of another mode than the module is in now
@@ -295,7 +295,7 @@ def _function(
     values = tuple(made[position.index] for position in results)
     graph.output(values[0] if len(values) == 1 else values)
     graph.set_codegen(_PureCode())
-    return compiled(graph)
+    return graph_function(graph)
 
 
 class _PureCode(CodeGen):

@@ -58,13 +58,13 @@ def rewritten(
     graph.graph_copy(recorded.graph, twins)
     output = recorded.graph.output_node()
     twins[output] = graph.node_copy(output, lambda node: twins[node])
-    flags, swallowed = list(recorded.flags), list[str]()
+    flags, no_longer_called = list(recorded.flags), list[str]()
     for place in places:
         call = _rewrite_one(graph, module, _moved(place, twins), action, twins)
         flags += [flag for flag in call.flags if flag not in flags]
-        swallowed += call.swallowed
+        no_longer_called += call.no_longer_called
     graph.lint()
-    return replace(recorded, graph=graph, flags=tuple(flags)), tuple(dict.fromkeys(swallowed))
+    return replace(recorded, graph=graph, flags=tuple(flags)), tuple(dict.fromkeys(no_longer_called))
 
 
 def _moved(place: MatchedNodes, twins: dict[fx.Node, fx.Node]) -> MatchedNodes:

@@ -16,9 +16,9 @@ from slapo_graph.match import Match
 from slapo_graph.private import DataDependentOutputException, DynamicOutputShapeException
 from slapo_graph.protocol import Recorded
 from slapo_graph.rewriting.rewrite import only_given_out
-from slapo_graph.tracing.session import buffers_kept
+from slapo_graph.tracing.session import buffers_restored
 
-_TOLD: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+_TRIALS: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 """Answers by function and by what it was given: a cache, not a registry."""
 
 
@@ -56,11 +56,11 @@ def mismatch(
         return None
     state = _state_at(recorded.graph, match.nodes[0])
     key = (tuple(map(_key, args)), tuple((name, _key(value)) for name, value in kwargs.items()), tuple(expected), state)
-    told = _TOLD.setdefault(new, {})
-    if key not in told:
+    trials = _TRIALS.setdefault(new, {})
+    if key not in trials:
         device = next((tensor.device.type for tensor in (*module.parameters(), *module.buffers())), "cpu")
-        told[key] = _compare(new, args, kwargs, expected, state, device)
-    return told[key]
+        trials[key] = _compare(new, args, kwargs, expected, state, device)
+    return trials[key]
 
 
 class _UNKNOWN:
@@ -109,7 +109,7 @@ def _compare(
     device: str,
 ) -> str | None:
     held = new if isinstance(new, nn.Module) else nn.Module()
-    with buffers_kept(held), SafeFakeTensorMode(), _in_state(state), torch.no_grad():
+    with buffers_restored(held), SafeFakeTensorMode(), _in_state(state), torch.no_grad():
         try:
             with torch.random.fork_rng(devices=[]):
                 given = [_fake(value, device) for value in args]

@@ -27,19 +27,19 @@ class FakeMode(SafeFakeTensorMode):
     Torch's log of an operation that fails is off meanwhile: the error says it.
 
     Args:
-        home: the device for which tensors on the meta device stand that were not made in this mode: parameters without
-            memory, such as those of other pipeline stages. None leaves them on the meta device.
+        meta_device: the device for which tensors on the meta device stand that were not made in this mode: parameters
+            without memory, such as those of other pipeline stages. None leaves them on the meta device.
         sizes: whether tensors may have sizes that depend on values; an operation that makes one raises otherwise.
     """
 
-    def __init__(self, home: torch.device | None = None, *, sizes: bool = False) -> None:
+    def __init__(self, meta_device: torch.device | None = None, *, sizes: bool = False) -> None:
         super().__init__()
         if sizes:
             from torch.fx.experimental.symbolic_shapes import ShapeEnv  # which imports sympy
 
             self.shape_env = ShapeEnv()
-        self._home = home
-        self._at_home: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self._meta_device = meta_device
+        self._placed_meta: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
         self._was_disabled: list[bool] = []
 
     def __enter__(self) -> Self:
@@ -57,17 +57,17 @@ class FakeMode(SafeFakeTensorMode):
         return tensor if is_own else self.from_tensor(tensor, static_shapes=True)
 
     def from_tensor(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
-        if self._home is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
-            return self._fake_at_home(tensor)
+        if self._meta_device is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
+            return self._fake_of_meta(tensor)
         return super().from_tensor(tensor, *args, **kwargs)
 
-    def _fake_at_home(self, tensor: torch.Tensor) -> FakeTensor:
-        if id(tensor) not in self._at_home:
+    def _fake_of_meta(self, tensor: torch.Tensor) -> FakeTensor:
+        if id(tensor) not in self._placed_meta:
             with disable_current_modes():
-                fake = FakeTensor(self, tensor.detach(), self._home)
+                fake = FakeTensor(self, tensor.detach(), self._meta_device)
                 fake.requires_grad_(tensor.requires_grad)
-            self._at_home[id(tensor)] = (tensor, fake)
-        return self._at_home[id(tensor)][1]
+            self._placed_meta[id(tensor)] = (tensor, fake)
+        return self._placed_meta[id(tensor)][1]
 
     def _placed(self, value: Any) -> Any:
         cls = type(value)
@@ -78,9 +78,9 @@ class FakeMode(SafeFakeTensorMode):
         if cls is dict:
             return {key: self._placed(part) for key, part in value.items()}
         if isinstance(value, torch.Tensor):
-            return self._fake_at_home(value) if value.is_meta else value
+            return self._fake_of_meta(value) if value.is_meta else value
         if isinstance(value, torch.device) and value.type == "meta":
-            return self._home
+            return self._meta_device
         return value
 
     def _all_fake(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ class FakeMode(SafeFakeTensorMode):
         return self.fake_tensor_converter.from_real_tensor(self, value) if _kind(value) == "real" else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._home is not None:
+        if self._meta_device is not None:
             args, kwargs = self._placed(args), self._placed(kwargs or {})
         if func is GROUPED_MM and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **(kwargs or {}))
@@ -117,7 +117,7 @@ def _kind(value: Any) -> str:
     return "fake" if cls is FakeTensor else "real" if cls is torch.Tensor or cls is nn.Parameter else ""
 
 
-def home_of(module: nn.Module, arguments: Any) -> torch.device | None:
+def meta_device_of(module: nn.Module, arguments: Any) -> torch.device | None:
     """Where tensors of ``module`` without memory are taken to be: with the arguments; None if that changes nothing."""
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return None

@@ -88,8 +88,8 @@ def _guarded(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 def _device(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     """The device, as an object of its own, so that it is known again where it is used."""
     device = func(*args)
-    if device.type == "meta" and recording.home is not None:
-        device = recording.home
+    if device.type == "meta" and recording.meta_device is not None:
+        device = recording.meta_device
     return recording.know(torch.device(str(device)), recording.call(func, args, kwargs))
 
 

@@ -22,11 +22,11 @@ from slapo_graph.leaves import LeafRule, inlined_modules
 from slapo_graph.private import TABLES, FakeTensor, methods_put_on
 from slapo_graph.protocol import Flag, Location, Untraceable
 from slapo_graph.tracing.diagnostics import is_of_the_model
-from slapo_graph.tracing.session import attributes_kept, put_back
+from slapo_graph.tracing.session import attributes_restored, put_back
 from slapo_graph.tracing.sizes import is_symbolic
 from slapo_graph.tracing.structure import Opaque, is_plain
 
-Path_ = tuple[str, ...]
+HolderPath = tuple[str, ...]
 _DEPTH = 4
 _NO_HOLDERS = (
     nn.Module, torch.Tensor, list, tuple, dict, set, type, type(len), type(lambda: 0), types.ModuleType,
@@ -54,23 +54,24 @@ class AttributeReads:
         is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._refuse, self._line, self._is_paused = refuse, line, is_paused
-        self._by_code: set[tuple[Path_, str]] = set()
-        self._found: dict[tuple[Path_, str], Any] = {}
+        self._by_code: set[tuple[HolderPath, str]] = set()
+        self._found: dict[tuple[HolderPath, str], Any] = {}
         self._set_below: dict[Any, Exception] = {}
-        self._written: set[tuple[Path_ | None, str]] = set()  # what is read after that comes from the forward itself
-        self._places: dict[int, Path_] = {}
+        # What is read after it was written comes from the forward itself.
+        self._written: set[tuple[HolderPath | None, str]] = set()
+        self._places: dict[int, HolderPath] = {}
         self._watched: list[Any] = []  # an id stands for one object only as long as that lives
         self._spied: dict[type, Callable[[], None]] = {}
         self._thread = get_ident()  # of the recording: what others read and set meanwhile is not the forward's
         self._of_others: list[tuple[Any, str]] = []
-        self._recorded: set[Path_] = set()
+        self._recorded: set[HolderPath] = set()
         self._is_known = True
-        self._logs: list[dict[tuple[Path_, str], None]] = []
+        self._logs: list[dict[tuple[HolderPath, str], None]] = []
 
     @contextlib.contextmanager
-    def logged(self) -> Iterator[dict[tuple[Path_, str], None]]:
+    def logged(self) -> Iterator[dict[tuple[HolderPath, str], None]]:
         """What is read while this lasts, by place and name, also where it was read before."""
-        log: dict[tuple[Path_, str], None] = {}
+        log: dict[tuple[HolderPath, str], None] = {}
         self._logs.append(log)
         try:
             yield log
@@ -115,7 +116,7 @@ class AttributeReads:
         """
         inlined = inlined_modules(root, leaves)
         self._recorded = set(map(_place, inlined))
-        kept = attributes_kept(
+        kept = attributes_restored(
             root, inlined.values(), lambda problem: Untraceable(problem, self._line), self._of_others
         )
         with kept as is_unchanged:
@@ -127,7 +128,7 @@ class AttributeReads:
                 for restore in self._spied.values():
                     restore()
 
-    def _watch(self, value: Any, path: Path_) -> None:
+    def _watch(self, value: Any, path: HolderPath) -> None:
         if id(value) not in self._places and self._spy(type(value)):
             self._places[id(value)] = path
             self._watched.append(value)
@@ -233,11 +234,11 @@ class AttributeReads:
             return
         self._found[path, name] = ABSENT
 
-    def _note(self, path: Path_, name: str, found: Any) -> None:
+    def _note(self, path: HolderPath, name: str, found: Any) -> None:
         self._found[path, name] = fingerprint(found)
         self._is_known = self._is_known and (id(found) in self._places or is_told(found))
 
-    def _hold(self, value: Any, path: Path_, reader: Path_) -> None:
+    def _hold(self, value: Any, path: HolderPath, reader: HolderPath) -> None:
         """Watch an object that is not a module: a configuration."""
         if len(path) - len(reader) > 1 or len(path) > _DEPTH + max(map(len, self._recorded)):
             return
@@ -250,7 +251,7 @@ class AttributeReads:
             self._recorded.add(self._places[id(value)])
 
 
-def _place(path: str) -> Path_:
+def _place(path: str) -> HolderPath:
     return tuple(path.split(".")) if path else ()
 
 
@@ -274,7 +275,7 @@ class GlobalNames:
     """
 
     def __init__(self, forward: Callable[..., Any], modules: Iterable[nn.Module]) -> None:
-        self._values: dict[tuple[str, Path_, str], tuple[dict[str, Any], Any, Any, Any]] = {}
+        self._values: dict[tuple[str, HolderPath, str], tuple[dict[str, Any], Any, Any, Any]] = {}
         modules = list(modules)
         classes = {type(module) for module in modules}
         waiting = [*_functions_in(forward), *(_function(getattr(cls, "forward", None)) for cls in classes)]
@@ -302,7 +303,7 @@ class GlobalNames:
         return tuple(Flag(path, name, found[2], owner) for (owner, path, name), found in self._values.items())
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Give the names their values again, and lists and dictionaries their contents.
 
         Meanwhile ``type`` is among them: it gives the class that a number or a tensor has outside of a recording.
@@ -342,7 +343,7 @@ class GlobalNames:
                 for own in names.intersection(getattr(value, "__dict__", {})):
                     self._note(holder.__name__, (name,), own, value.__dict__)
 
-    def _note(self, owner: str, path: Path_, name: str, table: dict[str, Any]) -> None:
+    def _note(self, owner: str, path: HolderPath, name: str, table: dict[str, Any]) -> None:
         value = table[name]
         if isinstance(value, torch.Tensor) or _is_compared(value):
             contents = value.copy() if isinstance(value, (list, dict, set)) else None

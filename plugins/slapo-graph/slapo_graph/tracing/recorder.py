@@ -38,10 +38,10 @@ from slapo_graph.tracing.outside import ACTIVE
 from slapo_graph.tracing.queries import query_of
 from slapo_graph.tracing.recording import Recording
 from slapo_graph.tracing.repeated_calls import RepeatedCalls
-from slapo_graph.tracing.session import drawn_back
+from slapo_graph.tracing.session import rng_restored
 from slapo_graph.tracing.structure import concrete, tensors_in
 from slapo_graph.tracing.targets import writes_to_first
-from slapo_graph.tracing.writer import left
+from slapo_graph.tracing.writer import module_end
 
 # Into how many parts a value is taken apart: a decision of the recorded code, held by a guard.
 
@@ -167,7 +167,7 @@ def module_calls(recorder: Recorder, root: nn.Module, leaves: LeafRule) -> Abstr
             if is_predefined(module):
                 recording.note_inlined(path, args, kwargs, out, begin)
             if recording.notes is not None:
-                recording.compute(left, (path,))
+                recording.compute(module_end, (path,))
             return out
         return recorder.record_module(path, run, module, args, kwargs)
 
@@ -326,7 +326,7 @@ class Recorder(TorchFunctionMode):
         outside = ACTIVE.get() if may_change else None
         with (
             self.paused(),
-            drawn_back() if may_vary else contextlib.nullcontext(),
+            rng_restored() if may_vary else contextlib.nullcontext(),
             outside.elsewhere() if outside is not None else contextlib.nullcontext(),
         ):
             observer = Observer(self._memory_of)

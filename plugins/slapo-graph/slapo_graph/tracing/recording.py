@@ -58,14 +58,19 @@ class Recording(GraphWriter):
         root: the recorded module; its parameters, buffers and modules are known by their names.
         may_capture: whether tensors from elsewhere may become a part of the code.
         notes: what else is to be known of the run.
-        home: the device for which the module's tensors on the meta device stand; None: they are there.
+        meta_device: the device for which the module's tensors on the meta device stand; None: they are there.
     """
 
     def __init__(
-        self, root: nn.Module, *, may_capture: bool = True, notes: Notes | None = None, home: torch.device | None = None
+        self,
+        root: nn.Module,
+        *,
+        may_capture: bool = True,
+        notes: Notes | None = None,
+        meta_device: torch.device | None = None,
     ) -> None:
         super().__init__(notes)
-        self.may_capture, self.home = may_capture, home
+        self.may_capture, self.meta_device = may_capture, meta_device
         self.captured: list[torch.Tensor] = []
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Any] = []  # an id stands for one object only as long as that lives

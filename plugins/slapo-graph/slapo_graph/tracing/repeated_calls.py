@@ -13,11 +13,11 @@ from slapo_core.internals import module_index
 from slapo_graph import autocast_state
 from slapo_graph.guards import fingerprint, is_told
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
-from slapo_graph.tracing.reads import AttributeReads, Path_
+from slapo_graph.tracing.reads import AttributeReads, HolderPath
 from slapo_graph.tracing.structure import children, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.writer import Notes
 
-_Reads = tuple[tuple[Path_, str, Any], ...]
+_Reads = tuple[tuple[HolderPath, str, Any], ...]
 """What a call read of the called module and of those below: relative place, name, value."""
 
 
@@ -121,7 +121,7 @@ def _is_equal(found: Any, value: Any) -> bool:
     return found is value or (is_told(value) and fingerprint(found) == fingerprint(value))
 
 
-def _at(module: nn.Module, place: Path_, name: str) -> Any:
+def _at(module: nn.Module, place: HolderPath, name: str) -> Any:
     owner: Any = module
     for part in place:
         owner = getattr(owner, part, None)

@@ -29,7 +29,7 @@ _Cache = type(functools.lru_cache(abs))
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
+def without_other_modes() -> Iterator[None]:
     """Disable the active torch-function modes of other code."""
     others: list[Any] = []
     while private.number_of_function_modes():
@@ -61,7 +61,7 @@ def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.
 
 
 @contextlib.contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
+def buffers_restored(module: nn.Module) -> Iterator[None]:
     """Restore at the end the buffers written in between.
 
     Also where the run is fake: torch computes with small tensors for real there, to know their values.
@@ -90,7 +90,7 @@ def generators() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def drawn_back() -> Iterator[None]:
+def rng_restored() -> Iterator[None]:
     """Restore the RNG states of Python and NumPy."""
     numpy: Any = sys.modules.get("numpy.random")
     before, state = random.getstate(), numpy.get_state() if numpy is not None else None
@@ -103,7 +103,7 @@ def drawn_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def caches_kept(root: nn.Module) -> Iterator[None]:
+def caches_restored(root: nn.Module) -> Iterator[None]:
     """Clear at the end every ``functools.lru_cache`` of the modules' code that was filled in between.
 
     Known are those in the classes and in the files where the classes are written, decorated once more or not.
@@ -158,7 +158,7 @@ def put_back(container: Any, before: Any) -> bool:
 
 
 @contextlib.contextmanager
-def attributes_kept(
+def attributes_restored(
     root: nn.Module,
     recorded: Collection[nn.Module],
     refuse: Callable[[str], Exception],

@@ -18,12 +18,12 @@ from slapo_graph.effects import is_inert
 from slapo_graph.private import DynamicOutputShapeException
 from slapo_graph.protocol import Recorded, Tracer, Untraceable, check
 from slapo_graph.tracing.diagnostics import first_line
-from slapo_graph.tracing.fake import FakeMode, home_of, with_own_values, without_values
+from slapo_graph.tracing.fake import FakeMode, meta_device_of, with_own_values, without_values
 from slapo_graph.tracing.reads import AttributeReads
 from slapo_graph.tracing.recorder import NeedsValues, Recorder, autograd_functions, checkpointing_refused, module_calls
 from slapo_graph.tracing.recording import Recording
 from slapo_graph.tracing.repeated_calls import RepeatedCalls
-from slapo_graph.tracing.session import alone, caches_kept, drawn_back, generators
+from slapo_graph.tracing.session import caches_restored, generators, rng_restored, without_other_modes
 from slapo_graph.tracing.writer import Notes, placeholder
 
 # Take out of a recorded graph what nothing uses; only what certainly has no effect.
@@ -72,14 +72,14 @@ def recorded(
     leaves: Callable[[nn.Module, str], bool],
     *,
     noted: bool = False,
-    home: torch.device | None = None,
+    meta_device: torch.device | None = None,
 ) -> tuple[Recorded, Notes]:
     """Record on fake tensors; where shapes or modules below depend on values, on the tensors themselves.
 
     Args:
         module: as of :func:`record`, like the others.
         noted: whether the notes are filled.
-        home: as of :func:`record`.
+        meta_device: as of :func:`record`.
 
     Raises:
         Untraceable: it cannot be recorded.
@@ -88,13 +88,17 @@ def recorded(
     # In an empty context: what collects outputs of modules there must not collect those of a recording.
     run = contextvars.Context().run
     try:
-        return run(record, module, forward, arguments, leaves, notes=notes if noted else None, home=home), notes
+        return run(
+            record, module, forward, arguments, leaves, notes=notes if noted else None, meta_device=meta_device
+        ), notes
     except (NeedsValues, RuntimeError, NotImplementedError) as fake_error:
         if isinstance(fake_error.__cause__, DynamicOutputShapeException):  # within a call, it may be the size of a part
             notes = Notes()
             with contextlib.suppress(Untraceable, RuntimeError, NotImplementedError):
                 noting = notes if noted else None
-                return run(record, module, forward, arguments, leaves, notes=noting, home=home, sizes=True), notes
+                return run(
+                    record, module, forward, arguments, leaves, notes=noting, meta_device=meta_device, sizes=True
+                ), notes
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise
         notes, real = Notes(), with_own_values(dict(arguments))
@@ -143,7 +147,7 @@ def record(
     *,
     fake: bool = True,
     notes: Notes | None = None,
-    home: torch.device | None = None,
+    meta_device: torch.device | None = None,
     sizes: bool = False,
 ) -> Recorded:
     """Run ``forward`` once, on fake tensors like those of ``arguments``, and record it.
@@ -155,15 +159,15 @@ def record(
         leaves: says which modules below are called as they are.
         fake: False runs on the tensors themselves, where an operation has no fake implementation.
         notes: filled with the values and writes of the run.
-        home: tensors on the meta device are taken to be on this one; None takes them to be where the arguments are.
+        meta_device: the device for which tensors on the meta device stand; None: that of the arguments.
         sizes: whether calls may compute with tensors inside whose sizes depend on values; their results may not.
 
     Raises:
         Untraceable: it cannot be recorded.
     """
-    home = (home or home_of(module, dict(arguments))) if fake else None
-    recording = Recording(module, may_capture=fake, notes=notes, home=home)
-    mode = FakeMode(home, sizes=sizes) if fake else None
+    meta_device = (meta_device or meta_device_of(module, dict(arguments))) if fake else None
+    recording = Recording(module, may_capture=fake, notes=notes, meta_device=meta_device)
+    mode = FakeMode(meta_device, sizes=sizes) if fake else None
     recorder = Recorder(recording, mode.fake if mode is not None else None)
     recorder.is_in_root = not getattr(forward, "slapo_calls_module", False)
     reads = AttributeReads(recording.refusal, first_line(forward), lambda: recorder.is_paused)
@@ -171,9 +175,9 @@ def record(
     given: dict[str, Any] = {}
     drawn = generators()
     with (
-        alone(),
-        drawn_back(),
-        caches_kept(module),
+        without_other_modes(),
+        rng_restored(),
+        caches_restored(module),
         mode or contextlib.nullcontext(),
     ):
         own = without_values(mode, dict(arguments)) if mode else arguments

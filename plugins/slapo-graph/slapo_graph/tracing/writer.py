@@ -30,7 +30,7 @@ def placeholder(graph: fx.Graph, name: str) -> fx.Node:
 # What a recording saw besides the graph: the values of its nodes, what calls wrote to, which values share memory.
 
 
-def left(path: str) -> None:
+def module_end(path: str) -> None:
     """In a graph with notes: here ends a call of a module that was looked into."""
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
 from slapo_core.internals import forwards
-from slapo_graph.flat import FlatGraph, compiled, flat, set_state, sets_variables
+from slapo_graph.flat import FlatGraph, flat, graph_function, set_state, sets_variables
 from slapo_pipeline.partition.placement import Places, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
 from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
@@ -132,7 +132,7 @@ class _Cutting:
         taken = {what for kind, what in sources if kind == "input"}
         cuts = self.places.cuts
         return Program(
-            compiled(segment.graph),
+            graph_function(segment.graph),
             sources,
             inputs={name: form(self.inputs[name]) for name in self.inputs if name in taken},
             values={name: (values[name].shape, values[name].dtype) for name in map(self.name, segment.uses)},

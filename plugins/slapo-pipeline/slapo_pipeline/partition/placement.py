@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from slapo_graph.flat import FlatGraph, MakeDefaultDict, Opaque, check, contents_after, left, set_state
+from slapo_graph.flat import FlatGraph, MakeDefaultDict, Opaque, check, contents_after, module_end, set_state
 
 _QUERIES = frozenset([
     "size", "stride", "numel", "nelement", "dim", "ndimension", "is_contiguous", "is_floating_point", "is_complex",
@@ -41,7 +41,7 @@ def is_light(node: fx.Node, flat: FlatGraph) -> bool:
         return is_part(node, flat)
     if node.op == "call_method":
         return node.target in _QUERIES
-    if node.op != "call_function" or node.target in (check, set_state, left):
+    if node.op != "call_function" or node.target in (check, set_state, module_end):
         return False
     target: Any = node.target
     if bool(node.meta.get("is_size")) or isinstance(target, type) or target in (getattr, len, torch.Tensor.dim):
@@ -110,7 +110,7 @@ class Places:
                 self.position[node] = self.position[node.args[0]]
                 continue
             self.position[node] = len(self.cuts)
-            path: Any = node.target if node.op == "call_module" else node.args[0] if node.target is left else None
+            path: Any = node.target if node.op == "call_module" else node.args[0] if node.target is module_end else None
             if path in cuts:
                 if path in self.cuts:
                     raise Uncuttable(
@@ -137,7 +137,7 @@ class Places:
 
     def is_bound(self, node: fx.Node) -> bool:
         """Return whether a node runs in the one stage where it was recorded."""
-        if is_given(node) or node.target is check or node.op == "output" or node.target is left:
+        if is_given(node) or node.target is check or node.op == "output" or node.target is module_end:
             return False
         return not is_light(node, self.flat)
 
