@@ -1,16 +1,12 @@
-"""Call arguments: bound to the forward's parameters, and their input signature."""
+"""Call arguments, bound to the parameters of a forward."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
-
-import torch
-
-from slapo_graph.tracing.structure import children, is_plain
 
 
 class MISSING:
@@ -112,84 +108,3 @@ def call_of(signature: inspect.Signature, values: Mapping[str, Any]) -> tuple[li
         else:
             kwargs[parameter.name] = value
     return args, kwargs
-
-
-def form(value: Any) -> Any:
-    """Return an argument's input signature: hashable, equal for calls that one recording is valid for.
-
-    The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
-    None; the shape of containers.
-    """
-    if value is None or value is MISSING:
-        return value
-    if isinstance(value, torch.Tensor):
-        return (torch.Tensor, value.dtype, value.dim(), value.device.type)
-    cls = type(value)
-    if cls is int or cls is float:
-        return cls
-    if cls is bool or cls is str:
-        return (cls, value)
-    parts = children(value)
-    if parts is not None:
-        return (cls, tuple([(key, form(part)) for _, key, part in parts]))
-    if cls is set:
-        return (cls, frozenset(value)) if is_plain(value) else cls
-    return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
-
-
-def call_form(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`forms`.
-
-    Args:
-        values: of all arguments.
-        names: of the keyword arguments, which come last.
-    """
-    key: list[Any] = [len(values), *names]
-    tensors: list[int] = []
-    for value in values:
-        if value is None:
-            key.append(None)
-        elif type(value) is torch.Tensor:
-            tensors.append(id(value))
-            key.append((value.dtype, value.dim(), value.device))
-        else:
-            key.append(_quick_form(value, tensors))
-    if len(tensors) > 1 and len(set(tensors)) < len(tensors):
-        key.append(tuple([tensors.index(tensor) for tensor in tensors]))
-    return tuple(key)
-
-
-def _quick_form(value: Any, tensors: list[int]) -> Any:
-    """Return the form of a value, with the whole device of tensors; ``tensors`` get their identities."""
-    cls = type(value)
-    if cls is bool or cls is str:
-        return value
-    if isinstance(value, torch.Tensor):
-        tensors.append(id(value))
-        return (value.dtype, value.dim(), value.device)
-    if cls is tuple or cls is list:
-        return (cls, *[_quick_form(part, tensors) for part in value])
-    if cls is int or cls is float:
-        return cls
-    _collect((value,), tensors)
-    return form(value)
-
-
-def forms(values: tuple[Any, ...]) -> Any:
-    """Return the input signatures of a call's arguments, and which of their tensors are the same: ``f(x, x)``."""
-    own = tuple([form(value) for value in values])
-    tensors: list[int] = []
-    _collect(values, tensors)
-    if len(tensors) < 2 or len(set(tensors)) == len(tensors):
-        return own, None
-    return own, tuple([tensors.index(tensor) for tensor in tensors])
-
-
-def _collect(values: Any, tensors: list[int]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(id(value))
-        elif value is not None and type(value) not in (bool, int, float, str):
-            parts = children(value)
-            if parts is not None:
-                _collect([part for _, _, part in parts], tensors)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import fx, nn
 
 from slapo_core.errors import ApplyError, ArgumentError, TraceError
 from slapo_core.internals import forwards
@@ -68,6 +68,12 @@ class TracedForward(RecordedForward):
         code = printed(first.recorded)
         more = f"# the first of {len(self.variants)} variants\n" if len(self.variants) > 1 else ""
         return f"{more}{code}"
+
+    @property
+    def fx_graph(self) -> fx.Graph:
+        """Return the graph in which patterns are found, and that matches name nodes of."""
+        assert self.first is not None
+        return self.first.recorded.graph
 
     @property
     def called(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Guards on the attributes and global names that a recorded forward read."""
+"""What is compared at a call: the key by which a variant is found, and the attributes and global names that it read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_graph.private import CHILDREN, children_of, tables_of
+from slapo_graph import autocast_state
+from slapo_graph.arguments import MISSING
+from slapo_graph.private import CHILDREN, children_of, is_any_autocast_enabled, parameters_of, tables_of
 from slapo_graph.protocol import Flag
+from slapo_graph.tracing.structure import children, is_plain
+
+# Fingerprints of values.
 
 _SCALARS = (bool, int, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout)
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, ModuleType, type, Enum)
@@ -168,6 +173,9 @@ class _Text(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+# Checks of attributes and global names.
 
 
 class Checks:
@@ -326,3 +334,131 @@ def _of_class(module: nn.Module, name: str) -> Any:
         if name in table:
             return table[name]
     return getattr(module, name) if hasattr(type(module), name) else ABSENT
+
+
+# The key of a call.
+
+
+def call_key(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what decides which variant runs, besides the structure of the modules and :class:`Checks`.
+
+    Args:
+        modules: the traced one, and those below.
+        values: of the forward's parameters, in their order.
+    """
+    return (
+        forms(values),
+        tuple([module.training for module in modules]),
+        tuple(
+            [
+                (tensor.dtype, tensor.requires_grad)
+                for module in modules
+                for tensor in parameters_of(module).values()
+                if tensor is not None
+            ]
+        ),
+        autocast_state.state(),
+        torch.get_default_dtype(),
+        not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
+    )
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return what decides outside of a model how a call computes; a part of the quick key."""
+    return (
+        torch.is_grad_enabled(),
+        autocast_state.state() if is_any_autocast_enabled() else None,
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+def form(value: Any) -> Any:
+    """Return an argument's input signature: hashable, equal for calls that one recording is valid for.
+
+    The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
+    None; the shape of containers.
+    """
+    if value is None or value is MISSING:
+        return value
+    if isinstance(value, torch.Tensor):
+        return (torch.Tensor, value.dtype, value.dim(), value.device.type)
+    cls = type(value)
+    if cls is int or cls is float:
+        return cls
+    if cls is bool or cls is str:
+        return (cls, value)
+    parts = children(value)
+    if parts is not None:
+        return (cls, tuple([(key, form(part)) for _, key, part in parts]))
+    if cls is set:
+        return (cls, frozenset(value)) if is_plain(value) else cls
+    return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
+
+
+def call_form(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
+    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`forms`.
+
+    Args:
+        values: of all arguments.
+        names: of the keyword arguments, which come last.
+    """
+    key: list[Any] = [len(values), *names]
+    tensors: list[int] = []
+    for value in values:
+        if value is None:
+            key.append(None)
+        elif type(value) is torch.Tensor:
+            tensors.append(id(value))
+            key.append((value.dtype, value.dim(), value.device))
+        else:
+            key.append(_quick_form(value, tensors))
+    if len(tensors) > 1 and len(set(tensors)) < len(tensors):
+        key.append(tuple([tensors.index(tensor) for tensor in tensors]))
+    return tuple(key)
+
+
+def _quick_form(value: Any, tensors: list[int]) -> Any:
+    """Return the form of a value, with the whole device of tensors; ``tensors`` get their identities."""
+    cls = type(value)
+    if cls is bool or cls is str:
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors.append(id(value))
+        return (value.dtype, value.dim(), value.device)
+    if cls is tuple or cls is list:
+        return (cls, *[_quick_form(part, tensors) for part in value])
+    if cls is int or cls is float:
+        return cls
+    _collect((value,), tensors)
+    return form(value)
+
+
+def forms(values: tuple[Any, ...]) -> Any:
+    """Return the input signatures of a call's arguments, and which of their tensors are the same: ``f(x, x)``."""
+    own = tuple([form(value) for value in values])
+    tensors: list[int] = []
+    _collect(values, tensors)
+    if len(tensors) < 2 or len(set(tensors)) == len(tensors):
+        return own, None
+    return own, tuple([tensors.index(tensor) for tensor in tensors])
+
+
+def _collect(values: Any, tensors: list[int]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(id(value))
+        elif value is not None and type(value) not in (bool, int, float, str):
+            parts = children(value)
+            if parts is not None:
+                _collect([part for _, _, part in parts], tensors)
+
+
+def exact_form(value: Any) -> Any:
+    """Return an argument's signature with its sizes."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.storage_offset(), value.device, value.requires_grad, value.is_leaf)
+    if value is MISSING or isinstance(value, int | float):
+        return value
+    parts = children(value)
+    return None if parts is None else tuple(exact_form(part) for _, _, part in parts)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from slapo_core.internals import module_index
-from slapo_graph.arguments import MISSING
 from slapo_graph.guards import Checks
 from slapo_graph.protocol import Flag, Recorded
 from slapo_graph.specialization import Specialization
-from slapo_graph.tracing.structure import children, is_plain
+from slapo_graph.tracing.structure import is_plain
 
 
 class Pool:
@@ -56,16 +54,6 @@ class Pool:
     def __getstate__(self) -> dict[str, Any]:
         """Drop the recordings: graphs are recorded again after unpickling."""
         return {"_entries": {}}
-
-
-def exact_form(value: Any) -> Any:
-    """Return an argument's signature with its sizes."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.storage_offset(), value.device, value.requires_grad, value.is_leaf)
-    if value is MISSING or isinstance(value, int | float):
-        return value
-    parts = children(value)
-    return None if parts is None else tuple(exact_form(part) for _, _, part in parts)
 
 
 def is_pure(recorded: Recorded) -> bool:

@@ -15,16 +15,14 @@ from slapo_core.errors import GuardError, TraceError
 from slapo_core.internals import forwards, module_index
 from slapo_core.observers import PATCHING, is_recording
 from slapo_graph import autocast_state
-from slapo_graph.arguments import MISSING, Parameters, call_form, forms
+from slapo_graph.arguments import MISSING, Parameters
 from slapo_graph.effects import observe
-from slapo_graph.guards import describe, fingerprint
+from slapo_graph.guards import call_form, call_key, describe, exact_form, fingerprint, surroundings
 from slapo_graph.leaves import Leaves, is_changed
-from slapo_graph.pool import Pool, exact_form
+from slapo_graph.pool import Pool
 from slapo_graph.private import (
     disable_dynamo,
-    is_any_autocast_enabled,
     number_of_function_modes,
-    parameters_of,
 )
 from slapo_graph.protocol import Flag, GuardViolation, Tracer, Untraceable
 from slapo_graph.specialization import Plan, PreparedCall, Snapshot, Specialization
@@ -88,7 +86,7 @@ class RecordedForward(forwards.ReplacedForward):
         given: Any = (*args, *kwargs.values())
         form, found = None, None
         if not torch.compiler.is_compiling() and not (number_of_function_modes() and is_recording()):
-            form = (call_form(given, kwargs), _surroundings())
+            form = (call_form(given, kwargs), surroundings())
             snapshot = self._snapshots.get(id(module))
             if snapshot is not None:
                 found = snapshot.calls.get((snapshot.modes(module), form))
@@ -232,23 +230,7 @@ class RecordedForward(forwards.ReplacedForward):
     def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Plan, list[nn.Module]]:
         """Return the signature of a call, the module's plan, and its modules."""
         number, plan, modules = self._plan(module)
-        key = (
-            number,
-            forms(values),
-            tuple([below.training for below in modules]),
-            tuple(
-                [
-                    (tensor.dtype, tensor.requires_grad)
-                    for below in modules
-                    for tensor in parameters_of(below).values()
-                    if tensor is not None
-                ]
-            ),
-            autocast_state.state(),
-            torch.get_default_dtype(),
-            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),  # dynamo cannot say
-        )
-        return key, plan, modules
+        return (number, *call_key(modules, values)), plan, modules
 
     def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
         for number, plan in enumerate(self.plans):
@@ -345,13 +327,3 @@ class RecordedForward(forwards.ReplacedForward):
     @property
     def _where(self) -> str:
         return f"'{self.path}'" if self.path else "the root"
-
-
-def _surroundings() -> tuple[Any, ...]:
-    """Return what decides outside of a model how a call computes; as a part of the key of :class:`RecordedForward`."""
-    return (
-        torch.is_grad_enabled(),
-        autocast_state.state() if is_any_autocast_enabled() else None,
-        torch.get_default_dtype(),
-        torch.is_inference_mode_enabled(),
-    )

@@ -222,8 +222,8 @@ def first_graph(node: Node) -> fx.Graph:
     elif not graph.holds(node.module):
         with contextlib.suppress(ArgumentError, TraceError):
             graph.retrace_changed(node.module, example_calls(node))
-    recorded: fx.Graph = graph.first.recorded.graph
-    return recorded
+    found: fx.Graph = graph.fx_graph
+    return found
 
 
 def load_pattern(registry: Registry, name: str) -> Any:

@@ -15,20 +15,14 @@ from slapo_graph.graph import graph_of
 from slapo_graph.match import Match, by_place
 
 if TYPE_CHECKING:
-    from torch import fx, nn
-
-
-def first_graph(place: Node) -> fx.Graph:
-    """The graph that a traced node's matches are named after."""
-    graph: Any = graph_of(place)
-    recorded: fx.Graph = graph.first.recorded.graph
-    return recorded
+    from torch import nn
 
 
 def changes_lost(place: Node, match: Match) -> Iterator[Violation]:
     """Refuse matches whose replacement would lose wrappers or hooks of steps, on any mesh size."""
     inside = set(match.nodes)
-    called = [str(each.target) for each in first_graph(place).nodes if each.op == "call_module" and each.name in inside]
+    graph: Any = graph_of(place)
+    called = [str(each.target) for each in graph.fx_graph.nodes if each.op == "call_module" and each.name in inside]
     for path in dict.fromkeys(called):
         for below in place[path].walk():
             if not (below.hooks or below.wrappers or below.forward_is_replaced):

@@ -61,7 +61,8 @@ class Merge(Primitive):
         return self.name_ or "_".join(path.rpartition(".")[2] for path in self.linears)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        if graph_of(node) is None:
+        graph = graph_of(node)
+        if graph is None:
             yield Violation("the module is not traced", f"sch['{node.path}'].trace() first")
             return
         if len(self.linears) < 2 or len(set(self.linears)) < len(self.linears):
@@ -77,7 +78,7 @@ class Merge(Primitive):
             return
         matches = self._matches(node)
         if not matches:
-            miss = self._pattern().nearest_miss(_graph_of(node), node.module)
+            miss = self._pattern().nearest_miss(graph.fx_graph, node.module)
             yield Violation(
                 f"the graph does not call {', '.join(map(repr, self.linears))} with one and the same value"
                 + (f"; closest candidate: {miss}" if miss else ""),
@@ -114,7 +115,8 @@ class Merge(Primitive):
 
     def _matches(self, node: Node) -> list[Match]:
         pattern = self._pattern()
-        count = len(pattern.matches(_graph_of(node), node.module))
+        graph: Any = graph_of(node)
+        count = len(pattern.matches(graph.fx_graph, node.module))
         return [Match(node.path, pattern, index, count) for index in range(count)]
 
     def _pattern(self) -> GraphPattern:
@@ -127,8 +129,3 @@ class Merge(Primitive):
             )
 
         return pattern_of(parallel)
-
-
-def _graph_of(node: Node) -> Any:
-    graph: Any = graph_of(node)
-    return graph.first.recorded.graph
