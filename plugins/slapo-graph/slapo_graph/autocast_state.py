@@ -22,9 +22,8 @@ def state() -> State:
 def set_state(grad: bool, autocast: tuple[tuple[bool, torch.dtype], ...], cache: bool) -> None:
     """Switch to a state of :func:`state`.
 
-    Autocast's copies of weights end with the outermost region, as torch's own do: later they would be those of before
-    the optimizer's step, and made under ``no_grad`` they may take no gradient. Inside of a region of the caller they
-    stay; its end drops them.
+    Clear the autocast cache at the end of the outermost region, as torch does: cached casts may predate the optimizer's
+    step, or have been made under ``no_grad``. Inside of a region of the caller they stay until its end.
     """
     is_graded_again = grad and not torch.is_grad_enabled()
     set_grad_enabled(grad)

@@ -1,8 +1,8 @@
 """Side effects of graph nodes: RNG use, in-place writes, switched-off gradients.
 
-Two nodes that were recorded in one order may run in the other only if neither notices. Of torch's functions and modules
-it is seen while they are recorded: the schemas and tags of the operators that they call say it. What is not torch's (a
-function or module of the model's author) is taken to do everything.
+Two nodes may be swapped if neither reads what the other writes and not both draw random numbers. The effects of torch's
+functions and modules are seen while they are recorded, in the schemas and tags of the operators that they call.
+Functions and modules of the model's author are taken to do everything.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class Plan:
     def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
         """Return the inlined modules in the order of :attr:`paths`, then all others.
 
-        None if another plan is needed: a module was replaced, put in or taken out; or one that is part of the graph
-        was hooked or got another forward, or one that was called would be looked into now.
+        None if the plan no longer fits: a module was added, removed or replaced, an inlined one was hooked or got
+        another forward, or a called one would be inlined now.
         """
         found, children = [root], [children_of(root)]
         if self._root != (type(root), len(children[0])):

@@ -168,7 +168,7 @@ class RecordedForward(forwards.ReplacedForward):
         return (self.forward,)
 
     def select_variant(self, module: nn.Module) -> None:
-        """Select a specialization that matches the module as it is now."""
+        """Select the variant recorded for the module's present structure, if any, to represent the graph."""
         if not self.holds(module):
             alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
             self._first = next(alike, self._first)

@@ -89,7 +89,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 class _FormBuilder:
-    """One form: the alternatives in the order in which they are met, first those of ``given``, then the first ones."""
+    """Build one form: ``given`` selects an alternative at each choice point; later ones take the first."""
 
     def __init__(self, reader: PatternReader, given: list[int], parameters: Set[str]) -> None:
         self.reader, self.given = reader, given

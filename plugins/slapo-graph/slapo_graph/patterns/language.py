@@ -59,7 +59,7 @@ class Where:
 def any_constant() -> Any:
     """A number, text, dtype, None, ... that is written in the graph, whatever it is.
 
-    What is left out counts as what it is then. As the default of a parameter it is captured under its name::
+    An omitted argument matches its default value. As the default of a parameter it is captured under its name::
 
         ANY = any_constant()
 

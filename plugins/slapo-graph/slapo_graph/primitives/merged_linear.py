@@ -61,7 +61,7 @@ class Parts:
 
     @classmethod
     def of(cls, node: Node, paths: tuple[str, ...]) -> Parts | Violation:
-        """Those below ``node``, or why they are none that can be merged."""
+        """Return the modules at ``paths``, or the reason why they cannot be merged."""
         from torch import nn
 
         nodes = []

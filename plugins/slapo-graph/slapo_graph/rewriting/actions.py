@@ -72,9 +72,8 @@ def adapted(
 ) -> tuple[Positional, Keywords]:
     """The arguments of a call of ``new`` in ``place``, by position and by name.
 
-    What is captured there and was not where the replacement was made is passed too, under its own name; what was, and
-    is not now, is left out where ``new`` has a default. For the alternatives of a pattern differ in what they compute
-    only by what they capture.
+    Captures that only this match has are passed by name. Captures that it lacks are omitted where ``new`` has a default
+    for them. Alternatives of a pattern differ in what they compute only by what they capture.
 
     Args:
         new: what is called: a function, or the path of a module.

@@ -74,7 +74,7 @@ def nodes_after(matched: Collection[fx.Node], effects: Effects) -> list[fx.Node]
 
 
 def _why(node: fx.Node, back: fx.Node, reasons: dict[fx.Node, str], earlier: list[fx.Node]) -> str:
-    """Of what ``node`` needs, ``back`` cannot run before the match."""
+    """Explain why ``back``, which ``node`` needs, cannot be moved before the match."""
     stack, seen = [back], set()
     while stack:
         present = stack.pop()

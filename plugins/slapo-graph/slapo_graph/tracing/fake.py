@@ -118,7 +118,7 @@ def _kind(value: Any) -> str:
 
 
 def meta_device_of(module: nn.Module, arguments: Any) -> torch.device | None:
-    """Where tensors of ``module`` without memory are taken to be: with the arguments; None if that changes nothing."""
+    """Return the device for which meta tensors of a module stand: that of the arguments; None if it has none."""
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return None
     given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))

@@ -43,7 +43,7 @@ from slapo_graph.tracing.structure import concrete, tensors_in
 from slapo_graph.tracing.targets import writes_to_first
 from slapo_graph.tracing.writer import module_end
 
-# Into how many parts a value is taken apart: a decision of the recorded code, held by a guard.
+# Guards on the number of chunks of split, chunk and unbind.
 
 _CUT = {"split": "split_size", "chunk": "chunks", "unsafe_split": "split_size", "unsafe_chunk": "chunks", "unbind": ""}
 
@@ -199,7 +199,7 @@ class Regions:
 
 
 _SWITCHES = (set_grad_enabled,)
-"""Seen through the state that they change."""
+"""Not recorded as calls: :class:`Regions` records the resulting state."""
 
 _READS = frozenset(
     getattr(torch.Tensor, name)

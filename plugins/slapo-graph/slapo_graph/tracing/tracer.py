@@ -115,9 +115,9 @@ def recorded(
 def after_first_call(recording: Callable[[], T]) -> T:
     """Record a later call, where the first one sets state, e.g. the loss type by its labels.
 
-    Settled are texts and truth values in the place of None, and marks that were not there, with the hooks that the call
-    registered until then; they stay, as after a call of the model. What is set again is refused, and so is a call that
-    changed something else as well.
+    If the forward sets an attribute that was None to a string or a bool, or a missing one to True, that value is kept,
+    as after a real call, with the hooks that the call registered until then. Setting it twice is an error, and so is a
+    call that also changes something else.
     """
     settled: list[tuple[Any, str, bool, list[tuple[Any, dict[Any, Any]]]]] = []
     while True:

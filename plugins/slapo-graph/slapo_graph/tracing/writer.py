@@ -31,7 +31,7 @@ def placeholder(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def module_end(path: str) -> None:
-    """In a graph with notes: here ends a call of a module that was looked into."""
+    """Mark the end of an inlined call of a module, in a graph with notes."""
 
 
 class Notes:
@@ -42,7 +42,7 @@ class Notes:
             an ``Opaque`` for any other object.
         writes: for nodes that changed some of their arguments in place: which.
         storages: for nodes that give tensors: a number that those share which lie in the same memory.
-        value_reads: how often the run looked into the values of a tensor that is there beside it: of a buffer, say.
+        value_reads: number of reads of concrete values (of a buffer, e.g.) during the run.
         needs_values: why the run was on values; None of a run without.
     """
 
