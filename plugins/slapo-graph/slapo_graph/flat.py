@@ -16,13 +16,13 @@ import torch
 from torch import fx, nn
 
 from slapo_core.errors import GuardError
-from slapo_core.internals import forwards, module_index
+from slapo_core.internals import buffers_of, forwards, module_index
 from slapo_core.observers import PATCHING, spans_stages
 from slapo_graph.autocast_state import State, set_state, state
 from slapo_graph.example_calls import copied_model
 from slapo_graph.guards import BoundChecks, Checks, describe, fingerprint
 from slapo_graph.leaves import inlined_modules
-from slapo_graph.private import buffers_of, write_count
+from slapo_graph.private import write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_graph.specialization import graph_function
 from slapo_graph.tracing.diagnostics import refusal

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from slapo_core.internals import children_of, parameters_of
 from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING
-from slapo_graph.private import CHILDREN, children_of, is_any_autocast_enabled, parameters_of, tables_of
+from slapo_graph.private import CHILDREN, is_any_autocast_enabled, tables_of
 from slapo_graph.protocol import Flag
 from slapo_graph.tracing.structure import children, is_plain
 

@@ -70,21 +70,6 @@ TABLES = (*TENSOR_TABLES, CHILDREN)
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the live table of a module's own parameters by name; None for unset ones."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the live table of a module's own buffers by name; None for unset ones."""
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the live table of a module's children by name; None for unset ones."""
-    return module._modules
-
-
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """Return the live tables of parameters, buffers and children."""
     return module._parameters, module._buffers, module._modules

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from slapo_core.internals import module_index
+from slapo_core.internals import children_of, module_index, parameters_of
 from slapo_graph import autocast_state
 from slapo_graph.guards import BoundChecks, Checks
 from slapo_graph.leaves import LeafRule, inlined_modules, is_changed
-from slapo_graph.private import CHILDREN, FORWARDS, HOOKS, PARAMETERS, TENSOR_TABLES, children_of, parameters_of
+from slapo_graph.private import CHILDREN, FORWARDS, HOOKS, PARAMETERS, TENSOR_TABLES
 from slapo_graph.protocol import Flag, Recorded
 from slapo_graph.tracing.given import sets_variables
 

@@ -119,9 +119,6 @@ def test_gradients_are_switched_and_trees_flattened() -> None:
 
 def test_modules_keep_their_tensors_children_and_hooks_in_these_tables() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
-    assert [*private.parameters_of(module[0])] == ["weight", "bias"]
-    assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked"]
-    assert [*private.children_of(module)] == ["0"]
     for table, name in zip(private.tables_of(module), private.TABLES, strict=True):
         assert table is getattr(module, name)
     assert not private.is_changed(module)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from slapo_core.internals import buffers_of, parameters_of
 from slapo_graph.leaves import is_changed, is_predefined
-from slapo_graph.private import DisableTorchFunction, buffers_of, parameters_of
+from slapo_graph.private import DisableTorchFunction
 
 
 class INPUT:

@@ -9,10 +9,11 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from slapo_core.internals import children_of
 from slapo_graph.autocast_state import set_state
 from slapo_graph.patterns.data import Attribute, CanonicalCall, Items, Slice, parts
 from slapo_graph.patterns.operations import constant_kind, function_call, method_call, module_call, settings
-from slapo_graph.private import children_of, tree_map_only
+from slapo_graph.private import tree_map_only
 from slapo_graph.protocol import check
 from slapo_graph.tracing.recording import Operand, operands_of
 

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from slapo_core.internals import buffers_of, parameters_of
 from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.patterns.data import Attribute, CanonicalCall, Items, Slice
 from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
 from slapo_graph.patterns.schemas import bind_function, bind_schema, defaults_of
-from slapo_graph.private import NN, VF, OpOverload, OpOverloadPacket, buffers_of, operator_name, parameters_of
+from slapo_graph.private import NN, VF, OpOverload, OpOverloadPacket, operator_name
 from slapo_graph.tracing.structure import is_plain
 
 _IN_TORCH = {

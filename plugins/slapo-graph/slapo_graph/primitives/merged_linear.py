@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node
 from slapo_core.hookspecs import hookimpl
-from slapo_core.internals import forwards
+from slapo_core.internals import forwards, parameters_of
 from slapo_core.primitive import Violation
-from slapo_graph.private import parameters_of
 
 if TYPE_CHECKING:
     import torch

@@ -10,13 +10,12 @@ from typing import Any
 
 from slapo_core import Edit, Node
 from slapo_core.errors import PathError, SlapoError, TraceError, UnknownNameError
-from slapo_core.internals import forwards
+from slapo_core.internals import children_of, forwards
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
 from slapo_graph.example_calls import Call, call_with, example_call, example_calls, reference_calls
 from slapo_graph.graph import TracedForward, graph_of
 from slapo_graph.leaves import Leaves, is_predefined
-from slapo_graph.private import children_of
 from slapo_graph.protocol import Untraceable
 
 

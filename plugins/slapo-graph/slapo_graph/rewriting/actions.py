@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from slapo_core.internals import children_of
 from slapo_graph.effects import Effects, is_inert
 from slapo_graph.patterns.data import Attribute
 from slapo_graph.patterns.pattern import MatchedNodes
-from slapo_graph.private import children_of, tree_map_only
+from slapo_graph.private import tree_map_only
 from slapo_graph.protocol import Flag
 from slapo_graph.rewriting.region import CannotPlace, refuse_changed, settings_of, take_out
 
