@@ -1,6 +1,6 @@
 """Side effects of graph nodes: RNG use, in-place writes, switched-off gradients.
 
-Two nodes may be swapped if neither reads what the other writes and not both draw random numbers. The effects of torch's
+Two nodes may be swapped if neither reads what the other writes and not both use the RNG. The effects of torch's
 functions and modules are seen while they are recorded, in the schemas and tags of the operators that they call.
 Functions and modules of the model's author are taken to do everything.
 """
