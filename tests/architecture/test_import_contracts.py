@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +40,7 @@ VIOLATIONS = {
         "slapo_core/schedule.py",
         "slapo_runtime",
     ),
-    "imports of core go down its layers only": ("slapo_core/tree.py", "slapo_core.schedule"),
+    "imports of core go down its layers only": ("slapo_core/errors.py", "slapo_core.layout"),
     "slapo-deepspeed imports core, runtime only": ("slapo_deepspeed/__init__.py", "slapo_graph"),
     "slapo-estimate imports core, runtime only": ("slapo_estimate/__init__.py", "slapo_verify"),
     "slapo-fusion imports core, graph only": ("slapo_fusion/fuse.py", "slapo_testing"),
@@ -64,6 +66,7 @@ VIOLATIONS = {
         "slapo_core.tree",
     ),
     "target torch imports what any dialect may": ("slapo_torch/engine.py", "slapo_runtime.weights"),
+    "no circle between the modules of a folder": ("slapo_tp/shard.py", "slapo_tp.sync"),
 }
 """Contract -> a file and what it must not import."""
 
@@ -80,6 +83,7 @@ def test_each_contract_is_broken_by_an_import_against_it(tmp_path: Path, contrac
     files["slapo_core/schedule.py"] = "import slapo_core.tree"
     files["slapo_fusion/cases.py"] = "import slapo_testing"  # the exception: kit cases
     files["slapo_tp/shard.py"] = "import slapo_core.internals"
+    files["slapo_tp/sync.py"] = "import slapo_tp.shard"
     files |= {"slapo_fusion/fuse.py": "", "slapo_testing/kit.py": ""}
     files |= {"slapo_torch/engine.py": "import slapo_runtime.engine", "slapo_runtime/weights.py": ""}
     files["slapo_runtime/engine.py"] = "import slapo_core.layout"
@@ -102,6 +106,29 @@ def test_each_contract_is_broken_by_an_import_against_it(tmp_path: Path, contrac
 def test_every_contract_has_an_import_that_breaks_it() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert {contract["name"] for contract in contracts} == set(VIOLATIONS)
+
+
+def allowed_imports(settings: dict[str, Any]) -> dict[str, set[str]]:
+    """Return the packages that each package may import, by the contracts of its distribution."""
+    packages = set(settings["root_packages"])
+    allowed = {}
+    for contract in settings["contracts"]:
+        if contract["type"] == "forbidden" and (package := contract["source_modules"][0]) in packages:
+            allowed[package] = packages - {package} - set(contract["forbidden_modules"])
+    return allowed
+
+
+def test_the_contracts_cover_every_distribution_and_allow_no_circle_of_them() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    plugins = {project.parent.name.replace("-", "_") for project in ROOT.glob("plugins/*/pyproject.toml")}
+    (circles,) = (contract for contract in settings["contracts"] if contract["type"] == "acyclic_siblings")
+    assert set(settings["root_packages"]) == set(circles["ancestors"]) == {"slapo_core", *plugins}
+    allowed = allowed_imports(settings)
+    assert allowed.keys() == {"slapo_core", *plugins}
+    assert allowed["slapo_core"] == set()
+    TopologicalSorter(allowed).prepare()  # raises CycleError
+    with pytest.raises(CycleError, match="slapo_runtime"):
+        TopologicalSorter({**allowed, "slapo_runtime": {"slapo_verify"}}).prepare()
 
 
 def test_installed_metadata_is_read_in_one_file_only() -> None:

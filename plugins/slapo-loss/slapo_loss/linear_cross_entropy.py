@@ -20,6 +20,7 @@ from slapo_loss.chunked import Vocabulary, chunk_size
 from slapo_loss.deferred import Call, DeferredLogits, Head
 from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal
 from slapo_loss.private import detect_fake_mode, gather_functional, is_transformed
+from slapo_loss.rules import gather_violations, head_violations, split_violations
 from slapo_loss.withheld import WithheldLogits
 
 
@@ -64,8 +65,6 @@ class LinearCrossEntropy(Primitive):
         return AUTO if self.implementation == "auto" else self.implementation
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        from slapo_loss.rules import gather_violations, head_violations, split_violations
-
         if self.chunk is not None and self.chunk < 1:
             yield Violation(f"chunk must be at least 1 (got {self.chunk})", "leave it out")
         if self.mesh_dim != "tp" and (node.mesh is None or self.mesh_dim not in node.mesh):

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from slapo_core import Node, Primitive, Record, Violation
-from slapo_loss.linear_cross_entropy import LinearCrossEntropy
 
 _TENSORS = (Tensor, nn.Parameter)
 
@@ -25,7 +24,7 @@ def head_violations(node: Node) -> Iterator[Violation]:
         linear = f"sch['{node.path}.{inside[-1]}']" if inside else _heads(node)
         yield Violation(f"the head must be an nn.Linear (got {type(module).__name__})", f"{where}: {linear}")
         return
-    if any(isinstance(record.primitive, LinearCrossEntropy) for record in node.records):
+    if _record(node) is not None:
         yield Violation("the loss of this head is computed from its hidden states already", "remove this second call")
         return
     if type(module).forward is not nn.Linear.forward or not node.runs_own_forward:
@@ -110,9 +109,13 @@ def beside_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
         node: where the step is about to be applied.
         primitive: the step.
     """
-    own = next((record for record in node.records if isinstance(record.primitive, LinearCrossEntropy)), None)
+    own = _record(node)
     if own is not None and primitive.name == "tp.sync" and _communicates_output(primitive):
         yield Violation(
             f"{own} computes the loss from shards of the logits, which this step would communicate",
             "leave this call out: where logits are needed linear_cross_entropy gathers them itself",
         )
+
+
+def _record(node: Node) -> Record | None:
+    return next((record for record in node.records if record.name == "loss.linear_cross_entropy"), None)

@@ -91,7 +91,7 @@ def model_chunks(
     from slapo_megatron.runtime import MEGATRON
 
     MEGATRON.require()
-    from slapo_megatron.model import chunks_for_own_loop
+    from slapo_megatron.own_loop import chunks_for_own_loop
 
     options = {
         "ddp_config": ddp_config,

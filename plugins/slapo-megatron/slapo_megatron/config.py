@@ -24,6 +24,8 @@ from slapo_runtime.options import Options
 from slapo_runtime.planning import ScheduleFacts, boundaries, checked_axes, topology
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     from slapo_core import Schedule
     from slapo_core.layout import Mesh
     from slapo_runtime.stages import StagedModel
@@ -380,10 +382,27 @@ def _fill_replicas(draft: Options, facts: ScheduleFacts) -> None:
             )
 
 
+def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> TransformerConfig:
+    """Make the configuration for DistributedDataParallel and the schedules; its layer sizes are dummies.
+
+    Args:
+        options: of the plan.
+        mesh: of the schedule.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    size = mesh.size if mesh is not None else lambda _: 1
+    heads = size("tp")
+    return TransformerConfig(
+        num_layers=size("pp"),
+        hidden_size=heads,
+        num_attention_heads=heads,
+        **options["model_parallel_config"],
+    )
+
+
 def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
     """Ask Megatron's own classes, and its scheduler at every step where its rule changes."""
-    from slapo_megatron.model import transformer_config
-
     for option in CLASSES:
         kind, given = megatron_class(option), options[option]
         try:

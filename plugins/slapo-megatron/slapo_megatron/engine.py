@@ -16,9 +16,10 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from torch import nn
 
 from slapo_core import BuildError, Plan, StepResult
+from slapo_megatron.config import transformer_config
 from slapo_megatron.groups import hold, start
 from slapo_megatron.marks import mark
-from slapo_megatron.model import Chunk, assemble, release, transformer_config
+from slapo_megatron.model import Chunk, assemble, release
 from slapo_megatron.private import ignore_backward
 from slapo_megatron.sharded import ShardedDirectory
 from slapo_megatron.state import (

@@ -6,7 +6,6 @@ Imports Megatron: import it in functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,40 +17,19 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from slapo_core import BuildError
-from slapo_megatron.config import filled, trains
-from slapo_megatron.groups import hold, start
-from slapo_megatron.marks import mark
+from slapo_megatron.config import trains
 from slapo_megatron.private import bucket_groups, tree_map
-from slapo_megatron.runtime import Megatron, require_device
+from slapo_megatron.runtime import Megatron
 
 if TYPE_CHECKING:
     from slapo_core import Plan, Schedule
-    from slapo_core.layout import Mesh
     from slapo_megatron.marks import Marks
     from slapo_runtime.context import BuildContext
 
 _LOW = (torch.float16, torch.bfloat16)
-
-
-def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> TransformerConfig:
-    """Make the configuration for DistributedDataParallel and the schedules; its layer sizes are dummies.
-
-    Args:
-        options: of the plan.
-        mesh: of the schedule.
-    """
-    size = mesh.size if mesh is not None else lambda _: 1
-    heads = size("tp")
-    return TransformerConfig(
-        num_layers=size("pp"),
-        hidden_size=heads,
-        num_attention_heads=heads,
-        **options["model_parallel_config"],
-    )
 
 
 def working_dtype(config: Any) -> torch.dtype | None:
@@ -358,41 +336,3 @@ def _scaler(config: OptimizerConfig) -> Any:
 
 def _no_state(*_: Any) -> None:
     """The user's optimizer makes its state in its first step."""
-
-
-# -- the user's own loop ---------------------------------------------------------------------------------------------
-
-
-def chunks_for_own_loop(sch: Schedule, options: Mapping[str, Any], *, wrap: bool) -> list[Any]:
-    """Implement :func:`slapo_megatron.model_chunks`.
-
-    Args:
-        sch: the schedule.
-        options: of the dialect, as the user gave them.
-        wrap: in DistributedDataParallel.
-    """
-    from slapo_megatron.dialect import violations
-    from slapo_runtime.weights.live import live_state
-
-    mesh = sch.mesh
-    for reason in violations(sch):
-        raise BuildError(reason.message, hint=reason.hint)
-    if mesh is not None and mesh.size("pp") > 1:
-        raise BuildError(
-            f"the mesh {mesh} has several ranks along 'pp': a loop of your own would have to pack what stages send",
-            hint='slapo_core.build(sch, target="megatron", ...) runs stages',
-        )
-    completed = filled(sch, options)
-    state = live_state(sch, "slapo_megatron.model_chunks")
-    context: Any = SimpleNamespace(schedule=sch, state=state, placement=None)
-    require_device(context)
-    instances = completed["ddp_config"].get("num_distributed_optimizer_instances", 1)
-    start(mesh, instances=instances)
-    config = transformer_config(completed, mesh)
-    refuse_double_sums(sch, state.tensors(), config)
-    mark(context)
-    lower_model(sch.model, working_dtype(config))
-    chunk = Chunk(sch.model, config)
-    made = wrapped([chunk], config, completed["ddp_config"]) if wrap else [chunk]
-    hold()  # as long as the process runs: the end of the loop is not known
-    return made

@@ -21,10 +21,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from slapo_core import StepResult
+from slapo_megatron.config import transformer_config
 from slapo_megatron.engine import MegatronEngine, instances_of, reduced
 from slapo_megatron.groups import start
 from slapo_megatron.marks import mark
-from slapo_megatron.model import Chunk, assemble, lowered, raised, transformer_config, working_dtype
+from slapo_megatron.model import Chunk, assemble, lowered, raised, working_dtype
 from slapo_megatron.private import children_of
 from slapo_runtime.engine import PipelineSteps
 from slapo_runtime.stages.runner import RankStages, StageCache, Work, step_seed
