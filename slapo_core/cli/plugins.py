@@ -58,7 +58,7 @@ def show(
         print_json(_plugin_json(plugin, current_registry()))
         return
     print(f"{'plugin':<10}{plugin.label}")
-    for field in ("state", "reason", "remedy", "source"):
+    for field in ("summary", "state", "reason", "remedy", "source"):
         if value := getattr(plugin, field):
             print(f"{field:<10}{value}")
     if plugin.entries:
@@ -74,6 +74,7 @@ def _plugin_json(plugin: Plugin, registry: Registry) -> dict[str, Any]:
         "remedy": plugin.remedy,
         "source": plugin.source,
         "state": plugin.state,
+        "summary": plugin.summary,
         "version": plugin.version,
         **{kind: list(plugin.provides(kind)) for kind in kinds},
     }
@@ -82,7 +83,7 @@ def _plugin_json(plugin: Plugin, registry: Registry) -> dict[str, Any]:
 def _row(plugin: Plugin, kind: str | None) -> tuple[str, ...]:
     counts = [f"{len(plugin.provides(each))} {each}" for each in sorted({entry.kind for entry in plugin.entries})]
     provided = ", ".join(counts if kind is None else plugin.provides(kind))
-    return (plugin.name, plugin.version or "-", plugin.state, provided or "-", plugin.reason or "")
+    return (plugin.name, plugin.version or "-", plugin.state, provided or plugin.summary or "-", plugin.reason or "")
 
 
 def _print_remarks(plugins: list[Plugin]) -> None:

@@ -19,7 +19,7 @@ import slapo_core
 from slapo_core.errors import UnusablePluginError
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution
+    from importlib_metadata import IDistribution
 
 
 GROUP_PREFIX = "slapo.v1."
@@ -139,6 +139,7 @@ class Plugin:
         source: its metadata directory, or ``"this process"``.
         entries: its readable entry points, sorted.
         lost: those of ``entries`` that cannot be used because another distribution provides the same name.
+        summary: one line about the distribution, of its metadata; None where there is none.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Plugin:
     source: str = ""
     entries: tuple[Entry, ...] = ()
     lost: tuple[Entry, ...] = ()
+    summary: str | None = None
 
     def provides(self, kind: str) -> tuple[str, ...]:
         """The full names of one kind that it provides, sorted."""
@@ -213,7 +215,7 @@ def read_plugins(
         disabled: canonical names of distributions that are not to be used.
         core: the version of slapo-core that requirements are compared with; None compares none.
     """
-    from importlib.metadata import distributions
+    from importlib_metadata import distributions
 
     found: dict[str, Plugin] = {}
     seen = set()
@@ -238,7 +240,7 @@ def known_kinds(plugins: Iterable[Plugin]) -> dict[str, Kind]:
 @functools.cache
 def core_version() -> str | None:
     """The version of the installed slapo-core; None when it runs from a bare source tree."""
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib_metadata import PackageNotFoundError, version
 
     try:
         return version(CORE_DISTRIBUTION)
@@ -248,7 +250,7 @@ def core_version() -> str | None:
 
 def core_requirements() -> tuple[str, ...]:
     """Return the requirements of the installed slapo-core, e.g. ``("torch>=2.11", ...)``; empty for a source tree."""
-    from importlib.metadata import PackageNotFoundError, requires
+    from importlib_metadata import PackageNotFoundError, requires
 
     try:
         return tuple(requires(CORE_DISTRIBUTION) or ())
@@ -300,7 +302,7 @@ def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping
     return None
 
 
-def _identity(distribution: Distribution) -> tuple[str, str]:
+def _identity(distribution: IDistribution) -> tuple[str, str]:
     """The canonical name and the place of a distribution, from its directory's name: METADATA is not parsed."""
     place = getattr(distribution, "_path", None)
     if place is None:  # from a custom finder, which has no directory
@@ -309,7 +311,7 @@ def _identity(distribution: Distribution) -> tuple[str, str]:
     return canonicalize_name(stem.partition("-")[0]), str(place)
 
 
-def _read(name: str, source: str, distribution: Distribution, core: str | None) -> Plugin | None:
+def _read(name: str, source: str, distribution: IDistribution, core: str | None) -> Plugin | None:
     """One distribution as a plugin, alone; None if it has nothing to do with slapo."""
     version, entries, needs, reading = None, [], None, "entry_points.txt"
     try:
@@ -336,10 +338,10 @@ def _read(name: str, source: str, distribution: Distribution, core: str | None) 
         reason = f"needs {needs}; installed is {CORE_DISTRIBUTION} {core}"
         remedy = f'pip install "{needs}", or a release of {name} for this version'
         return Plugin(name, version, "unusable", reason, remedy, source, provided)
-    return Plugin(name, version, source=source, entries=provided)
+    return Plugin(name, version, source=source, entries=provided, summary=metadata.get("Summary"))
 
 
-def _unmet_requirement(distribution: Distribution, core: str | None) -> str | None:
+def _unmet_requirement(distribution: IDistribution, core: str | None) -> str | None:
     """Return the requirement on slapo-core if ``core`` does not satisfy it."""
     lines = [line for line in distribution.requires or () if "slapo" in line.lower()]
     if core is None or not lines:

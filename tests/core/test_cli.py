@@ -49,6 +49,7 @@ def test_the_json_has_one_object_a_distribution_and_sorted_keys(one: FakeEnviron
         "remedy": None,
         "source": str(one.directory / "acme_slapo-1.0.dist-info"),
         "state": "ok",
+        "summary": None,
         "version": "1.0",
     }
     assert plugins["bad-slapo"]["state"] == "unusable"
@@ -64,6 +65,16 @@ def test_the_table_is_plain_text_in_a_pipe(one: FakeEnvironment) -> None:
     assert lines["acme-slapo"].split() == ["acme-slapo", "1.0", "ok", "acme.pad"]
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_distribution_without_entry_points_is_listed_with_its_summary(one: FakeEnvironment) -> None:
+    metadata = b"Metadata-Version: 2.1\nName: slapo-verify\nVersion: 1.0\nSummary: Compare models\n"
+    one.install(FakeDistribution("slapo-verify", files={"METADATA": metadata}))
+    lines = {line.split()[0]: line for line in one.slapo("plugins", "list").stdout.splitlines() if line}
+    assert lines["slapo-verify"].split() == ["slapo-verify", "1.0", "ok", "Compare", "models"]
+    assert lines["acme-slapo"].split() == ["acme-slapo", "1.0", "ok", "1", "primitives"]
+    assert "summary   Compare models\n" in one.slapo("plugins", "show", "slapo-verify").stdout
 
 
 @pytest.mark.slow
