@@ -42,17 +42,18 @@ test-all: $(STAMP)  ## every test, the whole tables, and the tests of each distr
 	SLAPO_TEST_WHOLE=1 $(PYTEST) --durations=20 --durations-min=1 $(PYTEST_ARGS)
 	$(PYTHON) tools/alone.py
 
-check: lint  ## style, types, import contracts, budgets, and unit tests of what changed since BASE (default HEAD~1), with a sample of what requires it
+check: lint  ## style, types, import contracts, budgets, versions, and unit tests of what changed since BASE (default HEAD~1), with a sample of what requires it
 	@set -e; tests="$$($(PYTHON) tools/distributions.py --since $(BASE) --sample $(SAMPLE))"; \
 	if [ -z "$$tests" ]; then echo "no distribution changed since $(BASE)"; else \
 	    echo "unit tests: $$tests"; $(PYTEST) -q -m 'not ranks and not slow' $(PYTEST_ARGS) $$tests; fi
 
-lint: $(STAMP)  ## style, types, import contracts and budgets of code lines only
+lint: $(STAMP)  ## style, types, import contracts, budgets of code lines and versions only
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(VENV)/bin/lint-imports
 	$(PYTHON) tools/budget.py
+	$(PYTHON) tools/release.py --check
 
 messages: $(STAMP)  ## write the golden files of error messages again, as the tests find them (D=...)
 	$(PYTEST) --update-messages $(PYTEST_ARGS) $(TESTS)
