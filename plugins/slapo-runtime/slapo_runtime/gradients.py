@@ -14,8 +14,8 @@ from torch import nn
 
 from slapo_core.errors import BuildError
 from slapo_runtime.correspondence.storage import is_distributed, sharding_groups
+from slapo_runtime.exchange import collect, exchange_device, sum_among
 from slapo_runtime.flat_shards import buckets
-from slapo_runtime.weights.exchange import collect, exchange_device, sum_among
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh, Part
