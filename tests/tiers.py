@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in broad]
 
 
-_LEAST, _OF = 3, 4
+_LEAST, _OF = 2, 4
 
 
 def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import BuildError
+from slapo_runtime._exchange import collect, exchange_device, sum_among
 from slapo_runtime.correspondence.storage import is_distributed, sharding_groups
-from slapo_runtime.exchange import collect, exchange_device, sum_among
 from slapo_runtime.flat_shards import buckets
 
 if TYPE_CHECKING:

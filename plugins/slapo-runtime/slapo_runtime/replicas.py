@@ -17,9 +17,9 @@ import torch
 from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.internals import describe
 from slapo_core.layout import DATA_DIMS, Part
+from slapo_runtime._exchange import exchange_device, spread
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.correspondence.storage import InPlace, TorchOptimizer, is_distributed, optimizer_storage
-from slapo_runtime.exchange import exchange_device, spread
 from slapo_runtime.world import World, checksum, ranks_along
 
 if TYPE_CHECKING:

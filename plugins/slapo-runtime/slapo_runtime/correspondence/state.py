@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ReplicaError, WeightsError
+from slapo_runtime._exchange import exchange_device
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.reference import TensorSpec
 from slapo_runtime.correspondence.storage import InPlace, LiveTensor, is_distributed
-from slapo_runtime.exchange import exchange_device
 from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
 from slapo_runtime.weights.checkpoint import load_checkpoint, load_shards, save_checkpoint, shards_of
 from slapo_runtime.weights.files import Source, check_names, open_source, read_tensor

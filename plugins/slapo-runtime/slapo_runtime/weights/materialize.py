@@ -12,10 +12,10 @@ import torch
 
 from slapo_core import Edit
 from slapo_core.errors import WeightsError
+from slapo_runtime._exchange import exchange_device
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import LiveTensor
-from slapo_runtime.exchange import exchange_device
 from slapo_runtime.initialization import Initializer, cannot_initialize
 from slapo_runtime.weights.files import MappingSource, SafetensorsSource, Source, check_names, read_tensor
 from slapo_runtime.weights.module_state import chosen, own_extra_states, set_extra_states
