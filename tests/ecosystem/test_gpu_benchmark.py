@@ -135,6 +135,7 @@ def test_a_part_that_fails_keeps_its_rows(gpu: Any, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.breadth
 def test_a_part_that_hangs_or_crashes_leaves_the_others(gpu: Any, tmp_path: Path) -> None:
     done = with_odd_parts(tmp_path, "hang,crash,host_time")
     assert done.returncode == 1, done.stdout

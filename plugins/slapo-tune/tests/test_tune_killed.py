@@ -44,6 +44,7 @@ def test_a_search_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path: P
     assert not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.breadth
 def test_trials_end_with_the_search_and_the_next_goes_on(tmp_path: Path) -> None:
     log, pids = tmp_path / "run.jsonl", tmp_path / "pids"
     for variable, ended in (("KILL_IN_TRIAL", 0), ("KILL_IN_VERIFICATION", 2)):
