@@ -18,7 +18,7 @@ from report import in_turn, ratio_of, save
 from torch import Tensor
 
 from slapo_loss import Objective, Vocabulary
-from slapo_loss.chunked import chunk_size
+from slapo_loss.head_chunks import chunk_size
 from slapo_loss.implementations import Chunked, Torch
 
 SHAPES = [

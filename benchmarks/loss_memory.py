@@ -2,7 +2,7 @@
 
 The peak of the resident set over forward and backward of one process, above what it held before, hidden states and
 weight included. Of two and four ranks one runs here, with its shard and with numbers of others that equal its own. What
-is stated: the gradients, and the bound of a chunk (`slapo_loss.chunked.CHUNK_BYTES`).
+is stated: the gradients, and the bound of a chunk (`slapo_loss.head_chunks.CHUNK_BYTES`).
 
 Run: python benchmarks/loss_memory.py
 """
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from report import save
 
-from slapo_loss.chunked import CHUNK_BYTES, Vocabulary, linear_cross_entropy
+from slapo_loss.chunked import linear_cross_entropy
+from slapo_loss.head_chunks import CHUNK_BYTES, Vocabulary
 
 TOKENS, CLASSES, FEATURES = 2048, 128_256, 256
 SHARE, ROOM = 1.2, 1.1

@@ -89,10 +89,10 @@ def near(found: list[Tensor], exact: list[Tensor], plain: list[Tensor], names: s
 def test_losses_and_gradients_are_no_further_off_than_those_of_the_plain_model(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slapo_loss import chunked
+    from slapo_loss import head_chunks
 
-    monkeypatch.setattr(chunked, "OTHER_CHUNK_BYTES", 256 << 10)
-    monkeypatch.setitem(chunked.CHUNK_BYTES, "cpu", 256 << 10)
+    monkeypatch.setattr(head_chunks, "OTHER_CHUNK_BYTES", 256 << 10)
+    monkeypatch.setitem(head_chunks.CHUNK_BYTES, "cpu", 256 << 10)
     for settings in SETTINGS:
         plain, model = pair(device, dtype, **settings)
         hidden, labels = batch(device, dtype)

@@ -152,7 +152,7 @@ def step_by_hand(kind: str, path: Path) -> tuple[list[float], dict[str, Tensor]]
     sch = schedule(model(kind), kind, {"tp": dist.get_world_size()})
     optimizer = adam(sch.model.parameters())
     if path.exists():
-        saved = torch.load(path, weights_only=False)
+        saved = torch.load(path, weights_only=True)
         slapo.load_state_dict(sch, saved["model"])
         slapo.load_optimizer_state_dict(sch, optimizer, saved["optimizer"])
     sch.model(**batch()).backward()

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slapo_loss.chunked import Objective, Vocabulary
+    from slapo_loss.head_chunks import Objective, Vocabulary
     from slapo_loss.implementations import Implementation, Situation
     from slapo_loss.linear_cross_entropy import LinearCrossEntropy
     from slapo_loss.token_log_probs import log_probs
@@ -24,9 +24,9 @@ __all__ = ["Implementation", "LinearCrossEntropy", "Objective", "Situation", "Vo
 _HOMES = {
     "Implementation": "slapo_loss.implementations",
     "LinearCrossEntropy": "slapo_loss.linear_cross_entropy",
-    "Objective": "slapo_loss.chunked",
+    "Objective": "slapo_loss.head_chunks",
     "Situation": "slapo_loss.implementations",
-    "Vocabulary": "slapo_loss.chunked",
+    "Vocabulary": "slapo_loss.head_chunks",
     "log_probs": "slapo_loss.token_log_probs",
 }
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from slapo_core import ArgumentError
 from slapo_core.observers import Origin, run_from
 from slapo_loss import operations
-from slapo_loss.chunked import Objective, Vocabulary, linear_cross_entropy
+from slapo_loss.chunked import linear_cross_entropy
+from slapo_loss.head_chunks import Objective, Vocabulary
 from slapo_loss.operations import Operation, check_version
 from slapo_loss.private import without_dynamo, without_torch_function
 from slapo_loss.withheld import withheld_error

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slapo_core import ArgumentError, Equivalence
 from slapo_loss import chunked
-from slapo_loss.chunked import Between, Objective, Vocabulary
+from slapo_loss.head_chunks import Between, Objective, Vocabulary
 from slapo_loss.private import find_group, is_cast
 
 AUTO = "chunked"

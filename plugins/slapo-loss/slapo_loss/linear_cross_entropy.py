@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from slapo_core import Edit, Equivalence, MeshError, Node, PluginError, Primitive, Violation
 from slapo_core.internals import current_registry
 from slapo_core.observers import Forward, Origin, is_recording, tell_verify
-from slapo_loss.chunked import Vocabulary, chunk_size
 from slapo_loss.deferred import Call, DeferredLogits, Head
+from slapo_loss.head_chunks import Vocabulary, chunk_size
 from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal
 from slapo_loss.private import detect_fake_mode, gather_functional, is_transformed
-from slapo_loss.rules import gather_violations, head_violations, split_violations
+from slapo_loss.rules import gather_violations, head_violations, overlap_notes, split_violations
 from slapo_loss.withheld import WithheldLogits
 
 
@@ -96,8 +96,6 @@ class LinearCrossEntropy(Primitive):
             yield Violation(refused.message, refused.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        from slapo_loss.rules import overlap_notes
-
         root, ranks = node, None
         while root.parent is not None:
             root = root.parent

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slapo_core import ArgumentError, Node
 from slapo_loss import chunked
-from slapo_loss.chunked import Between, Vocabulary
+from slapo_loss.head_chunks import Between, Vocabulary
 from slapo_loss.private import all_reduce_functional, gather_functional
 from slapo_loss.rules import split_violations
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slapo_loss.chunked import CHUNK_BYTES, Objective, Vocabulary, chunk_size, linear_cross_entropy, log_probs
+from slapo_loss import head_chunks
+from slapo_loss.chunked import linear_cross_entropy, log_probs
+from slapo_loss.head_chunks import CHUNK_BYTES, Objective, Vocabulary, chunk_size
 
 from .comparison import agrees, gradients, in_step
 
@@ -274,6 +277,42 @@ def test_gradients_of_small_types_are_no_worse_than_those_of_torch(dtype: torch.
         assert error < 1.25 * allowed, (float(error), float(allowed))
 
 
+def test_means_in_float16_are_taken_after_the_loss_is_scaled() -> None:
+    """A gradient of 1e-8 is 0 in float16, and times the scale of the loss it is not."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2048, 8).half(), (torch.randn(16, 8) / 1024).half()
+    hidden, labels = hidden.requires_grad_(), torch.randint(0, 16, (2048,))
+    found = linear_cross_entropy(hidden, weight, labels, between=Tensor.float)
+    exact = F.cross_entropy(F.linear(hidden.double(), weight.double()), labels)
+    of_all = [torch.autograd.grad(loss * 2.0**15, hidden)[0].double() for loss in (found, exact)]
+    assert (of_all[0] - of_all[1]).norm() < 1e-2 * of_all[1].norm()
+
+
+def test_class_weights_are_not_rounded_to_the_type_of_the_head() -> None:
+    """1.003 is 1 in bfloat16: gradients of the weight would all be smaller by 0.3 %."""
+    torch.manual_seed(0)
+    given = [torch.randn(512, 16).bfloat16().requires_grad_(), torch.randn(32, 16).bfloat16().requires_grad_()]
+    labels, weights, total = torch.randint(0, 32, (512,)), torch.full((32,), 1.003), Objective(reduction="sum")
+    found = linear_cross_entropy(*given, labels, class_weight=weights, objective=total, between=Tensor.float, chunk=64)
+    logits = F.linear(given[0].double(), given[1].double())
+    exact = F.cross_entropy(logits, labels, weights.double(), reduction="sum")
+    for one, right in zip(torch.autograd.grad(found, given), torch.autograd.grad(exact, given), strict=True):
+        one, right = one.double(), right.double()
+        assert float((one * right).sum() / (right * right).sum()) == pytest.approx(1, abs=5e-4)
+
+
+@pytest.mark.parametrize(("cast", "taken"), [(Tensor.float, True), (Tensor.double, False)])
+def test_kernels_take_losses_of_float32_only(cast: Callable[[Tensor], Tensor], taken: bool) -> None:
+    """They compute in float32, and a model may cast its logits to float64."""
+    hidden, weight, labels = torch.randn(8, 4).bfloat16(), torch.randn(5, 4).bfloat16(), torch.randint(0, 5, (8,))
+    kernels = mock.Mock()
+    kernels.log_sum_exp.side_effect = lambda logits: (logits.amax(1).float(), logits.float().logsumexp(1))
+    with mock.patch.object(head_chunks, "has_kernels", return_value=True):
+        with mock.patch.object(head_chunks, "_kernels", return_value=kernels):
+            linear_cross_entropy(hidden, weight, labels, between=cast)
+    assert kernels.log_sum_exp.called == taken
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_labels_that_are_almost_certain_keep_their_precision(dtype: torch.dtype, ranks: int) -> None:
@@ -318,7 +357,7 @@ class Live(TorchDispatchMode):
     def __init__(self, *inputs: Tensor) -> None:
         super().__init__()
         self._inputs = {one.untyped_storage()._cdata for one in inputs}
-        self.most_bytes = self.most_elements = 0
+        self.bytes = self.most_bytes = self.most_elements = 0
         self._storages: dict[Any, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -331,8 +370,18 @@ class Live(TorchDispatchMode):
                     continue
                 self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
-        self.most_bytes = max(self.most_bytes, sum(size for _, size in self._storages.values()))
+        self.bytes = sum(size for _, size in self._storages.values())
+        self.most_bytes = max(self.most_bytes, self.bytes)
         return result
+
+
+def test_between_forward_and_backward_only_gradients_are_kept() -> None:
+    hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(4096, 8, requires_grad=True)
+    with Live(hidden, weight) as live:
+        loss = linear_cross_entropy(hidden, weight, torch.randint(0, 4096, (256,)), chunk=64)
+        torch.zeros(())  # after what the forward freed
+    assert live.bytes < hidden.nbytes + weight.nbytes + 64 * 1024
+    loss.backward()
 
 
 @pytest.mark.parametrize("way", ["in place", "cast", "between", "none", "entropy"])

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_loss.chunked import Vocabulary
 from slapo_loss.deferred import Call, DeferredLogits, Head
+from slapo_loss.head_chunks import Vocabulary
 from slapo_loss.linear_cross_entropy import whole
 
 from .test_loss_chunked import in_step

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_loss.chunked import Objective, Vocabulary, chunk_size, linear_cross_entropy, log_probs
+from slapo_loss.chunked import linear_cross_entropy, log_probs
+from slapo_loss.head_chunks import Objective, Vocabulary, chunk_size
 
 from .comparison import agrees, gradients, in_step
 

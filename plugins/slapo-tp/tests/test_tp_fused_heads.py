@@ -22,7 +22,7 @@ from slapo_tp import Axis, LayerType, Shard, ShardAttribute, collectives, regist
 from tests.messages import Messages
 
 from .checks import rand, same_as_untouched
-from .test_tp_shards import CLIP, CLOSE, adam, batch, close, train, unsummed
+from .test_tp_shards import CLIP, adam, batch, check_states_and_training, close, train, unsummed
 
 preload_modules(
     "transformers.models.phi3.modeling_phi3",
@@ -110,18 +110,7 @@ def scheduled(kind: str, size: int, rank: int = 0) -> Any:
 def check_training(kind: str) -> str:
     reference = model(kind)
     sch = split(slapo.create_schedule(copy.deepcopy(reference), mesh={"tp": dist.get_world_size()}), kind)
-    slapo.verify(sch, batch())
-    plain = reference.state_dict()
-    for name, tensor in slapo.state_dict(sch).items():
-        assert torch.equal(tensor, plain[name]), name
-    optimizers = train(sch, reference)
-    saved = slapo.optimizer_state_dict(sch, optimizers[1])["state"]
-    for name, parameter in reference.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(saved[name][moment], optimizers[0].state[parameter][moment], **CLOSE)
-    slapo.load_state_dict(sch, plain)
-    for name, tensor in slapo.state_dict(sch).items():
-        assert torch.equal(tensor, plain[name]), name
+    check_states_and_training(sch, reference)
     return sch.to_json()
 
 

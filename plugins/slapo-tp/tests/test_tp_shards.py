@@ -147,15 +147,8 @@ def train(sch: slapo.Schedule, reference: nn.Module, steps: int = 3) -> list[tor
     return optimizers
 
 
-def check_training(kv_heads: int) -> str:
-    reference = model(kv_heads)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    sch = split(slapo.create_schedule(copy.deepcopy(reference), mesh={"tp": size}), kv_heads)
-    key = sch.model.layers[0].k_proj
-    own = rank * kv_heads // size
-    assert torch.equal(key.weight, reference.layers[0].k_proj.weight.chunk(kv_heads)[own])
-    assert key.out_features == 4
-    assert sch.model.layers[0].n_rep == 4 // size
+def check_states_and_training(sch: Any, reference: nn.Module) -> None:
+    """Compare values, three steps and their optimizer state with the reference model."""
     slapo.verify(sch, batch())
     plain = reference.state_dict()
     for name, tensor in slapo.state_dict(sch).items():
@@ -168,6 +161,18 @@ def check_training(kv_heads: int) -> str:
     slapo.load_state_dict(sch, plain)
     for name, tensor in slapo.state_dict(sch).items():
         assert torch.equal(tensor, plain[name]), name
+
+
+def check_training(kv_heads: int) -> str:
+    reference = model(kv_heads)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    sch = split(slapo.create_schedule(copy.deepcopy(reference), mesh={"tp": size}), kv_heads)
+    key = sch.model.layers[0].k_proj
+    own = rank * kv_heads // size
+    assert torch.equal(key.weight, reference.layers[0].k_proj.weight.chunk(kv_heads)[own])
+    assert key.out_features == 4
+    assert sch.model.layers[0].n_rep == 4 // size
+    check_states_and_training(sch, reference)
     return sch.to_json()
 
 
