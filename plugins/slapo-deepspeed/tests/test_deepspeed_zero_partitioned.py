@@ -18,6 +18,7 @@ import slapo_core as slapo
 from slapo_deepspeed.private import linear_restored
 from slapo_deepspeed.zero3 import Partitioning, partitioned_linear
 from slapo_testing import preload_modules, run_ranks
+from tests.tiers import sampled
 
 from . import small
 
@@ -73,7 +74,7 @@ def compiled(sch: slapo.Schedule) -> None:
     sch["blocks.1.q"].quantize()
 
 
-STEPS = [fused_and_recomputed, recorded_in_a_step, merged, root, compiled]
+STEPS = sampled([fused_and_recomputed, recorded_in_a_step, merged, root, compiled], 3)
 
 
 def _trained(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from slapo_runtime.correspondence.flat_storage import FlatOptimizer, FlatTensors
 from tests.integration.dialects.small import build, train
 from tests.integration.dialects.states import before_the_first_step, different, low_precision, said
+from tests.tiers import sampled
 
 __all__ = ["LOW", "all_cases"]
 
@@ -33,6 +34,7 @@ LOW: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "distributed, gathered in the next forward": ("megatron dp2 distributed", OVERLAP, torch.bfloat16),
     "fp16, distributed": ("megatron dp2 distributed", FP16, torch.float16),
 }
+LOW = dict(sampled(LOW.items(), 3))
 
 
 def own(weight_decay: float, **scheduler: Any) -> dict[str, Any]:
