@@ -1,1 +1,8 @@
-"""The command ``slapo``."""
+"""The command ``slapo``; and the output of commands, for those of plugins."""
+
+from __future__ import annotations
+
+from slapo_core.cli.output import print_json, print_table
+from slapo_core.cli.vocabulary import print_names
+
+__all__ = ["print_json", "print_names", "print_table"]

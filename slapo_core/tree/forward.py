@@ -69,6 +69,20 @@ class Calls:
         """The module's hooks; those of one kind in the order in which they run."""
         return tuple((change.kind, change.function) for change in self._of(module) if change.kind != "wrapper")
 
+    def of_copies(self, copies: Mapping[nn.Module, nn.Module]) -> Calls:
+        """Make the same record for copies of modules.
+
+        Args:
+            copies: module -> its copy.
+        """
+        calls = Calls()
+        for module, copied in copies.items():
+            if module in self._changes:
+                calls._changes[copied] = list(self._of(module))
+            if module in self._state:
+                calls._state[copied] = self.state(module)
+        return calls
+
     def add(self, module: nn.Module, change: CallChange, *, first: bool = False) -> None:
         changes = self._changes.setdefault(module, [])
         changes.insert(0 if first else len(changes), change)

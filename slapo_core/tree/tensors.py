@@ -82,6 +82,29 @@ class TensorTable:
             if id(tensor) in self._layouts
         }
 
+    def of_copy(self, tree: Tree) -> TensorTable:
+        """Make the table of a tree over a copy of the model: the same layouts, of the tensors of the copy."""
+        table = TensorTable(tree)
+        copied = {
+            id(original): copy
+            for path, module in self._tree.index.modules.items()
+            if (other := tree.index.modules.get(path)) is not None
+            for tables in ((parameters_of(module), parameters_of(other)), (buffers_of(module), buffers_of(other)))
+            for name, original in tables[0].items()
+            if original is not None and (copy := tables[1].get(name)) is not None
+        }
+
+        def translated(entries: dict[int, tuple[torch.Tensor, Any]]) -> dict[int, tuple[torch.Tensor, Any]]:
+            return {id(copied[key]): (copied[key], value) for key, (_, value) in entries.items() if key in copied}
+
+        if self._reference is not None:
+            table._reference = translated(self._reference)
+        table._layouts, table._shapes = translated(self._layouts), translated(self._shapes)
+        table._made = translated(self._made)
+        table._names, table.dropped = self._names, self.dropped
+        table.trained, table.trained_at_first = self.trained, self.trained_at_first
+        return table
+
     def replicated(self, mesh_dim: str) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers, by full name, of which all ranks along ``mesh_dim`` hold a replica."""
         found: dict[int, tuple[str, torch.Tensor]] = {}

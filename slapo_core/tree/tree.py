@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from slapo_core.errors import ApplyError, ArgumentError, PathError, StaleError
-from slapo_core.layout import Layout
 from slapo_core.private import children_of
 from slapo_core.tree.forward import Calls
 from slapo_core.tree.index import ModuleIndex, TensorSites
@@ -25,38 +22,11 @@ from slapo_core.tree.selection import (
 from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     import torch
 
     from slapo_core.layout import Layout, Mesh
-    from slapo_core.observers import Forward, HookKind
-    from slapo_core.primitive import Primitive, Record
+    from slapo_core.schedule.core import ScheduleCore
     from slapo_core.tree.edit import Edit
-    from slapo_core.tree.node import Node
-
-
-class Owner(Protocol):
-    """The core of a schedule as its nodes use it."""
-
-    schedule: Any
-
-    @property
-    def records(self) -> tuple[Record, ...]: ...
-
-    def apply_at(self, node: Node, primitive: Primitive) -> Node: ...
-
-    def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]: ...
-
-    def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Callable[..., Any]: ...
-
-    def member_names(self) -> tuple[str, ...]: ...
-
-    def removal_of(self, path: str) -> Record | None: ...
-
-    def plugin_named(self, kind: str, name: str, path: str) -> Any: ...
-
-    def rewound(self, to: Any) -> AbstractContextManager[nn.Module]: ...
 
 
 class Tree:
@@ -68,7 +38,7 @@ class Tree:
         owner: the core of the schedule.
     """
 
-    def __init__(self, root: nn.Module, mesh: Mesh | None, owner: Owner) -> None:
+    def __init__(self, root: nn.Module, mesh: Mesh | None, owner: ScheduleCore) -> None:
         self.root, self.mesh, self.owner = root, mesh, owner
         self.generation = 0
         self._index: ModuleIndex | None = ModuleIndex(root)
@@ -197,19 +167,19 @@ class Tree:
             hint=f"sch.undo(to={record.index - 1}) brings it back" if record else None,
         )
 
-    def of_copy(self, copy: nn.Module, owner: Owner) -> Tree:
-        """Make a read-only tree: the copy's modules and tensors, the layouts, hooks and forwards of this one.
+    def of_copy(self, copy: nn.Module, owner: ScheduleCore) -> Tree:
+        """Make a tree of a copy's modules and tensors, with the layouts, hooks and forwards of this one.
 
         Args:
             copy: a deep copy of the root as it is now; what later steps change is not followed.
             owner: of the nodes.
         """
         tree = Tree(copy, self.mesh, owner)
-        tree.calls = _CallsOfCopy(tree, self)
-        tree.tensors = _TensorsOfCopy(tree, self)
-        paths = ((self.index.path_of(module), name) for module, name in self.attributes)
         modules = tree.index.modules
-        tree.attributes = [(modules[path], name) for path, name in paths if path is not None and path in modules]
+        copies = {module: modules[path] for path, module in self.index.modules.items() if path in modules}
+        tree.calls = self.calls.of_copies(copies)
+        tree.tensors = self.tensors.of_copy(tree)
+        tree.attributes = [(copies[module], name) for module, name in self.attributes if module in copies]
         return tree
 
     def look_again_if_changed(self, node: Node) -> None:
@@ -253,34 +223,3 @@ class Tree:
         if not found:
             return "print(sch) shows the tree"
         return "did you mean " + " or ".join(f"sch['{match}']" for match in found) + "?"
-
-
-class _CallsOfCopy(Calls):
-    def __init__(self, tree: Tree, original: Tree) -> None:
-        super().__init__()
-        self._tree, self._original = tree, original
-
-    def wrappers(self, module: nn.Module) -> tuple[Callable[[Forward], Forward], ...]:
-        return self._original.calls.wrappers(self._other(module))
-
-    def hooks(self, module: nn.Module) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
-        return self._original.calls.hooks(self._other(module))
-
-    def state(self, module: nn.Module) -> Mapping[str, Any]:
-        return self._original.calls.state(self._other(module))
-
-    def _other(self, module: nn.Module) -> nn.Module:
-        path = self._tree.index.path_of(module)
-        return self._original.index.modules.get(path, module) if path is not None else module
-
-
-class _TensorsOfCopy(TensorTable):
-    def __init__(self, tree: Tree, original: Tree) -> None:
-        super().__init__(tree)
-        self._original = original
-        self.dropped = original.tensors.dropped
-        self.trained, self.trained_at_first = original.tensors.trained, original.tensors.trained_at_first
-
-    def layout(self, tensor: torch.Tensor, name: str) -> Layout:
-        other = self._original.index.tensor_at(name)
-        return self._original.tensors.layout(tensor if other is None else other, name)

@@ -1,4 +1,4 @@
-"""`slapo_core.internals` stays small: two distributions use each name in it, and none goes around it."""
+"""The other distributions reach core by its public modules and `slapo_core.internals`, which holds what they use."""
 
 from __future__ import annotations
 
@@ -12,49 +12,109 @@ import pytest
 from slapo_core import internals
 
 ROOT = Path(__file__).parents[2]
+PUBLIC = {
+    "slapo_core",
+    *(
+        f"slapo_core.{name}"
+        for name in (
+            "cli",
+            "dialect",
+            "errors",
+            "hookspecs",
+            "internals",
+            "layout",
+            "observers",
+            "plugins",
+            "primitive",
+        )
+    ),
+}
+COMMANDS = {"slapo_core.cli.main", "slapo_core.cli.doctor"}
+"""What tests of the command line start."""
 
 
-def imports(source: str) -> Iterator[tuple[str, str]]:
-    """Yield ``(module, name)`` of what a file imports from slapo-core when it runs, not only for type checkers."""
-    tree = ast.parse(source)
-    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-    checked = [branch for branch in branches if "TYPE_CHECKING" in ast.unparse(branch.test)]
-    skipped = {id(inner) for branch in checked for inner in ast.walk(branch)}
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and id(node) not in skipped
-            and (node.module or "").startswith("slapo_core")
-        ):
-            yield from ((str(node.module), alias.name) for alias in node.names)
+def detours(source: str) -> Iterator[str]:
+    """Yield each import of a private module of core, also for type checkers, and each use of a schedule's core."""
+    for node in ast.walk(ast.parse(source)):
+        modules: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr == "_core":
+            yield ast.unparse(node)
+        yield from (name for name in modules if name.partition(".")[0] == "slapo_core" and name not in PUBLIC)
+
+
+def names_used(source: str) -> Iterator[str]:
+    """Yield the names that a file imports from `slapo_core.internals`, and the members of `Internals` that it uses."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "slapo_core.internals":
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
 
 
 @functools.cache
-def users() -> dict[tuple[str, str], set[str]]:
-    """Return the distributions that import each name."""
-    found: dict[tuple[str, str], set[str]] = {}
+def users() -> dict[str, set[str]]:
+    """Return the files outside of core that use each name."""
+    found: dict[str, set[str]] = {}
     for file in ROOT.glob("plugins/*/slapo_*/**/*.py"):
         source = file.read_text()
-        for imported in imports(source) if "slapo_core" in source else ():
-            found.setdefault(imported, set()).add(file.relative_to(ROOT).parts[1])
+        for name in names_used(source) if "slapo_core.internals" in source else ():
+            found.setdefault(name, set()).add(file.name)
     return found
 
 
-def test_at_most_thirteen_names() -> None:
-    assert len(internals.__all__) <= 13
-    assert all(hasattr(internals, name) for name in internals.__all__)
+MEMBERS = [name for name in vars(internals.Internals) if not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", internals.__all__)
-def test_each_name_has_two_users(name: str) -> None:
-    assert len(users().get(("slapo_core.internals", name), ())) >= 2
+@pytest.mark.parametrize("name", [*internals.__all__, *MEMBERS])
+def test_each_name_has_a_user(name: str) -> None:
+    assert users().get(name)
 
 
-def test_distributions_reach_the_tree_by_public_names_and_internals_only() -> None:
-    assert not [imported for imported in users() if imported[0].startswith("slapo_core.tree")]
+@pytest.mark.parametrize("name", MEMBERS)
+def test_each_member_is_typed_and_documented(name: str) -> None:
+    member = vars(internals.Internals)[name]
+    function = member.fget if isinstance(member, property) else member
+    assert function.__doc__
+    assert "return" in function.__annotations__
 
 
-def test_imports_for_type_checkers_are_left_out() -> None:
-    source = "from slapo_core.a import b\nif TYPE_CHECKING:\n    from slapo_core.c import d\n"
-    source += "def f():\n    from slapo_core.e import g\n    import torch\n"
-    assert list(imports(source)) == [("slapo_core.a", "b"), ("slapo_core.e", "g")]
+def test_the_architecture_page_lists_each_member() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    missing = [name for name in MEMBERS if f"`{name}`" not in page]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "folder", ["plugins/*/slapo_*", "plugins/*/tests", "tests/*", "tools", "benchmarks", "examples"]
+)
+def test_distributions_and_tests_do_not_go_around(folder: str) -> None:
+    found = {
+        f"{file.relative_to(ROOT)}: {detour}"
+        for file in ROOT.glob(f"{folder}/**/*.py")
+        if not file.is_relative_to(ROOT / "tests" / "core")
+        for detour in detours(file.read_text())
+        if detour not in COMMANDS or "slapo_" in folder
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "detour"),
+    [
+        ("from slapo_core.tree.node import Node", "slapo_core.tree.node"),
+        ("import slapo_core.schedule", "slapo_core.schedule"),
+        ("if TYPE_CHECKING:\n    from slapo_core.plugins.registry import Registry", "slapo_core.plugins.registry"),
+        ("def f(sch):\n    return sch._core.tree", "sch._core"),
+    ],
+)
+def test_a_detour_is_found(source: str, detour: str) -> None:
+    assert list(detours(source)) == [detour]
+
+
+def test_public_names_and_internals_are_no_detour() -> None:
+    source = "import slapo_core as slapo\nfrom slapo_core.internals import Internals\nimport slapo_core.errors\n"
+    assert list(detours(source)) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from slapo_core.plugins.metadata import State
+from slapo_core.plugins import State
 from slapo_testing.distributions import FakeDistribution, primitive_source
 
 

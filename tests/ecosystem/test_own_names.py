@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from slapo_core.plugins.metadata import FIRST_PARTY
+from slapo_core.plugins import FIRST_PARTY
 from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 from slapo_testing import preload_modules, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.breadth]
@@ -62,7 +63,7 @@ def schedules_by_missing_sync() -> dict[int, tuple[str, list[str]]]:
     for number in range(SYNCS):
         sch = slapo.create_schedule(bert(), mesh={"tp": 2})
         path = split(sch, without=number)
-        found[number] = path, [str(one) for one in sch._core.hooks.call("slapo_check", schedule=sch)[0]]
+        found[number] = path, [str(one) for one in Internals(sch).hooks.call("slapo_check", schedule=sch)[0]]
     return found
 
 
@@ -81,7 +82,7 @@ def verify_each() -> list[tuple[str, list[str]]]:
     whole = slapo.create_schedule(bert(), mesh={"tp": 2})
     split(whole, without=None)
     assert not slapo.verify(whole, batch, optimizer_steps=1).not_compared
-    assert whole._core.hooks.call("slapo_check", schedule=whole) == [[]]
+    assert Internals(whole).hooks.call("slapo_check", schedule=whole) == [[]]
     found = []
     for number in VERIFIED:
         sch = slapo.create_schedule(bert(), mesh={"tp": 2})

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Shard as OnAxis
 
 import slapo_core as slapo
+from slapo_core import Node
+from slapo_core.internals import Edit
 from slapo_core.layout import Layout, Mesh
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
 
 INPUTS = torch.linspace(-1, 1, 24).reshape(3, 8)
 

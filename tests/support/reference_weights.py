@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from slapo_core.schedule.schedule import Schedule
+from slapo_core import Schedule
 from slapo_runtime.correspondence.state import ModelState
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from slapo_deepspeed.private import forward_hooks_of, linear_through
 
 if TYPE_CHECKING:
-    from slapo_core.tree.node import Node
+    from slapo_core import Node
     from slapo_deepspeed.runtime import MeshUnit
     from slapo_runtime.context import BuildContext
 

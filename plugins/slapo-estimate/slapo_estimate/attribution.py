@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from slapo_core.internals import forwards, hooks_of, journal, module_calls_through, parameters_of
+from slapo_core.internals import Internals, forwards, hooks_of, journal, module_calls_through, parameters_of
 from slapo_core.observers import PATCHING, Origin, attributed, is_inlined, is_recording, spans_stages
 from slapo_estimate.private import current_autograd_node, next_sequence_number, sequence_number
 
@@ -173,7 +173,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         schedule: with all its steps in force.
         place: of its model.
     """
-    entries = list(schedule._core.entries())
+    entries = list(Internals(schedule).entries())
     _modules(schedule.model, entries, place)
     paths = {id(module): path for path, module in schedule.model.named_modules()}
     hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first, where replacing carried it over

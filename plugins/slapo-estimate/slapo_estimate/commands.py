@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli.output import print_table
+from slapo_core.cli import print_table
 from slapo_runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:
     """Show a device. Measures nothing."""
-    from slapo_core.cli.output import print_json
+    from slapo_core.cli import print_json
 
     found = find_device(device)
     if as_json:
@@ -125,7 +125,7 @@ def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _print(device: DeviceSpec) -> None:
-    from slapo_core.cli.output import print_table
+    from slapo_core.cli import print_table
     from slapo_runtime.sizes import format_bytes
 
     rows = [(f"products in {dtype}", f"{value / 1e12:.4g} TFLOP/s") for dtype, value in sorted(device.flops.items())]
@@ -212,7 +212,7 @@ def estimate(
     import sys
     from pathlib import Path
 
-    from slapo_core.cli.output import print_json
+    from slapo_core.cli import print_json
     from slapo_core.errors import ArgumentError
     from slapo_runtime.sizes import parse_bytes
 

@@ -17,10 +17,17 @@ from weakref import WeakKeyDictionary
 
 from slapo_core import Node
 from slapo_core.errors import ArgumentError, FitError, PreconditionError, SealedError
-from slapo_core.internals import buffers_of, children_of, module_index, parameters_of
+from slapo_core.internals import (
+    Checkpoint,
+    Internals,
+    buffers_of,
+    caller_location,
+    checkpoints,
+    children_of,
+    module_index,
+    parameters_of,
+)
 from slapo_core.layout import Mesh
-from slapo_core.primitives.checkpoint import Checkpoint, checkpoints
-from slapo_core.schedule.records import caller_location
 from slapo_estimate.estimates import estimate_source
 from slapo_estimate.source import Source, of_schedule, require_sendable, sendable_batch
 from slapo_runtime.sizes import format_bytes, parse_bytes
@@ -67,7 +74,7 @@ def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[s
         paths = list(found)
         if not paths:
             raise ArgumentError("layers names nothing that could be checkpointed (got an empty list)", hint=_NAMED)
-    nodes = [schedule._core.tree.node(path) for path in paths]
+    nodes = [Internals(schedule).node(path) for path in paths]
     _refuse_nested(paths)
     free = [node for node in nodes if not _is_checkpointed(node)]
     return tuple(node.path for node in free if _may_be_checkpointed(schedule, node, named=layers is not None))
@@ -77,7 +84,7 @@ def _may_be_checkpointed(schedule: Schedule, node: Node, *, named: bool) -> bool
     """Return whether the step applies: tried, and undone. A path that you name must not be refused."""
     before = len(schedule.records)
     try:
-        schedule._core.apply_at(node, Checkpoint())
+        Internals(schedule).apply(node, Checkpoint())
     except PreconditionError:
         if named:
             raise
@@ -392,7 +399,7 @@ def _checkpoint(schedule: Schedule, paths: Sequence[str], why: str) -> None:
     location = f"{caller_location('slapo_estimate')}, {why}"
     try:
         for path in paths:
-            schedule._core.apply_at(schedule._core.tree.node(path), Checkpoint(), location=location)
+            Internals(schedule).apply(Internals(schedule).node(path), Checkpoint(), location=location)
     except BaseException:
         schedule.undo(to=before)
         raise
@@ -417,7 +424,7 @@ class Checkpointed:
         """As :meth:`Source.schedule`, and the steps."""
         schedule = self.source.schedule(mesh, example_inputs)
         for path in self.paths:
-            schedule._core.apply_at(schedule._core.tree.node(path), Checkpoint(), location="fit")
+            Internals(schedule).apply(Internals(schedule).node(path), Checkpoint(), location="fit")
         return schedule
 
 
@@ -432,7 +439,7 @@ class CalledBlocks:
     paths: tuple[str, ...]
 
     def __call__(self, schedule: Schedule, trackers: Trackers) -> _Called:
-        return _Called([schedule._core.tree.node(path).module for path in self.paths])
+        return _Called([Internals(schedule).node(path).module for path in self.paths])
 
 
 class _Called:

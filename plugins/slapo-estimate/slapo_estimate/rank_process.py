@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_core import Edit
 from slapo_core.errors import EstimateError, SlapoError
-from slapo_core.internals import SafeFakeTensorMode, buffers_of, is_data_pointer_error
+from slapo_core.internals import Internals, SafeFakeTensorMode, buffers_of, is_data_pointer_error
 from slapo_estimate.attribution import Place, name_causes
 from slapo_estimate.private import (
     FakeStore,
@@ -65,10 +64,10 @@ _HOME = torch.device("cpu")
 def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> None:
     """Give every tensor of the scheduled model a fake one in its place; ties and layouts stay."""
     correspondence, _ = Correspondence.of(schedule)
-    schedule._core.tree.tensors.keep_shapes(True)
-    edit = Edit(schedule._core.tree)
+    Internals(schedule).tree.tensors.keep_shapes(True)
+    edit = Internals(schedule).edit()
     for live in correspondence.live():
-        node = schedule._core.tree.node(live.path)
+        node = Internals(schedule).node(live.path)
         install = edit.set_parameter if live.is_parameter else edit.set_buffer
         install(node, live.own_name, _fake(live.tensor, mode, values))
     for module in schedule.model.modules():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import ArgumentError, BuildError, EstimateError
+from slapo_core.internals import Internals
 from slapo_estimate.private import (
     FakeTensorMode,
     backwards_through,
@@ -397,7 +398,7 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
     found = stages_of_build(schedule, arguments, target, plan)
     assert found is not None
     staged, ranks = found
-    schedule._core.tree.tensors.placement = placed(correspondence, staged.partition, ranks)
+    Internals(schedule).tree.tensors.placement = placed(correspondence, staged.partition, ranks)
     if request.loss is None:
         loss = staged.partition.output.loss
         staged = needing(schedule, staged, (loss,) if loss is not None else ())

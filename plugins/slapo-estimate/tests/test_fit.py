@@ -11,6 +11,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.errors import ArgumentError, FitError, PathError, PreconditionError, SealedError
+from slapo_core.internals import Internals
 from slapo_estimate.fit import Fit, blocks_of, repeated_blocks
 from slapo_testing import preload_modules
 from tests.messages import Messages
@@ -153,13 +154,13 @@ class Sized(nn.Module):
 
 def test_a_fit_that_is_interrupted_leaves_the_schedule_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     sch = schedule()
-    apply = sch._core.apply_at
+    apply = Internals.apply
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         apply(*args, **kwargs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sch._core, "apply_at", interrupted)
+    monkeypatch.setattr(Internals, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         blocks_of(sch, None)
     assert sch.records == ()

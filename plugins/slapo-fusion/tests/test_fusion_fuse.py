@@ -148,11 +148,9 @@ class FailsWhenCalled(AotEager):
 
 def installed(sch: slapo.Schedule, monkeypatch: pytest.MonkeyPatch, compiler: type[slapo.Compiler]) -> None:
     """As if another distribution had it."""
-    known = sch._core.plugin_named
+    known = slapo.Node.plugin
     monkeypatch.setattr(
-        sch._core,
-        "plugin_named",
-        lambda kind, name, path="": compiler if name == compiler.name else known(kind, name, path),
+        slapo.Node, "plugin", lambda node, kind, name: compiler if name == compiler.name else known(node, kind, name)
     )
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
+from slapo_core.internals import checkpoints
 from slapo_core.observers import goes_around
-from slapo_core.primitives.checkpoint import checkpoints
 from tests.tiers import sampled
 
 

@@ -24,9 +24,8 @@ from slapo_graph.tracing.session import caches_restored, rng_restored
 from slapo_graph.variants import RecordedForward
 
 if TYPE_CHECKING:
-    from slapo_core import Node
+    from slapo_core import Node, Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from slapo_core import Command
-from slapo_core.cli.output import print_json
-from slapo_core.cli.vocabulary import print_names
+from slapo_core.cli import print_json, print_names
 from slapo_core.plugins import current_registry
 
 

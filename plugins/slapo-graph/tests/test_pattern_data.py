@@ -15,8 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from slapo_core.errors import ReplayError, SerializationError
-from slapo_core.schedule.records import find_function
-from slapo_core.tree.render import describe
+from slapo_core.internals import describe, find_function
 from slapo_graph.patterns import any_constant, any_of, any_op, call_module, capture, optional, where
 from slapo_graph.patterns.definition import pattern_of
 from slapo_graph.patterns.pattern import GraphPattern

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.primitives.replace import Replace
+from slapo_core.internals import Checkpoint, Replace
 from slapo_graph.primitives.merge import Merge
 from slapo_graph.primitives.trace import Trace
 from slapo_testing import Case, parametrize_checks

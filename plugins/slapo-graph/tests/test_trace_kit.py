@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.primitives.replace import Replace
+from slapo_core.internals import Checkpoint, Replace
 from slapo_graph.primitives.trace import Trace
 from slapo_testing import CHECKS, Case, parametrize_checks
 from slapo_testing.models import TwoBranched

@@ -12,8 +12,7 @@ import torch
 from torch import fx, nn
 
 import slapo_core as slapo
-from slapo_core.plugins import current_registry, use_registry
-from slapo_core.plugins.registry import Registry
+from slapo_core.plugins import Registry, current_registry, use_registry
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
 from tests.messages import Messages
 

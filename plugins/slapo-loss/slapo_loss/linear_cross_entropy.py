@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, MeshError, Node, PluginError, Primitive, Violation
-from slapo_core.internals import current_registry
 from slapo_core.observers import Forward, Origin, is_recording, tell_verify
+from slapo_core.plugins import current_registry
 from slapo_loss.deferred import Call, DeferredLogits, Head
 from slapo_loss.head_chunks import Vocabulary, chunk_size
 from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal

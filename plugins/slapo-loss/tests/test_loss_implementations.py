@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_core import ArgumentError, Equivalence, PreconditionError
-from slapo_core.internals import current_registry
+from slapo_core.plugins import current_registry
 from slapo_loss import Implementation, LinearCrossEntropy, Objective, Situation, Vocabulary, implementations
 from slapo_loss.implementations import Cce, Chunked, Liger, Torch
 from slapo_runtime.planning import plan_of

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.plugins.manager import HookManager
-from slapo_core.plugins.metadata import Entry
-from slapo_core.plugins.registry import Registry
-from slapo_core.schedule.creation import create_schedule
+from slapo_core import create_schedule
+from slapo_core.internals import HookManager
+from slapo_core.plugins import Entry, Registry
 from slapo_pipeline.split import PipelineSplit
 from slapo_runtime.stages import check_liveness
 from slapo_runtime.stages.partition import Output, Partition, Stage, StageModule, Value

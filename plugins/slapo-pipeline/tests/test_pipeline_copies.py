@@ -12,8 +12,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import GuardError
+from slapo_core.internals import ScheduledCopy
 from slapo_graph import flat as tracing
-from slapo_runtime.schedule_copies import ScheduledCopy
 from slapo_verify.stages import Answers, StagedCalls
 
 from .staging import cut_schedule

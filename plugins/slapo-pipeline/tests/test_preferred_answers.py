@@ -11,8 +11,8 @@ import pytest
 
 import slapo_core as slapo
 from slapo_core.errors import HookError
-from slapo_core.plugins import use_registry
-from slapo_core.plugins.metadata import LOCAL_VERSION
+from slapo_core.internals import Internals
+from slapo_core.plugins import LOCAL_VERSION, use_registry
 from slapo_testing.conformance import check_plugin
 from slapo_testing.distributions import FakeEnvironment
 from tests.dists.cutting import LIVENESS, batch, cutter, liveness, reader
@@ -104,7 +104,7 @@ def test_two_answers_are_an_error_that_says_how_to_name_one(message: Messages) -
 def test_a_schedule_saved_with_a_choice_is_replayed_without_it() -> None:
     document = json.loads(cut().to_json()) | {"prefer": {"slapo_liveness": "acme-slapo"}}
     again = slapo.replay(reader(), document)
-    assert again._core.hooks.active == ("cut-slapo",)
+    assert Internals(again).hooks.active == ("cut-slapo",)
     assert again.document() == cut().document() | {"records": again.document()["records"]}
     named = slapo.replay(reader(), document, plugins=["acme-slapo"])
     assert verified(named) > 0

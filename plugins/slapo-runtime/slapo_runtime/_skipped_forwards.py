@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from slapo_core.errors import MeshError
-from slapo_core.internals import copies
+from slapo_core.internals import Internals, copies
 from slapo_runtime.losses import graph_of, is_leaf
 from slapo_runtime.private import HOOK_TABLES, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.tree.forward import Calls
+    from slapo_core.internals import forwards
 
 
 def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
@@ -53,7 +53,7 @@ class ForwardWatch:
 
     def __init__(self, schedule: Schedule) -> None:
         self._model = schedule.model
-        countable, calls = dict(_countable(self._model)), schedule._core.tree.calls
+        countable, calls = dict(_countable(self._model)), Internals(schedule).tree.calls
         self._synced = {path: one for path, one in countable.items() if path and _runs_hooks_of_steps(one, calls)}
         self._owners: dict[int, list[nn.Module]] = {}
         for module in self._model.modules() if self._synced else ():
@@ -119,7 +119,7 @@ def _countable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _runs_hooks_of_steps(module: nn.Module, calls: Calls) -> bool:
+def _runs_hooks_of_steps(module: nn.Module, calls: forwards.Calls) -> bool:
     functions = [function for _, function in calls.hooks(module)]
     tables = [getattr(module, tables[0]).values() for tables in HOOK_TABLES.values()] if functions else []
     return any(hook in functions for table in tables for hook in table)

@@ -30,9 +30,9 @@ from slapo_core.errors import (
     SlapoError,
     TraceError,
 )
+from slapo_core.internals import Internals, sharded_mesh_dims, unused_mesh_dims
 from slapo_core.layout import device_of
-from slapo_core.plugins.registry import current_registry
-from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
+from slapo_core.plugins import current_registry
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.consistency import SAME_SCRIPT, agree, refuse_if_incomplete, synchronized_rng
 from slapo_runtime.context import BuildContext
@@ -134,7 +134,7 @@ def build(
             engine: Engine = _Build(sch, arguments, world).run(target, config)
             return engine
     except BaseException:
-        sch._core.refresh()
+        Internals(sch).refresh_hooks()
         raise
 
 
@@ -369,12 +369,12 @@ class Target:
                 "cannot build: the schedule was built or sealed before, and the originals are gone",
                 hint="create a new schedule of a fresh model; sch.to_json() and replay() repeat the steps",
             )
-        entry = schedule._core.registry.resolve("dialects", name)
-        dialect = schedule._core.registry.load(entry)
+        entry = Internals(schedule).registry.resolve("dialects", name)
+        dialect = Internals(schedule).registry.load(entry)
         is_own = entry.distribution == "slapo-torch"
         with _blamed(entry.label, name, "__init__", is_own=is_own):
             target = cls(dialect(), entry.label, is_own)
-        schedule._core.hooks.activate(entry.distribution, version=entry.version)
+        Internals(schedule).hooks.activate(entry.distribution, version=entry.version)
         return target
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any], arguments: BuildArguments) -> Plan:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import BuildError, HookError, RankMismatchError
-from slapo_core.internals import describe
+from slapo_core.internals import Internals, describe
 from slapo_core.layout import accelerator
 from slapo_core.primitive import Violation
 from slapo_runtime._skipped_forwards import ForwardWatch
@@ -38,7 +38,7 @@ def obligations(schedule: Schedule) -> tuple[Violation, ...]:
         HookError: a plugin's ``slapo_check`` raised, or gave something else than violations.
     """
     found: list[Violation] = []
-    for distribution, answer in schedule._core.hooks.call_each("slapo_check", schedule=schedule):
+    for distribution, answer in Internals(schedule).hooks.call_each("slapo_check", schedule=schedule):
         given = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
         for item in given:
             if not isinstance(item, Violation):
@@ -70,7 +70,7 @@ SAME_SCRIPT = "run the same script on the same installation on every rank"
 
 def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
     """Yield versions, mesh, model, every step with its arguments and provider, and the active plugins."""
-    yield RankFact("the version of slapo-core", str(schedule._core.registry.core_version))
+    yield RankFact("the version of slapo-core", str(Internals(schedule).registry.core_version))
     yield RankFact("the version of torch", torch.__version__)
     yield RankFact("the mesh", _mesh(schedule.mesh))
     yield RankFact("the model", f"{type(schedule.model).__module__}.{type(schedule.model).__qualname__}")
@@ -79,8 +79,8 @@ def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
         where = f"'{record.path}'" if record.path else "the root"
         provider = f"{record.distribution} {record.version}"
         yield RankFact(f"step {record.index}", f"{record.name}({arguments}) at {where}, from {provider}")
-    labels = {plugin.name: plugin.label for plugin in schedule._core.registry.plugins}
-    active = ", ".join(labels.get(name, name) for name in schedule._core.hooks.active)
+    labels = {plugin.name: plugin.label for plugin in Internals(schedule).registry.plugins}
+    active = ", ".join(labels.get(name, name) for name in Internals(schedule).hooks.active)
     yield RankFact("the active plugins", active or "none")
 
 

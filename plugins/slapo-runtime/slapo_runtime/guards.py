@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import MeshError, OptimizerError, RankMismatchError, WeightsError
-from slapo_core.internals import journal, module_index
+from slapo_core.internals import Internals, journal, module_index
 from slapo_runtime._skipped_forwards import ForwardWatch, warn_of_skipped_steps
 from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.private import HOOK_TABLES, active_ddp, is_functorch_wrapped, pytree
@@ -33,8 +33,8 @@ from slapo_runtime.world import RankFact, World, checksum, describe_tensor
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
+    from slapo_core.internals import Step
     from slapo_core.layout import Layout, Mesh
-    from slapo_core.schedule.transaction import Step
 
 _NUMBERS = itertools.count()
 _WATCHED = 3  # training forwards: what reads weights past their modules may come after a first one
@@ -616,7 +616,7 @@ def _watched(schedule: Schedule) -> Callable[[], ForwardWatch | None]:
 
     def begin() -> ForwardWatch | None:
         live = reference()
-        return ForwardWatch(live) if live is not None and live._core.history.in_force is None else None
+        return ForwardWatch(live) if live is not None and not Internals(live).is_rewound else None
 
     return begin
 
@@ -627,10 +627,10 @@ def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
 
     def check() -> dict[str, torch.Tensor]:
         live = reference()
-        if live is None or live._core.history.in_force is not None:
+        if live is None or Internals(live).is_rewound:
             return {}
-        live._core.tree.tensors.check_unchanged()
+        Internals(live).tree.tensors.check_unchanged()
         refuse_if_incomplete(live)
-        return live._core.tree.tensors.replicated("tp")
+        return Internals(live).tree.tensors.replicated("tp")
 
     return check

@@ -27,8 +27,8 @@ from slapo_runtime.private import TorchDispatchMode, storage_id, tree_leaves
 from slapo_runtime.weights.files import placed
 
 if TYPE_CHECKING:
+    from slapo_core.internals import HookManager
     from slapo_core.layout import Mesh
-    from slapo_core.plugins.manager import HookManager
 
 
 Box = tuple[tuple[int, int], ...]  # (start, length) along each axis

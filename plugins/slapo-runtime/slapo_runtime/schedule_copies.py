@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 import os
 import pickle
@@ -17,21 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from slapo_core import Node, Schedule, create_schedule
-from slapo_core.errors import ApplyError, ReplayError, SerializationError, SlapoError, UnknownNameError
-from slapo_core.internals import copies
+from slapo_core import Schedule, create_schedule
+from slapo_core.errors import ReplayError, SerializationError, SlapoError, UnknownNameError
+from slapo_core.internals import Internals, copies
 from slapo_core.primitive import Record
-from slapo_core.schedule.sugar import bound_query
 from slapo_runtime.private import apply_to_tensors, register_outputs, without_output_hooks
 
 if TYPE_CHECKING:
-    from slapo_core import Node
     from slapo_core.layout import Mesh
-    from slapo_core.plugins.manager import HookManager
-    from slapo_core.plugins.registry import Registry
     from slapo_core.primitive import Primitive
-    from slapo_core.schedule.core import ScheduleCore
-    from slapo_core.tree.tree import Tree
 
 
 def copy_model(
@@ -126,21 +119,21 @@ def repeated(schedule: Schedule, mesh: Mesh | None) -> Schedule:
         SlapoError: a step is refused.
     """
     model, steps = reference_with_steps(schedule)
-    frozen = {name for name, is_trained in schedule._core.tree.tensors.trained_at_first.items() if not is_trained}
+    frozen = {name for name, is_trained in Internals(schedule).tree.tensors.trained_at_first.items() if not is_trained}
     for name, parameter in model.named_parameters():
         if name in frozen:  # a step that trains it, and does not say so, changes the reference model's own too
             parameter.requires_grad_(False)
     copied = Schedule(
         model,
         mesh=mesh,
-        plugins=schedule._core.plugins,
-        registry=schedule._core.registry,
+        plugins=Internals(schedule).plugins,
+        registry=Internals(schedule).registry,
         example_inputs=schedule.example_inputs,
     )
     for step in steps:
         if isinstance(step, SerializationError):
             raise step
-        copied._core.apply_at(copied._core.tree.node(step.path), step.primitive, location=step.location or None)
+        Internals(copied).repeat(step)
     return copied
 
 
@@ -161,7 +154,7 @@ def train_as_at_first(model: nn.Module, schedule: Schedule) -> None:
 
     A step that changes whether a parameter is trained, and does not say so, changes the reference model's own too.
     """
-    flags = schedule._core.tree.tensors.trained_at_first
+    flags = Internals(schedule).tree.tensors.trained_at_first
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
@@ -211,7 +204,7 @@ def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _
     for step in whole:
         for name, value in step.primitive.arguments().items():
             _require_sendable(step, name, value)
-    return Sent(model, tuple(whole), schedule._core.plugins, schedule.example_inputs)
+    return Sent(model, tuple(whole), Internals(schedule).plugins, schedule.example_inputs)
 
 
 def _require_sendable(step: Record, name: str, value: Any) -> None:
@@ -248,7 +241,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
     schedule = create_schedule(sent.model, mesh=sizes, plugins=sent.plugins, example_inputs=sent.example_inputs)
     for step in sent.steps:
         try:
-            schedule._core.apply_at(schedule._core.tree.node(step.path), step.primitive, location=step.location or None)
+            Internals(schedule).repeat(step)
         except SlapoError as error:
             raise ReplayError(
                 f"{step} was refused on rank {schedule.mesh.global_rank if schedule.mesh else 0}: {error.message}",
@@ -260,7 +253,7 @@ def _repeated(sent: Sent, sizes: Mapping[str, int] | None) -> Schedule:
 
 def _register(primitives: Mapping[type[Primitive], None]) -> None:
     """Register primitives that a script registered or applied as values."""
-    from slapo_core.internals import current_registry
+    from slapo_core.plugins import current_registry
 
     registry = current_registry()
     for cls in primitives:
@@ -268,72 +261,3 @@ def _register(primitives: Mapping[type[Primitive], None]) -> None:
             registry.load(cls.name, "primitives")
         except UnknownNameError:
             registry.register(cls)
-
-
-class ScheduledCopy:
-    """A read-only schedule around a deep copy of a schedule's model, for the hooks of plugins.
-
-    Args:
-        schedule: with the steps; its own model is neither returned nor changed.
-        model: the copy.
-    """
-
-    def __init__(self, schedule: Schedule, model: nn.Module) -> None:
-        self._original, self.model = schedule, model
-        self._core = _CoreOfCopy(self, schedule._core)
-
-    @property
-    def mesh(self) -> Mesh | None:
-        return self._original.mesh
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        return self._original.records
-
-    @property
-    def root(self) -> Node:
-        return self._core.tree.node("")
-
-    def __getitem__(self, path: str) -> Any:
-        return self._core.tree.find(path)
-
-
-class _CoreOfCopy:
-    """What the nodes of the copy use: the core of the schedule, without what changes it."""
-
-    def __init__(self, copied: ScheduledCopy, original: ScheduleCore) -> None:
-        self.schedule, self._original = copied, original
-        self.member_names, self.plugin_named = original.member_names, original.plugin_named
-        self.removal_of, self.rewound = original.removal_of, original.rewound
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        return self._original.records
-
-    @property
-    def registry(self) -> Registry:
-        return self._original.registry
-
-    @property
-    def hooks(self) -> HookManager:
-        return self._original.hooks
-
-    @functools.cached_property
-    def tree(self) -> Tree:
-        return self._original.tree.of_copy(self.schedule.model, self)
-
-    def member_named(self, name: str, target: Any, where: str) -> Any:
-        if self.registry.has("queries", name):
-            return bound_query(self.schedule, name, target, where)
-        if name not in self.member_names():
-            raise AttributeError(name)
-        raise self._is_read(f"apply {name} at '{where}'")
-
-    def apply_at(self, node: Node, primitive: Primitive) -> Node:
-        raise self._is_read(f"apply {primitive} at '{node.path}'")
-
-    def apply_each(self, nodes: tuple[Node, ...], primitive: Primitive) -> tuple[Node, ...]:
-        raise self._is_read(f"apply {primitive}")
-
-    def _is_read(self, what: str) -> ApplyError:
-        return ApplyError(f"cannot {what}: this is a read-only copy of the scheduled model")

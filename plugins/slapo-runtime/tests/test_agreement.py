@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import slapo_core as slapo
+from slapo_core.internals import Replace
 from slapo_core.plugins import use_registry
-from slapo_core.primitives.replace import Replace
 from slapo_runtime.consistency import schedule_facts, weights_facts
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.weights.files import SafetensorsSource, open_source

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 from slapo_core.plugins import use_registry
 from slapo_testing import FakeEnvironment
 from slapo_torch.dialect import TorchDialect
@@ -84,7 +85,7 @@ class Fragile(Picky):
 
 def test_every_reason_of_a_dialect_is_given(message: Messages) -> None:
     schedule = slapo.create_schedule(real("mlp"))
-    schedule._core.registry.register(Picky, kind="dialects")
+    Internals(schedule).registry.register(Picky, kind="dialects")
     message(
         refused(schedule, slapo.BuildError, target="picky"), "'picky'", "  - the moon is full; wait\n  - it is Monday"
     )
@@ -93,7 +94,7 @@ def test_every_reason_of_a_dialect_is_given(message: Messages) -> None:
 def test_a_dialect_that_fails_after_the_model_got_its_values_leaves_it_as_scheduled(message: Messages) -> None:
     for model in (on_meta("mlp"), real("mlp")):
         schedule = split(slapo.create_schedule(model, mesh={"tp": 1}), "mlp")
-        schedule._core.registry.register(Fragile, kind="dialects")
+        Internals(schedule).registry.register(Fragile, kind="dialects")
         parameters = list(model.parameters())
         with pytest.raises(slapo.BuildError) as caught:
             slapo.build(schedule, target="fragile", weights=real("mlp", seed=5).state_dict())

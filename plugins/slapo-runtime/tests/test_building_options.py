@@ -10,6 +10,7 @@ import torch
 
 import slapo_core as slapo
 from slapo_core.dialect import BuildArguments
+from slapo_core.internals import Internals
 from slapo_torch.dialect import TorchDialect
 from tests.messages import Messages
 from tests.support.building import real, sgd
@@ -53,7 +54,7 @@ class Failing(TorchDialect):
 def schedule_with(*dialects: type[slapo.Dialect]) -> slapo.Schedule:
     schedule = slapo.create_schedule(real("mlp"))
     for dialect in dialects:
-        schedule._core.registry.register(dialect, kind="dialects")
+        Internals(schedule).registry.register(dialect, kind="dialects")
     Folding.seen.clear()
     return schedule
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 from slapo_core.layout import Layout
 from slapo_runtime import initialization
 from slapo_runtime.initialization import Initializer, blocks, record
@@ -128,7 +129,7 @@ def test_a_piece_is_cut_out_of_the_whole(
     small_blocks(monkeypatch)
     with torch.device("meta"):
         model = nn.Embedding(48, 16, padding_idx=13)
-    initializer = Initializer(model, slapo.create_schedule(model)._core.hooks)
+    initializer = Initializer(model, Internals(slapo.create_schedule(model)).hooks)
     whole = initializer.value("weight", (48, 16))
     assert whole is not None
     assert not whole[13].any()
@@ -142,7 +143,7 @@ def test_a_piece_is_cut_out_of_the_whole(
 def test_values_do_not_depend_on_what_was_made_before() -> None:
     def values(names: list[str]) -> dict[str, torch.Tensor | None]:
         model = odd()
-        initializer = Initializer(model, slapo.create_schedule(model)._core.hooks)
+        initializer = Initializer(model, Internals(slapo.create_schedule(model)).hooks)
         return {name: initializer.value(name, tuple(model.get_parameter(name).shape)) for name in names}
 
     names = [name for name, _ in odd().named_parameters()]
@@ -217,7 +218,7 @@ def test_building_draws_every_element_at_most_once() -> None:
 def test_a_rank_never_holds_a_whole_tensor_of_which_it_keeps_a_piece(axis: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(1024, 1024)
-    initializer = Initializer(model, slapo.create_schedule(model)._core.hooks)
+    initializer = Initializer(model, Internals(slapo.create_schedule(model)).hooks)
     mesh: Any = _Mesh(1, 4)
     costs = _Costs()
     with costs:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slapo_core.tree.render import describe
+from slapo_core.internals import describe
 from slapo_runtime.world import RankFact, checksum, describe_tensor, first_difference
 
 

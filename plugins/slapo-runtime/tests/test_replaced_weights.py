@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 
 
 class Net(nn.Module):
@@ -52,7 +53,7 @@ def test_undo_forgets_that_a_parameter_was_dropped() -> None:
     sch["first"].replace(Other(), drop=["bias"])
     sch.undo()
     assert sch["first"].layout("bias").origin == "first.bias"
-    assert sch._core.tree.layouts == {}
+    assert Internals(sch).tree.layouts == {}
 
 
 def test_the_layout_of_a_dropped_piece_does_not_pass_to_the_new_tensor_of_its_name() -> None:

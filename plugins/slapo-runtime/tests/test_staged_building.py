@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 from slapo_core.layout import Layout
 from slapo_runtime.initialization import Initializer
 from slapo_runtime.launcher import run_ranks
@@ -95,7 +96,7 @@ def failing() -> dict[str, Any]:
     state = engine.state.state_dict()
     return {
         "same": same,
-        "placed": sch._core.tree.tensors.placement is not None,
+        "placed": Internals(sch).tree.tensors.placement is not None,
         "loss": loss,
         "hooks": calls,
         "note": engine.module.embed.weight.note,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import Placement
 from slapo_runtime.gradients import GradientClipper, TiedGradients
@@ -34,7 +35,7 @@ class Parameters(nn.Module):
 
 def placed(mesh: dict[str, int], places: dict[str, tuple[int, ...]], model: nn.Module) -> slapo.Schedule:
     sch = slapo.create_schedule(model, mesh=mesh)
-    sch._core.tree.tensors.placement = Placement(places)
+    Internals(sch).tree.tensors.placement = Placement(places)
     return sch
 
 
@@ -129,7 +130,7 @@ def sharded() -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 6, bias=False)).double()
     sch = slapo.create_schedule(model, mesh={"pp": 2, "tp": 2})
     sch["0"].apply(Split(("weight",), axis=1))
-    sch._core.tree.tensors.placement = Placement({"0.weight": (0, 1)})
+    Internals(sch).tree.tensors.placement = Placement({"0.weight": (0, 1)})
     state = ModelState.of(sch)
     pp, tp = sch.mesh.rank("pp"), sch.mesh.rank("tp")
     full = torch.arange(24.0, dtype=torch.float64).view(6, 4)

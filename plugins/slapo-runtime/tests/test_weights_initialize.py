@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 from slapo_runtime.launcher import preload_modules, run_ranks
 from tests.messages import Messages
 from tests.support.building import MODELS, on_meta, real, split
@@ -206,4 +207,4 @@ def test_an_initializer_that_raises_is_named(message: Messages) -> None:
 def test_every_model_of_these_tests_has_splits_that_leave_something_to_gather() -> None:
     for name in MODELS:
         schedule = split(slapo.create_schedule(on_meta(name), mesh={"tp": 2}), name)
-        assert any(layout.is_sharded for layout in schedule._core.tree.layouts.values())
+        assert any(layout.is_sharded for layout in Internals(schedule).tree.layouts.values())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.primitives.replace import Replace
+from slapo_core.internals import Replace
 from slapo_runtime.launcher import run_ranks
 from tests.messages import Messages
 from tests.support.building import on_meta, real, split

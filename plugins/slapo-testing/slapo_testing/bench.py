@@ -11,9 +11,9 @@ import torch
 
 from slapo_core import Schedule, create_schedule
 from slapo_core.errors import SlapoError
+from slapo_core.internals import Internals
 from slapo_core.layout import fork_rng
-from slapo_core.plugins import current_registry, use_registry
-from slapo_core.plugins.registry import Registry
+from slapo_core.plugins import Registry, current_registry, use_registry
 from slapo_core.primitive import Primitive
 from slapo_testing.case import Case, Making, made
 from slapo_testing.check import CheckError
@@ -83,15 +83,15 @@ class Bench:
         return self.node_at(self.case.path)
 
     def node_at(self, path: str) -> Node:
-        return self.schedule._core.tree.node(path)
+        return Internals(self.schedule).node(path)
 
     def bound(self, path: str, primitive: Primitive) -> Primitive:
         """A primitive as its preconditions see it at ``path``: with matches for patterns."""
-        return self.schedule._core.bound(self.node_at(path), primitive)
+        return Internals(self.schedule).bound(self.node_at(path), primitive)
 
     def apply(self) -> None:
         """Apply the case's primitive."""
-        self.schedule._core.apply_at(self.node, self.primitive)
+        Internals(self.schedule).apply(self.node, self.primitive)
 
     def apply_after(self) -> None:
         """Apply the steps after it."""
@@ -124,7 +124,7 @@ def _apply_all(schedule: Schedule, case: Case, field: Literal["before", "after"]
     for path, making in steps:
         primitive = _placed(made(making), case)
         try:
-            schedule._core.apply_at(schedule._core.tree.node(path), primitive)
+            Internals(schedule).apply(Internals(schedule).node(path), primitive)
         except SlapoError as error:
             raise CheckError(
                 f"a step of {field}= cannot be applied: {primitive} at '{path}'",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli.output import print_json, print_table
+from slapo_core.cli import print_json, print_table
 from slapo_core.plugins import Registry
 
 if TYPE_CHECKING:
-    from slapo_core.plugins.metadata import Plugin
+    from slapo_core.plugins import Plugin
     from slapo_testing.conformance import Finding
 
 

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core.errors import ArgumentError, PluginError
-from slapo_core.plugins import use_registry
-from slapo_core.plugins.manager import HookManager
-from slapo_core.plugins.metadata import LOCAL_VERSION, Entry, Kind, Plugin
-from slapo_core.plugins.registry import Registry
+from slapo_core.internals import HookManager
+from slapo_core.plugins import LOCAL_VERSION, Entry, Kind, Plugin, Registry, use_registry
 from slapo_testing.case import Case
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.checks import CHECKS

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slapo_core.plugins.registry import Registry
+from slapo_core.plugins import Registry
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_core.plugins import use_registry
-from slapo_core.plugins.registry import Registry
+from slapo_core.plugins import Registry, use_registry
 from slapo_testing.distributions import FakeEnvironment
 
 

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from slapo_core.plugins.metadata import Entry
-from slapo_core.plugins.registry import Registry
+from slapo_core.plugins import Entry, Registry
 
 
 class Kit(ABC):

@@ -17,14 +17,7 @@ from packaging.utils import canonicalize_name
 
 from slapo_core import Command
 from slapo_core.errors import ArgumentError
-from slapo_core.plugins.metadata import (
-    CORE_DISTRIBUTION,
-    FIRST_PARTY,
-    Entry,
-    core_version,
-    is_identifier,
-    name_violation,
-)
+from slapo_core.plugins import CORE_DISTRIBUTION, FIRST_PARTY, Entry, core_version, is_identifier, name_violation
 
 
 class NewCommand(Command):
@@ -130,7 +123,7 @@ def hides_member(name: str) -> bool:
     """Whether schedules, nodes or groups have a member of that name: it is found before a primitive or namespace."""
     from torch import nn
 
-    from slapo_core.schedule.creation import create_schedule
+    from slapo_core import create_schedule
 
     schedule = create_schedule(nn.Sequential(nn.Identity()))
     targets = (schedule, schedule["0"], schedule["*"])

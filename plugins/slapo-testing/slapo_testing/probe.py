@@ -134,7 +134,7 @@ def _probe(modules: tuple[tuple[str, str | None], ...], path: tuple[str, ...]) -
 
 def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str) -> None:
     """Import the modules and write what that did to a file."""
-    import slapo_core.schedule.schedule  # noqa: F401 - with torch
+    import slapo_core.internals  # noqa: F401 - with torch
 
     sys.path[:] = path
     before, own, loaded = _global_state(), _own_code(), set(sys.modules)

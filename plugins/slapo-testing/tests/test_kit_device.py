@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.primitives.annotate import Annotate
-from slapo_core.primitives.replace import Replace
+from slapo_core.internals import Annotate, Replace
 from slapo_testing import CHECKS, DIALECT_CHECKS, Case, Check, DialectCase, FakeDistribution, FakeEnvironment
 from slapo_testing.bench import build_inputs, prepare
 from slapo_testing.check import NotApplicable

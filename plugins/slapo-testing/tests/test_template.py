@@ -11,7 +11,7 @@ import pytest
 
 import slapo_testing
 from slapo_core.errors import ArgumentError
-from slapo_core.plugins.metadata import core_version
+from slapo_core.plugins import core_version
 from slapo_testing.distributions import FakeEnvironment
 from slapo_testing.new_command import Project, render
 from tests.messages import Messages

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -62,7 +63,7 @@ def same_as_untouched(
         for each in optimizers:
             each.step()
         _compare(sch, reference, lambda parameter: parameter.detach(), "value after a step")
-    assert sch._core.hooks.call("slapo_check", schedule=sch) in ([], [[]]), (
+    assert Internals(sch).hooks.call("slapo_check", schedule=sch) in ([], [[]]), (
         "a schedule that is right is called incomplete"
     )
     return sch
@@ -104,7 +105,7 @@ def _compare(
         wanted, got = take(reference.get_parameter(name)), take(parameter)
         assert (wanted is None) == (got is None), f"{what} of {name}: {got} instead of {wanted}"
         if wanted is not None:
-            wanted = sch._core.tree.node(path).layout(own).local(wanted, sch.mesh)
+            wanted = Internals(sch).node(path).layout(own).local(wanted, sch.mesh)
             torch.testing.assert_close(got, wanted, **CLOSE, msg=lambda m, name=name: f"{what} of {name}: {m}")
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import MeshError
+from slapo_core.internals import Internals
 from slapo_runtime.consistency import obligations
 from tests.messages import Messages
 
@@ -139,7 +140,7 @@ def test_a_fault_after_any_edit_leaves_the_model_as_it_was() -> None:
                     raise KeyboardInterrupt
 
             try:
-                sch._core.apply_at(sch._core.tree.node(path), primitive, after_edit=fail)
+                Internals(sch).apply(Internals(sch).node(path), primitive, after_edit=fail)
             except KeyboardInterrupt:
                 faults += 1
                 assert facts(model) == before

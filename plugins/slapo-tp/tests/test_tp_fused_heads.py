@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard as Placement
 
 import slapo_core as slapo
 from slapo_core import Layout
+from slapo_core.internals import Internals
 from slapo_core.layout import Mesh
 from slapo_testing import ModelSnapshot, preload_modules, run_ranks
 from slapo_tp import Axis, LayerType, Shard, ShardAttribute, collectives, register_layer
@@ -457,5 +458,5 @@ def test_outputs_that_would_be_repeated_and_biases_that_stay_whole_are_refused_b
         fused = sch["layers.0.qkv"].shard(names, **arguments)
         for op in steps:
             fused.sync("fwd_post", op)
-        found = [each for answer in sch._core.hooks.call("slapo_check", schedule=sch) for each in answer]
+        found = [each for answer in Internals(sch).hooks.call("slapo_check", schedule=sch) for each in answer]
         assert word in "\n".join(f"{each.message} {each.hint}" for each in found)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard as Placement
 
 import slapo_core as slapo
 from slapo_core import Layout
+from slapo_core.internals import Internals
 from slapo_testing import ModelSnapshot, preload_modules, run_ranks
 from slapo_tp import Shard, ShardAttribute, collectives
 from tests.messages import Messages
@@ -476,7 +477,7 @@ def test_schedules_that_would_train_wrongly_are_refused_before_the_first_step(me
     ):
         sch = scheduled(4)
         apply(sch)
-        found = [each for answer in sch._core.hooks.call("slapo_check", schedule=sch) for each in answer]
+        found = [each for answer in Internals(sch).hooks.call("slapo_check", schedule=sch) for each in answer]
         text = "\n".join(f"{each.message} {each.hint}" for each in found)
         for word in words:
             assert word in text, (apply.__name__, text)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slapo_core.plugins.metadata import Entry
-from slapo_core.plugins.registry import Registry
+from slapo_core.plugins import Entry, Registry
 from slapo_testing import CheckError, NotApplicable
 from slapo_testing.kit import Kit
 from slapo_tune.samplers import Point, Sampler, Trial

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 import slapo_core
-from slapo_core.internals import current_registry
+from slapo_core.plugins import current_registry
 from slapo_runtime.sizes import format_bytes
 from slapo_tune.errors import LogError, StudyError
 from slapo_tune.log import LogFile, parse

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from slapo_core.errors import ArgumentError
+from slapo_core.internals import Internals
 from slapo_verify.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def verify(
     with torch.inference_mode(False), torch.enable_grad():  # whatever is set where verify is called
         schedules = _schedules(sch, example_inputs)
         for one in schedules:
-            one._core.tree.tensors.check_unchanged()
+            Internals(one).tree.tensors.check_unchanged()
         given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
         given = example_inputs if example_inputs is not None else given
         further = tuple(Inputs.of(batch) for batch in more_batches)
@@ -162,7 +163,7 @@ def _verify_each(
     from slapo_verify.session import check_each
 
     for one in schedules:
-        one._core.mark_verified(passed=False)  # whatever is raised from here on
+        Internals(one).mark_verified(passed=False)  # whatever is raised from here on
     siblings = Siblings(schedules)
     found: dict[int, Outcome] = {}
     by_mesh: dict[Any, list[int]] = {}  # those with one declared mesh are verified in the same processes
@@ -187,7 +188,7 @@ def _verify_each(
         found.update(zip(numbers, outcomes, strict=True))
     for number, outcome in found.items():
         if isinstance(outcome, VerifyReport):
-            schedules[number]._core.mark_verified()
+            Internals(schedules[number]).mark_verified()
     return conclude([found[number] for number in range(len(schedules))])
 
 

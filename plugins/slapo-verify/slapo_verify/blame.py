@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import HookError
+from slapo_core.internals import Internals
 from slapo_core.primitive import Change, Record, Suggestion
 from slapo_verify.search import SINGLE_STEPS, Failed, Part, Search, Try, block_pattern, is_below, nearest
 
@@ -23,7 +24,7 @@ def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion
         HookError: a plugin's ``slapo_suggest`` raised, or gave something else than suggestions.
     """
     found: list[Suggestion] = []
-    for distribution, answer in schedule._core.hooks.call_each(
+    for distribution, answer in Internals(schedule).hooks.call_each(
         "slapo_suggest", schedule=schedule, gradients=tuple(gradients)
     ):
         given = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]

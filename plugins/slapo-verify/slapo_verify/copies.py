@@ -11,10 +11,9 @@ from torch import nn
 
 from slapo_core import Schedule
 from slapo_core.errors import ApplyError, SerializationError
-from slapo_core.internals import buffers_of, hooks_of, parameters_of
+from slapo_core.internals import Internals, buffers_of, hooks_of, parameters_of, primitive_to_json
 from slapo_core.observers import only_looks
 from slapo_core.primitive import Record
-from slapo_core.schedule.records import primitive_to_json
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.initialization import Initializer, cannot_initialize
 from slapo_runtime.schedule_copies import (
@@ -66,7 +65,7 @@ def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | Non
         yield path, (type(module).__qualname__, len(own)), None
     modules = dict(schedule.model.named_modules(remove_duplicate=False))
     for name, tensor in named_tensors(schedule.model):
-        origin = schedule._core.tree.tensors.layout(tensor, name).origin
+        origin = Internals(schedule).tree.tensors.layout(tensor, name).origin
         path, _, own_name = name.rpartition(".")
         is_drawn = tensor.is_meta or (isinstance(tensor, nn.Parameter) and not origin)
         is_drawn = is_drawn or (own_name in _STATISTICS and hasattr(modules[path], "track_running_stats"))
@@ -188,7 +187,7 @@ class Subjects:
         self.reference_model, self._steps = reference_with_steps(schedule, shares_memory=True)
         with schedule.reference() as model:
             self._values = self._initial_values(model)
-        self.frozen = self._train_alike(schedule._core.tree.tensors.trained)
+        self.frozen = self._train_alike(Internals(schedule).tree.tensors.trained)
 
     def tied_modules(self) -> list[frozenset[str]]:
         """List the paths of modules that share a parameter of the reference model."""
@@ -232,7 +231,7 @@ class Subjects:
 
     def frozen_parameters(self) -> list[str]:
         """Parameters of the reference model that are not trained, though no step decided it."""
-        decided = self.schedule._core.tree.tensors.trained
+        decided = Internals(self.schedule).tree.tensors.trained
         parameters = self.reference_model.named_parameters()
         return [name for name, parameter in parameters if not parameter.requires_grad and name not in decided]
 
@@ -243,7 +242,7 @@ class Subjects:
             SlapoError: as for :meth:`trial`.
         """
         schedule = self.trial(records, _train_all)
-        table = schedule._core.tree.tensors
+        table = Internals(schedule).tree.tensors
         return [
             name
             for name, parameter in schedule.model.named_parameters()
@@ -281,15 +280,15 @@ class Subjects:
         schedule = Schedule(
             model,
             mesh=given.mesh,
-            plugins=given._core.plugins,
-            registry=given._core.registry,
+            plugins=Internals(given).plugins,
+            registry=Internals(given).registry,
             example_inputs=given.example_inputs,
         )
         theirs = {id(item) for item in (*_parts(given.model), *_parts(self.reference_model))}
         for record in steps:
             if isinstance(record, SerializationError):
                 raise record
-            schedule._core.apply_at(schedule._core.tree.node(record.path), record.primitive)
+            Internals(schedule).apply(Internals(schedule).node(record.path), record.primitive)
             if not _is_data(record) and any(id(item) in theirs for item in _parts(model)):
                 raise ApplyError(f"{record} gives the same module each time, so it cannot be tried on a copy")
         return schedule
@@ -323,7 +322,7 @@ class Subjects:
         on_meta = {name: tensor for name, tensor in self._originals.items() if tensor.is_meta}
         if not on_meta:
             return {}
-        initializer = Initializer(model, self.schedule._core.hooks, seed=self._seed)
+        initializer = Initializer(model, Internals(self.schedule).hooks, seed=self._seed)
         found = {name: initializer.value(name, tuple(tensor.shape)) for name, tensor in on_meta.items()}
         refused = [name for name, value in found.items() if value is None]
         if refused:
@@ -339,7 +338,7 @@ class Subjects:
             if full is None:
                 if not initializer:
                     initializer.append(
-                        Initializer(schedule.model, schedule._core.hooks, seed=self._seed, is_reference=False)
+                        Initializer(schedule.model, Internals(schedule).hooks, seed=self._seed, is_reference=False)
                     )
                 full = initializer[0].value(live.name, tuple(live.layout.shape))
             if full is None:
@@ -399,7 +398,7 @@ def _fill(model: nn.Module, value: Any) -> None:
 
 
 def _unfrozen(schedule: Schedule) -> list[str]:
-    table = schedule._core.tree.tensors
+    table = Internals(schedule).tree.tensors
     trained = [each for each in schedule.model.named_parameters() if each[1].requires_grad]
     origins = {name: table.layout(parameter, name).origin for name, parameter in trained}
     return [

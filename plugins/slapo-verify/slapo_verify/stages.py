@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError, TraceError
-from slapo_core.internals import buffers_of, copies, module_index
+from slapo_core.internals import Internals, ScheduledCopy, buffers_of, copies, module_index
 from slapo_runtime.batches import InputSignature, bound_call
-from slapo_runtime.schedule_copies import ScheduledCopy
 from slapo_runtime.stages import StagedModel, staged
 from slapo_runtime.stages.partition import Partition
 from slapo_verify.compare import marks
@@ -44,7 +43,7 @@ class StagedCalls:
 
     def __init__(
         self,
-        schedule: Schedule | ScheduledCopy,
+        schedule: Schedule,
         *,
         outputs: Sequence[str] | None = None,
         batch_axes: Mapping[str, int | None] | None = None,
@@ -83,9 +82,7 @@ class Answers:
     def __init__(self) -> None:
         self._known: list[tuple[Sequence[Record], Any, InputSignature, StagedModel]] = []
 
-    def of_copies(
-        self, schedule: Schedule | ScheduledCopy, form: InputSignature, models: Sequence[nn.Module]
-    ) -> StagedModel | None:
+    def of_copies(self, schedule: Schedule, form: InputSignature, models: Sequence[nn.Module]) -> StagedModel | None:
         """Return stages made of a copy with the same records and input signature.
 
         Args:
@@ -103,7 +100,7 @@ class Answers:
                     return dataclasses.replace(made, partition=bound)
         return None
 
-    def add(self, schedule: Schedule | ScheduledCopy, form: InputSignature, made: StagedModel) -> None:
+    def add(self, schedule: Schedule, form: InputSignature, made: StagedModel) -> None:
         """Keep an answer."""
         self._known.append((schedule.records, module_index.structure(schedule.model), form, made))
 
@@ -218,7 +215,7 @@ class Staging:
             model: a copy of its model.
             apart: whether every stage gets modules of its own; that takes as many recordings as there are stages.
         """
-        if not schedule._core.hooks.has("slapo_partition"):
+        if not Internals(schedule).hooks.has("slapo_partition"):
             return Caller(model)
         return _StagedCaller(self, schedule, model, apart=apart)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slapo_core.errors import HookError, VerifyError
+from slapo_core.internals import Internals
 from slapo_core.primitive import Equivalence
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.trial_groups import Failure
@@ -427,7 +428,7 @@ def _output_adapter(schedule: Schedule) -> Callable[[Any], Any]:
     """Ask the plugins whether this rank's output has to be gathered first."""
 
     def adapt(output: Any) -> Any:
-        answer = schedule._core.hooks.single("slapo_gather_output", node=schedule.root, output=output)
+        answer = Internals(schedule).hooks.single("slapo_gather_output", node=schedule.root, output=output)
         return output if answer is None else answer[1]
 
     return adapt

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
+from slapo_core.internals import Internals
 from tests.messages import Messages
 from tests.support.reference_weights import reference_state_dict
 
@@ -92,7 +93,7 @@ def test_what_a_step_says_it_drops_keeps_its_untouched_value() -> None:
     bias = model.first.bias.detach().clone()
     sch = slapo.create_schedule(model)
     sch["first"].apply(LoseBias(said=True))
-    assert sch._core.tree.tensors.dropped == {"first.bias"}
+    assert Internals(sch).tree.tensors.dropped == {"first.bias"}
     state = slapo.build(sch).state_dict()
     assert torch.equal(state["first.bias"], bias)
 
@@ -114,7 +115,7 @@ def test_a_tie_made_by_a_step_gives_the_old_tensor_up_and_undo_takes_that_back()
     assert torch.equal(reference_state_dict(sch)["b.weight"], weight)
     sch.undo()
     assert sch["b"].layout("weight").origin == "b.weight"
-    assert sch._core.tree.tensors.dropped == frozenset()
+    assert Internals(sch).tree.tensors.dropped == frozenset()
 
 
 def test_a_tensor_put_in_outside_of_the_schedule_takes_the_place_of_the_one_before() -> None:
@@ -126,12 +127,12 @@ def test_a_tensor_put_in_outside_of_the_schedule_takes_the_place_of_the_one_befo
     sch["first"].apply(Split(("weight",)))
     layout = sch["first"].layout("weight")
     model.first.weight = nn.Parameter(torch.zeros(3, 4))
-    sch._core.tree.structure_changed()
+    Internals(sch).tree.structure_changed()
     assert sch["first"].layout("weight") == layout
     own = model.first.weight
     with sch.reference():
         assert model.first.weight.shape == (6, 4)
     assert model.first.weight is own, "looking at the reference model does not take it away"
     model.second.weight = nn.Parameter(torch.zeros(4, 6))
-    sch._core.tree.structure_changed()
+    Internals(sch).tree.structure_changed()
     assert sch["second"].layout("weight").origin == "second.weight"

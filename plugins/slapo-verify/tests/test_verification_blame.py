@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
+from slapo_core import Node
+from slapo_core.internals import Edit
 
 
 class Block(nn.Module):

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
+from slapo_core import Node
+from slapo_core.internals import Edit
 from slapo_runtime.launcher import run_ranks
 from slapo_verify.dropout import Draw, compare_draws
 from tests.messages import Messages

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
+from slapo_core import Node
+from slapo_core.internals import Edit
 from tests.messages import Messages
 
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard as OnAxis
 
 import slapo_core as slapo
+from slapo_core import Node
+from slapo_core.internals import Edit
 from slapo_core.layout import Layout
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
 from slapo_runtime.launcher import run_ranks
 from slapo_verify import VerifyReport
 from tests.messages import Messages

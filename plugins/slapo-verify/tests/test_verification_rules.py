@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import slapo_core as slapo
+from slapo_core import Node
+from slapo_core.internals import Edit
 from slapo_core.primitive import Change, Suggestion
-from slapo_core.tree.edit import Edit
-from slapo_core.tree.node import Node
 from slapo_verify.blame import find_steps
 from slapo_verify.compare import Tolerance, compare
 from slapo_verify.copies import Counterparts

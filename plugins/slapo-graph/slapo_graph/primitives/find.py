@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, TraceError
-from slapo_core.plugins.metadata import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
+from slapo_core.internals import Internals
+from slapo_core.plugins import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_graph.example_calls import example_calls
 from slapo_graph.graph import graph_of
 from slapo_graph.match import Match
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from slapo_core import Node, Schedule
-    from slapo_core.plugins.registry import Registry
+    from slapo_core.plugins import Registry
     from slapo_graph.patterns.pattern import GraphPattern, MatchedNodes
 
 
@@ -157,7 +158,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     """
     from slapo_graph.patterns.definition import pattern_of
 
-    made = pattern_of(pattern, lambda name: load_pattern(schedule._core.registry, name))
+    made = pattern_of(pattern, lambda name: load_pattern(Internals(schedule).registry, name))
     traced: dict[str, Node] = {}
     untraced: dict[str, None] = {}
     for node in nodes:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Edit, Node
+from slapo_core.internals import named_tensors, set_mode, set_tensor, type_of
 from slapo_core.primitive import Violation
-from slapo_core.primitives.replacement import named_tensors, set_mode, set_tensor, type_of
 from slapo_graph.graph import graph_of
 from slapo_graph.match import Match, by_place
 

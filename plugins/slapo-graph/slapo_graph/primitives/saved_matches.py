@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ReplayError, SlapoError
-from slapo_core.schedule.records import Codec, find_function
+from slapo_core.internals import Codec, find_function
 from slapo_graph.match import Match
 from slapo_graph.patterns.definition import pattern_of
 from slapo_graph.patterns.pattern import GraphPattern
@@ -14,7 +14,7 @@ from slapo_graph.primitives.find import load_pattern
 from slapo_graph.primitives.selection import SelectedMatches
 
 if TYPE_CHECKING:
-    from slapo_core.plugins.registry import Registry
+    from slapo_core.plugins import Registry
 
 
 class MatchCodec(Codec):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import StaleError, TraceError
-from slapo_core.internals import journal
+from slapo_core.internals import Internals, journal
 from slapo_core.primitive import Selection, Selector, Violation
 from slapo_graph.graph import graph_of
 from slapo_graph.match import Match, by_place
@@ -17,9 +17,8 @@ from slapo_graph.primitives.match_replacement import MatchReplacement
 if TYPE_CHECKING:
     from torch import nn
 
-    from slapo_core import Edit, Node
+    from slapo_core import Edit, Node, Schedule
     from slapo_core.primitive import Record
-    from slapo_core.schedule.schedule import Schedule
     from slapo_graph.patterns.pattern import GraphPattern
 
 
@@ -109,7 +108,7 @@ class MatchSelector(Selector):
             ArgumentError: it is not a pattern, or one that cannot be traced.
         """
         schedule = node.schedule
-        pattern = pattern_of(value, lambda named: load_pattern(schedule._core.registry, named))
+        pattern = pattern_of(value, lambda named: load_pattern(Internals(schedule).registry, named))
         try:
             found = find_in(schedule, (node,), pattern)
         except TraceError as error:
@@ -135,7 +134,7 @@ def _located(match: Match, schedule: Schedule) -> Match:
     By the names of its nodes; or, where this schedule never had them (a match of another instance of the model, or of
     a saved schedule), by its number.
     """
-    node = schedule._core.tree.node(match.path)
+    node = Internals(schedule).node(match.path)
     if graph_of(node) is None:
         raise StaleError(
             f"{match} is not there: {_where(match.path)} is not traced any more, its trace was undone",
@@ -172,7 +171,7 @@ def _nearest_miss(pattern: GraphPattern, node: Node) -> str | None:
 def _rewrite_of(schedule: Schedule, module: nn.Module, nodes: Collection[str]) -> Record | None:
     """Return the step that removed one of these nodes from the module's graph; None if none did."""
     wanted = set(nodes)
-    for record, entry in reversed(list(schedule._core.entries())):
+    for record, entry in reversed(list(Internals(schedule).entries())):
         if isinstance(entry, journal.SetForward) and entry.module is module and entry.old is not None:
             names: list[frozenset[str]] = [getattr(each, "node_names", frozenset()) for each in (entry.old, entry.new)]
             if wanted <= names[0] and not wanted <= names[1]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slapo_core import Edit, Node
 from slapo_core.errors import PathError, SlapoError, TraceError, UnknownNameError
-from slapo_core.internals import children_of, forwards
+from slapo_core.internals import Internals, children_of, forwards
 from slapo_core.observers import goes_around
 from slapo_core.primitive import Equivalence, Primitive, Record, Violation
 from slapo_graph.example_calls import Call, call_with, example_call, example_calls, reference_calls
@@ -70,7 +70,7 @@ class Trace(Primitive):
         try:
             node.plugin("tracers", self.tracer)
         except UnknownNameError as error:
-            plugins = node.schedule._core.registry.plugins
+            plugins = Internals(node.schedule).registry.plugins
             known = {entry.name for each in plugins for entry in each.entries if entry.kind == "tracers"}
             error.hint = f"installed tracers: {', '.join(map(repr, sorted(known)))}; trace() takes 'record'"
             raise

@@ -17,8 +17,7 @@ from slapo_runtime.private import non_persistent_buffers_of
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.plugins.manager import HookManager
-    from slapo_core.tree.tree import Tree
+    from slapo_core.internals import HookManager, Tree
     from slapo_runtime.correspondence.storage import LiveTensor
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import parameters_of
+from slapo_core.internals import Internals, parameters_of
 from slapo_runtime.correspondence.reference import Survey, TensorSpec, Translations, own_tensors, survey
 from slapo_runtime.correspondence.storage import LiveTensor, Placement
 
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core import Schedule
+    from slapo_core.internals import HookManager, Tree
     from slapo_core.layout import Mesh
-    from slapo_core.plugins.manager import HookManager
-    from slapo_core.tree.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ class Correspondence:
             WeightsError: the model was changed outside of the schedule.
             HookError: a plugin's answer about a tensor is invalid.
         """
-        schedule._core.tree.tensors.check_unchanged()
+        Internals(schedule).tree.tensors.check_unchanged()
         surveyed, reference = survey(schedule)
-        return cls(schedule._core.tree, surveyed, schedule._core.hooks), reference
+        return cls(Internals(schedule).tree, surveyed, Internals(schedule).hooks), reference
 
     @property
     def mesh(self) -> Mesh | None:

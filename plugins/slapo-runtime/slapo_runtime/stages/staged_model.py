@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from slapo_core.errors import ArgumentError, HookError
-from slapo_core.internals import buffers_of, children_of, module_index, parameters_of
+from slapo_core.internals import Internals, buffers_of, children_of, module_index, parameters_of
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.private import non_persistent_buffers_of, pytree, write_count
 from slapo_runtime.stages.partition import Liveness, Output, Partition, Stage
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_runtime.schedule_copies import ScheduledCopy
 
 
 Outputs = Sequence[str] | Callable[["Output"], Sequence[str]] | None
@@ -92,7 +91,7 @@ class StagedModel:
 
 
 def staged(
-    schedule: Schedule | ScheduledCopy,
+    schedule: Schedule,
     inputs: Mapping[str, Any],
     *,
     outputs: Sequence[str] | None = None,
@@ -112,7 +111,7 @@ def staged(
     """
     before = {name: StateMark(tensor) for name, tensor in held_by(schedule.model)}
     random = torch.get_rng_state()
-    answer = schedule._core.hooks.single(
+    answer = Internals(schedule).hooks.single(
         "slapo_partition", schedule=schedule, inputs=inputs, batch_axes=dict(batch_axes or {})
     )
     if answer is None:
@@ -130,7 +129,7 @@ def staged(
     return needing(schedule, StagedModel(partition, Liveness(()), plugin), needed)
 
 
-def needing(schedule: Schedule | ScheduledCopy, found: StagedModel, outputs: Sequence[str]) -> StagedModel:
+def needing(schedule: Schedule, found: StagedModel, outputs: Sequence[str]) -> StagedModel:
     """Return the stages with liveness for other required outputs.
 
     Args:
@@ -142,7 +141,7 @@ def needing(schedule: Schedule | ScheduledCopy, found: StagedModel, outputs: Seq
         HookError: as for :func:`staged`.
     """
     needed = tuple(outputs)
-    answer = schedule._core.hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
+    answer = Internals(schedule).hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
     if answer is None:
         raise HookError(
             f"{found.partition_by} cut the model into stages, and no active plugin says what passes between them "

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slapo_core import Schedule
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
-from slapo_core.internals import parameters_of
+from slapo_core.internals import Internals, parameters_of
 from slapo_runtime.correspondence.state import Loading, ModelState
 from slapo_runtime.gradients import GradientClipper
 from slapo_runtime.replicas import check_replicas, optimizer_replicas
@@ -44,7 +44,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
         )
     if call != _CLIP:  # between backward and step they are, and a step is not to pay for it
         _reshard(schedule.model)
-    kept = schedule._core.kept(call)
+    kept = Internals(schedule).cache(call)
     state = kept.get(_STATE_KEY)
     if state is None:
         if schedule.is_sealed:
@@ -102,7 +102,7 @@ def clip_grad_norm_(
         raise ArgumentError(
             f"norm_type must be positive (got {norm_type})", hint="norm_type=2.0, or math.inf for the largest value"
         )
-    kept, modules = sch._core.kept(_CLIP), correspondence.tree.index.modules.values()
+    kept, modules = Internals(sch).cache(_CLIP), correspondence.tree.index.modules.values()
     held = [
         tuple(map(id, parameters_of(module).values())) for module in modules
     ]  # others after load_state_dict(assign)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core import Edit
 from slapo_core.errors import WeightsError
+from slapo_core.internals import Internals
 from slapo_runtime._exchange import exchange_device
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.state import ModelState
@@ -59,7 +59,7 @@ class Materialization:
         if source is not None:
             self._source, self._names = fitting(self.correspondence.survey, source, schedule.model)
         self._target = device or _usual_device(schedule, self.correspondence)
-        self._edit = Edit(schedule._core.tree)
+        self._edit = Internals(schedule).edit()
         self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._extra = chosen(self.correspondence, source.extra, source.label) if source is not None else {}
         self._extra_before: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class Materialization:
 
     def place(self, placement: Placement) -> None:
         """Let this rank hold the tensors of its pipeline stages only, until it is taken back."""
-        self._schedule._core.tree.tensors.placement = placement
+        Internals(self._schedule).tree.tensors.placement = placement
 
     def run(self) -> Iterator[LiveTensor]:
         """Materialize the tensors in registration order, and yield each.
@@ -84,10 +84,10 @@ class Materialization:
             WeightsError: tensors on the meta device cannot be initialized; all of them are named, after the others.
             HookError: a plugin's answer does not fit.
         """
-        self._schedule._core.tree.tensors.keep_shapes(True)
+        Internals(self._schedule).tree.tensors.keep_shapes(True)
         if any(self._reference[name].is_meta for name in self._wanted() if name not in self._names):
             with self._schedule.reference() as model:  # before anything is installed
-                self._initializers["reference"] = Initializer(model, self._schedule._core.hooks, seed=self._seed)
+                self._initializers["reference"] = Initializer(model, Internals(self._schedule).hooks, seed=self._seed)
         for live in self.correspondence.live():
             if not live.is_local:
                 if not live.tensor.is_meta:
@@ -118,8 +118,8 @@ class Materialization:
         self._overwritten.clear()
         set_extra_states(self.correspondence, self._extra_before)
         self._edit.rollback()
-        self._schedule._core.tree.tensors.placement = None
-        self._schedule._core.tree.tensors.keep_shapes(False)
+        Internals(self._schedule).tree.tensors.placement = None
+        Internals(self._schedule).tree.tensors.keep_shapes(False)
 
     def keep(self) -> None:
         """End it; what taking back would need is released."""
@@ -204,12 +204,12 @@ class Materialization:
         """Initialize a tensor of the reference model, or an added one of the scheduled model."""
         if which not in self._initializers:
             self._initializers[which] = Initializer(
-                self._schedule.model, self._schedule._core.hooks, seed=self._seed, is_reference=False
+                self._schedule.model, Internals(self._schedule).hooks, seed=self._seed, is_reference=False
             )
         return self._initializers[which].value(name, shape)
 
     def _install(self, live: LiveTensor, value: torch.Tensor) -> LiveTensor:
-        node = self._schedule._core.tree.node(live.path)
+        node = Internals(self._schedule).node(live.path)
         if live.is_parameter:
             self._edit.set_parameter(node, live.own_name, value)
             tensor: torch.Tensor = node.parameters[live.own_name]

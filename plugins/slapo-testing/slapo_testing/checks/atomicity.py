@@ -8,6 +8,7 @@ import torch
 
 from slapo_core import Node
 from slapo_core.errors import PreconditionError
+from slapo_core.internals import Internals
 from slapo_core.primitive import Primitive, Violation
 from slapo_testing.bench import Bench, prepare
 from slapo_testing.case import Case
@@ -90,7 +91,7 @@ def rejected_cases_change_nothing(case: Case) -> None:
 
 def _precondition_error(bench: Bench, path: str, primitive: Primitive) -> PreconditionError:
     try:
-        bench.schedule._core.apply_at(bench.node_at(path), primitive)
+        Internals(bench.schedule).apply(bench.node_at(path), primitive)
     except PreconditionError as error:
         return error
     except Exception as error:
@@ -123,12 +124,12 @@ def faults_roll_back(case: Case) -> None:
         raise NotApplicable("it makes no edit in this case, only a note: there is nothing to roll back")
     bench = prepare(case, mesh_size=2)
     before, records = ModelSnapshot(bench.model), bench.schedule.records
-    layouts = dict(bench.schedule._core.tree.layouts)
+    layouts = dict(Internals(bench.schedule).tree.layouts)
     for number in range(1, edits + 1):
         place = f"a fault after edit {number} of {edits}"
         _fail_after(bench, number, place)
         lines = before.differences(bench.model)
-        if bench.schedule._core.tree.layouts != layouts:
+        if Internals(bench.schedule).tree.layouts != layouts:
             lines.append("the layouts of the schedule: not those of before")
         if bench.schedule.records != records:
             lines.append("the records of the schedule: not those of before")
@@ -152,7 +153,7 @@ def faults_roll_back(case: Case) -> None:
 
 def _count_edits(bench: Bench) -> int:
     counts = [0]
-    bench.schedule._core.apply_at(bench.node, bench.primitive, after_edit=counts.append)
+    Internals(bench.schedule).apply(bench.node, bench.primitive, after_edit=counts.append)
     return max(counts)
 
 
@@ -162,7 +163,7 @@ def _fail_after(bench: Bench, number: int, place: str) -> None:
             raise InjectedFault(place)
 
     try:
-        bench.schedule._core.apply_at(bench.node, bench.primitive, after_edit=fault)
+        Internals(bench.schedule).apply(bench.node, bench.primitive, after_edit=fault)
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, InjectedFault):
@@ -186,13 +187,13 @@ def _fail_after(bench: Bench, number: int, place: str) -> None:
 def undo_is_exact(case: Case) -> None:
     """Undo gives back the reference model bit by bit, and redo the very same scheduled model."""
     bench = prepare(case, mesh_size=2)
-    before, layouts = ModelSnapshot(bench.model), dict(bench.schedule._core.tree.layouts)
+    before, layouts = ModelSnapshot(bench.model), dict(Internals(bench.schedule).tree.layouts)
     steps = len(bench.schedule.records)
     bench.apply()
     bench.schedule.undo()
     _require_same_model(before, layouts, bench, "undo() does not give back the model of before")
     bench.apply()
-    scheduled, new_layouts = ModelSnapshot(bench.model), dict(bench.schedule._core.tree.layouts)
+    scheduled, new_layouts = ModelSnapshot(bench.model), dict(Internals(bench.schedule).tree.layouts)
     with bench.schedule.rewound(steps):
         _require_same_model(before, layouts, bench, "rewound() does not give back the model of before")
     _require_same_model(scheduled, new_layouts, bench, "redoing the step does not give back the scheduled model")
@@ -202,7 +203,7 @@ def undo_is_exact(case: Case) -> None:
 
 def _require_same_model(expected: ModelSnapshot, layouts: Mapping[str, object], bench: Bench, violation: str) -> None:
     lines = expected.differences(bench.model)
-    if bench.schedule._core.tree.layouts != layouts:
+    if Internals(bench.schedule).tree.layouts != layouts:
         lines.append("the layouts of the schedule: not those of before")
     if lines:
         raise CheckError(

@@ -10,11 +10,9 @@ from typing import Any
 
 from slapo_core import replay
 from slapo_core.errors import PluginError, SerializationError
-from slapo_core.plugins import current_registry
-from slapo_core.plugins.metadata import GROUP_PREFIX, KINDS, LOCAL_VERSION, Entry
-from slapo_core.plugins.registry import class_violations
+from slapo_core.internals import primitive_from_json, primitive_to_json
+from slapo_core.plugins import GROUP_PREFIX, KINDS, LOCAL_VERSION, Entry, class_violations, current_registry
 from slapo_core.primitive import Primitive
-from slapo_core.schedule.records import primitive_from_json, primitive_to_json
 from slapo_testing.bench import build_model, prepare, registered
 from slapo_testing.case import Case, made
 from slapo_testing.check import CheckError, NotApplicable

@@ -12,10 +12,8 @@ from torch import nn
 
 from slapo_core import create_schedule
 from slapo_core.errors import SlapoError
-from slapo_core.internals import current_registry
-from slapo_core.plugins import use_registry
-from slapo_core.plugins.registry import Registry
-from slapo_core.primitives.annotate import Annotate
+from slapo_core.internals import Annotate, Internals
+from slapo_core.plugins import Registry, current_registry, use_registry
 from slapo_runtime.batches import micro_batches
 from slapo_runtime.build import build
 from slapo_runtime.losses import LossCall
@@ -165,7 +163,7 @@ class Before:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._model = ModelSnapshot(schedule.model)
-        self._records, self._layouts = schedule.records, dict(schedule._core.tree.layouts)
+        self._records, self._layouts = schedule.records, dict(Internals(schedule).tree.layouts)
 
     def differences(self) -> list[str]:
         """The differences, one line each."""
@@ -173,7 +171,7 @@ class Before:
         lines = self._model.differences(schedule.model)
         if schedule.records != self._records:
             lines.append("the records of the schedule: not those of before")
-        if schedule._core.tree.layouts != self._layouts:
+        if Internals(schedule).tree.layouts != self._layouts:
             lines.append("the layouts of the schedule: not those of before")
         if schedule.is_sealed:
             lines.append("the schedule: sealed")
@@ -200,7 +198,7 @@ class Before:
         name = next(name for name, _ in schedule.model.named_parameters())
         path, _, own_name = name.rpartition(".")
         try:
-            schedule._core.apply_at(schedule._core.tree.node(path), Annotate(own_name, "tried", True))
+            Internals(schedule).apply(Internals(schedule).node(path), Annotate(own_name, "tried", True))
             schedule.undo()
             lines = self.differences()
             build(schedule, "torch")

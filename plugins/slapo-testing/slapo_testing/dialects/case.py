@@ -11,9 +11,8 @@ from torch import nn
 
 from slapo_core.dialect import Dialect
 from slapo_core.errors import ArgumentError
+from slapo_core.internals import Checkpoint, Internals, Replace
 from slapo_core.layout import MESH_DIMS
-from slapo_core.primitives.checkpoint import Checkpoint
-from slapo_core.primitives.replace import Replace
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -115,11 +114,11 @@ def regression_batch() -> dict[str, torch.Tensor]:
 
 def regression_steps(schedule: Schedule) -> None:
     """A replacement with other names, recomputed in the backward pass; with ``tp``, two layers split over its ranks."""
-    head = schedule._core.tree.node("head")
-    schedule._core.apply_at(head, Replace(renamed, params={"weight": "matrix", "bias": "offset"}))
-    schedule._core.apply_at(schedule._core.tree.node("head"), Checkpoint())
+    head = Internals(schedule).node("head")
+    Internals(schedule).apply(head, Replace(renamed, params={"weight": "matrix", "bias": "offset"}))
+    Internals(schedule).apply(Internals(schedule).node("head"), Checkpoint())
     if schedule.mesh is not None and schedule.mesh.size("tp") > 1:
-        node: Any = schedule._core.tree.node  # the two primitives are a plugin's
+        node: Any = Internals(schedule).node  # the two primitives are a plugin's
         node("up").shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
         node("down").shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
