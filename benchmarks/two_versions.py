@@ -76,6 +76,42 @@ def build():
     return slapo.build(slapo.create_schedule(small()), target="torch",
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda output, batch: output.mean())
 
+def bert_small():
+    with torch.device("meta"):
+        return BertForMaskedLM(BertConfig(
+            hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024))
+
+def inputs():
+    ids = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "attention_mask": ids.clone()}
+
+def traced_bert():
+    sch = slapo.create_schedule(bert_small(), example_inputs=inputs())
+    sch["bert.encoder.layer.*"].trace()
+    return sch
+
+def bias_gelu(x, weight, bias):
+    return torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
+
+found_in = traced_bert()
+
+def cut_bert():
+    global cut
+    cut.undo(to=0)
+    cut = slapo.create_schedule(cut.model, example_inputs=inputs())
+    cut["bert.encoder.layer.1"].pipeline_split()
+    return cut
+
+cut = slapo.create_schedule(bert_small())
+
+def traced_engine():
+    sch = trace()
+    return slapo.build(sch, target="torch", optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        loss=lambda output, batch: output.square().mean())
+
+engine = traced_engine()
+batch = torch.randn(4, 16)
+
 parts = {  # what is prepared, and what is timed
     "create": (large, slapo.create_schedule),
     "visit": (lambda: sch, lambda sch: [(sch[path].path, sch[path].module) for path in paths]),
@@ -87,6 +123,9 @@ parts = {  # what is prepared, and what is timed
     "trace": (lambda: None, lambda _: trace()),
     "verify": (trace, lambda sch: slapo.verify(sch, torch.randn(4, 16))),
     "build": (lambda: None, lambda _: build()),
+    "step": (lambda: None, lambda _: [engine.train_step(batch) for _ in range(20)]),
+    "find": (lambda: None, lambda _: [found_in.find(bias_gelu) for _ in range(20)]),
+    "partition": (cut_bert, slapo.stages),
 }
 print(*parts, sep=",", flush=True)
 for line in sys.stdin:
@@ -108,8 +147,8 @@ class Installation:
     """A Python with slapo, and a process of it that runs the parts."""
 
     def __init__(self, python: str) -> None:
-        self.python = python
-        command = [python, "-W", "ignore", "-c", WORKER]
+        self.python = os.path.abspath(python)  # processes start in another folder
+        command = [self.python, "-W", "ignore", "-c", WORKER]
         self.worker = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
