@@ -1,14 +1,17 @@
-"""The whole error taxonomy: one small class per mistake, every message with its way out.
+"""The errors: one small class per mistake, every message with a hint; and the words that messages share.
 
 This module imports nothing of slapo, so that every layer may raise from it. `docs/errors.md` is generated
 from the docstrings below: the first paragraph says *when*, the paragraph starting with "What to do:" says what
-to do. It is one long module on purpose: a taxonomy is read as a whole.
+to do.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Violation
@@ -44,6 +47,14 @@ __all__ = [
     "VerifyError",
     "WeightsError",
 ]
+
+
+class _Context(TypedDict, total=False):
+    """The keyword arguments of every error: see `SlapoError`."""
+
+    path: str | None
+    plugin: str | None
+    hint: str | None
 
 
 class SlapoError(Exception):
@@ -127,11 +138,9 @@ class PreconditionError(SlapoError):
     What to do: write the corrected call given with each violation.
     """
 
-    def __init__(
-        self, message: str, *, violations: Sequence[Violation] = (), path: str | None = None, plugin: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, violations: Sequence[Violation] = (), **context: Unpack[_Context]) -> None:
         self.violations = tuple(violations)
-        super().__init__(message, path=path, plugin=plugin)
+        super().__init__(message, **context)
 
 
 class ApplyError(SlapoError):
@@ -147,11 +156,9 @@ class PostconditionError(SlapoError):
     What to do: this is a fault of the primitive, not of the schedule: report it to the distribution named.
     """
 
-    def __init__(
-        self, message: str, *, violations: Sequence[Violation] = (), path: str | None = None, plugin: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, violations: Sequence[Violation] = (), **context: Unpack[_Context]) -> None:
         self.violations = tuple(violations)
-        super().__init__(message, path=path, plugin=plugin)
+        super().__init__(message, **context)
 
 
 class UndoError(SlapoError):
@@ -218,16 +225,14 @@ class VerifyError(SlapoError):
         tolerance: float | None = None,
         rank: int | None = None,
         steps: Sequence[str] = (),
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
+        **context: Unpack[_Context],
     ) -> None:
         self.tensor = tensor
         self.difference = difference
         self.tolerance = tolerance
         self.rank = rank
         self.steps = tuple(steps)
-        super().__init__(message, path=path, plugin=plugin, hint=hint)
+        super().__init__(message, **context)
 
 
 class FitError(SlapoError):
@@ -241,19 +246,10 @@ class FitError(SlapoError):
         least: bytes of the least peak that was found.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        target: int,
-        least: int,
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, target: int, least: int, **context: Unpack[_Context]) -> None:
         self.target = target
         self.least = least
-        super().__init__(message, path=path, plugin=plugin, hint=hint)
+        super().__init__(message, **context)
 
 
 class TraceError(SlapoError):
@@ -266,18 +262,8 @@ class TraceError(SlapoError):
         location: file and line of the model; None if it is not known.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-        location: tuple[str, int] | None = None,
-    ) -> None:
-        at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        said = message if at in message else message + at  # an error about another one has its text
-        super().__init__(said, path=path, plugin=plugin, hint=hint)
+    def __init__(self, message: str, *, location: tuple[str, int] | None = None, **context: Unpack[_Context]) -> None:
+        super().__init__(_with_line(message, location), **context)
         self.location = location
 
 
@@ -358,18 +344,8 @@ class EstimateError(SlapoError):
         location: file and line of the model, or of the function that failed; None if it is not known.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-        location: tuple[str, int] | None = None,
-    ) -> None:
-        at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        said = message if at in message else message + at  # an error about another one has its text
-        super().__init__(said, path=path, plugin=plugin, hint=hint)
+    def __init__(self, message: str, *, location: tuple[str, int] | None = None, **context: Unpack[_Context]) -> None:
+        super().__init__(_with_line(message, location), **context)
         self.location = location
 
 
@@ -443,17 +419,9 @@ class UnusablePluginError(PluginError, AttributeError):
             distributions provide the name), or ``"disabled"`` (by ``SLAPO_DISABLE_PLUGINS``).
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        state: str = "unusable",
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, state: str = "unusable", **context: Unpack[_Context]) -> None:
         self.state = state
-        super().__init__(message, path=path, plugin=plugin, hint=hint)
+        super().__init__(message, **context)
 
 
 class HookError(PluginError):
@@ -461,3 +429,46 @@ class HookError(PluginError):
 
     What to do: the message names the hook and the distribution.
     """
+
+
+# -- words of messages ----------------------------------------------------------------------------------------
+
+
+def place(path: str) -> str:
+    """Format the path of a module: ``"'encoder.layer.0'"``, or ``"the root"``."""
+    return f"'{path}'" if path else "the root"
+
+
+def listed(names: Sequence[str], *, limit: int = 8) -> str:
+    """List names by commas; of more than ``limit`` the first three, the last, and their number."""
+    if len(names) <= limit:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])}, ..., {names[-1]} ({len(names)} in all)"
+
+
+def _with_line(message: str, location: tuple[str, int] | None) -> str:
+    """Append the line of the model; an error about another one has it already."""
+    at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
+    return message if at in message else message + at
+
+
+def user_frame(*inside: str) -> FrameType:
+    """Find the nearest frame outside of some packages, of this one and of contextlib.
+
+    Args:
+        inside: their names, e.g. ``"slapo_estimate"``.
+    """
+    packages = ("slapo_core", "contextlib", *inside)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages:
+        frame = frame.f_back
+    return frame
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of your code that called slapo, however deep below it the warning is raised."""
+    import slapo_core
+
+    frame = user_frame("torch", *(name.replace("-", "_") for name in slapo_core.DISTRIBUTIONS))
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from slapo_core.errors import ArgumentError
+from slapo_core.errors import ArgumentError, place
 
 if TYPE_CHECKING:
     from slapo_core.tree.edit import Edit
@@ -466,8 +466,7 @@ class Record:
         return self.primitive.name
 
     def __str__(self) -> str:
-        where = f"'{self.path}'" if self.path else "the root"
-        return f"#{self.index} {self.primitive} at {where}"
+        return f"#{self.index} {self.primitive} at {place(self.path)}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import os
 import pkgutil
 import re
 import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from packaging.utils import canonicalize_name
 
 import slapo_core
-from slapo_core.errors import PluginError, SlapoError, UnknownNameError, UnusablePluginError
+from slapo_core.errors import PluginError, SlapoError, UnknownNameError, UnusablePluginError, warn_user
 from slapo_core.plugins.metadata import (
     CORE_DISTRIBUTION,
     DISABLE,
@@ -218,7 +217,7 @@ class Registry:
             try:
                 loaded = self.load(entry)
             except PluginError as error:
-                warnings.warn(f"{error.message}; it is left out", stacklevel=2)
+                warn_user(f"{error.message}; it is left out")
                 continue
             try:
                 result = use(loaded)
@@ -226,7 +225,7 @@ class Registry:
                 raise
             except BaseException as error:  # noqa: BLE001 - as at an import
                 self._failures[entry] = (f"{type(error).__name__}: {error}", error)
-                warnings.warn(f"{self._failure(entry)}; it is left out", stacklevel=2)
+                warn_user(f"{self._failure(entry)}; it is left out")
                 continue
             yield result
 

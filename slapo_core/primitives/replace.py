@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ApplyError
+from slapo_core.errors import ApplyError, place
 from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, set_tensor, signature_mismatches
 from slapo_core.tree.edit import Edit
@@ -169,7 +169,7 @@ class Replace(Primitive):
         above: Any = node.parent
         while above is not None:
             if any(module is above.module for module in new.modules()):
-                yield Violation(f"the new module contains {_where(above)}, in which it is to stand")
+                yield Violation(f"the new module contains {place(above.path)}, in which it is to stand")
                 return
             above = above.parent
         yield from lost_changes(node, new)
@@ -178,7 +178,3 @@ class Replace(Primitive):
 
     def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
         return TensorPlan(node, new, dict(self.params), tuple(self.drop))
-
-
-def _where(node: Node) -> str:
-    return f"'{node.path}'" if node.path else "the root"

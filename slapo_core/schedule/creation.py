@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import ArgumentError, ReplayError, SerializationError, SlapoError
+from slapo_core.errors import ArgumentError, ReplayError, SerializationError, SlapoError, warn_user
 from slapo_core.layout import Mesh, declare_mesh
 from slapo_core.primitive import Primitive
 from slapo_core.schedule.records import fingerprint, load_document, primitive_from_json, uncovered
@@ -137,7 +136,7 @@ def replay(
             if "verified" in data and data["verified"] == fingerprint(schedule.document()):
                 schedule._core.mark_verified()
         for line in missing:
-            warnings.warn(f"{line}; give those their steps, or undo with sch.undo(to=0)", stacklevel=2)
+            warn_user(f"{line}; give those their steps, or undo with sch.undo(to=0)")
     except BaseException:
         schedule.undo(to=before)
         raise

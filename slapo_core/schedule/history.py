@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import SealedError, UndoError
+from slapo_core.errors import SealedError, UndoError, warn_user
 from slapo_core.primitive import Record
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
@@ -183,10 +182,7 @@ class History:
             except Exception as error:  # noqa: BLE001 - a broken plugin breaks nothing but itself
                 self.guards = tuple(each for each in self.guards if each is not guards)
                 name = f"{type(guards).__module__}.{type(guards).__qualname__}"
-                warnings.warn(
-                    f"the guards {name} raised {type(error).__name__}: {error}; they are left out from now on",
-                    stacklevel=2,
-                )
+                warn_user(f"the guards {name} raised {type(error).__name__}: {error}; they are left out from now on")
 
 
 def _refused(step: Step, what: str, error: Exception) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from slapo_core.errors import ReplayError, SerializationError, SlapoError
+from slapo_core.errors import ReplayError, SerializationError, SlapoError, listed, user_frame
 from slapo_core.plugins import current_registry
 from slapo_core.primitive import Primitive, Record
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from slapo_core.plugins.registry import Registry
 
-_INSIDE = ("slapo_core", "contextlib")
-
 
 def caller_location(*inside: str) -> str:
     """Return ``"file.py:41"`` of the nearest frame outside of slapo_core, relative to the working directory.
@@ -36,10 +34,7 @@ def caller_location(*inside: str) -> str:
     Args:
         inside: further packages to look outside of.
     """
-    packages = (*_INSIDE, *inside)
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages:
-        frame = frame.f_back
+    frame = user_frame(*inside)
     file = frame.f_code.co_filename
     with contextlib.suppress(FileNotFoundError):  # the working directory was deleted
         file = file.removeprefix(os.getcwd() + os.sep)
@@ -72,8 +67,8 @@ def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) 
                 missing = [name for name in names if name not in covered]
                 written = f"; it was saved from a model with {saved[path]} there" if path in saved else ""
                 yield (
-                    f"of the {len(names)} {kind.__name__} in '{path}', the schedule has steps for {_shown(covered)} "
-                    f"and none for {_shown(missing)}{written}"
+                    f"of the {len(names)} {kind.__name__} in '{path}', the schedule has steps for {listed(covered)} "
+                    f"and none for {listed(missing)}{written}"
                 )
 
 
@@ -86,10 +81,6 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
 
 def _is_below(step: str, path: str) -> bool:
     return step == path or step.startswith(f"{path}.")
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:3])}, ..., {names[-1]} ({len(names)} in all)"
 
 
 _FUNCTION_NAME = re.compile(r"[^:]+:[^\W\d]\w*")

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ArgumentError, SlapoError
+from slapo_core.errors import ArgumentError, SlapoError, place
 from slapo_core.plugins.metadata import close_matches
 from slapo_core.primitive import public_signature, shown
 
@@ -38,7 +38,7 @@ class BoundPrimitive:
             unknown = next((name for name in kwargs if name not in signature.parameters), None)
             what = f"got an unexpected keyword argument '{unknown}'" if unknown is not None else error
             raise ArgumentError(
-                f"{cls.name} at {repr(self._where) if self._where else 'the root'}: {what}",
+                f"{cls.name} at {place(self._where)}: {what}",
                 path=self._where,
                 hint=_corrected(cls, args, kwargs) or f"{cls.name.rpartition('.')[2]}{_plain(signature)}",
             ) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from slapo_core._vocabulary import OnNodes
-from slapo_core.errors import ArgumentError, PathError
+from slapo_core.errors import ArgumentError, PathError, place
 from slapo_core.layout import Layout
 from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
@@ -186,9 +186,8 @@ class Node(OnNodes):
             tensor = buffers_of(module).get(name)
         if tensor is None:
             tensors = {**parameters_of(module), **buffers_of(module)}
-            where = f"'{self.path}'" if self.path else "the root"
             raise PathError(
-                f"{where} has no parameter or buffer '{name}'",
+                f"{place(self.path)} has no parameter or buffer '{name}'",
                 path=self.path,
                 hint=f"it has {', '.join(name for name, t in tensors.items() if t is not None) or 'none'}",
             )
