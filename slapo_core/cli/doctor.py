@@ -8,12 +8,12 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from slapo_core.errors import HookError, PluginError
+from slapo_core.errors import PluginError
 from slapo_core.hookspecs import Fact, Problem
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.metadata import core_requirements
@@ -149,30 +149,15 @@ def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:
     hooks = HookManager(registry)  # one manager each: one that fails must not silence another
     try:
         hooks.activate(distribution)
-        answers = [_checked(answer, distribution) for _, answer in hooks.call_each("slapo_doctor")]
+        items = hooks.collect("slapo_doctor", (Fact, Problem), _RIGHT)
     except PluginError as error:
         yield Problem(error.message, error.hint)
         return
-    for item in (item for answer in answers for item in answer):
+    for _, item in items:
         if isinstance(item, Fact):
             yield Fact(f"{distribution}: {item.what}", item.value)
-        else:
+        elif isinstance(item, Problem):
             yield Problem(f"{distribution}: {item.message}", item.hint)
 
 
-def _checked(answer: Any, distribution: str) -> list[Fact | Problem]:
-    """The facts and problems of one answer.
-
-    Raises:
-        HookError: it is anything else.
-    """
-    items = list(answer) if isinstance(answer, (list, tuple)) else [answer]
-    wrong = [item for item in items if not isinstance(item, (Fact, Problem))]
-    if not wrong:
-        return items
-    call = '"the problem", hint="the command that fixes it"'
-    raise HookError(
-        f"hook slapo_doctor of {distribution} must yield Fact and Problem objects (got {wrong[0]!r})",
-        plugin=distribution,
-        hint=f"yield slapo_core.Problem({repr(wrong[0]) if isinstance(wrong[0], str) else call})",
-    )
+_RIGHT = 'yield slapo_core.Problem("the problem", hint="the command that fixes it")'

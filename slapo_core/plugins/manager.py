@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 from packaging.utils import canonicalize_name
@@ -17,6 +17,9 @@ from slapo_core.plugins.metadata import DISABLE, LOCAL_VERSION
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
+
+
+_Item = TypeVar("_Item")
 
 
 class HookManager:
@@ -49,7 +52,7 @@ class HookManager:
 
         Raises:
             PluginError: it is not installed, or not usable.
-            HookError: its hooks module is not as it must be.
+            HookError: its hooks module has an undecorated or unknown hook.
         """
         if version == LOCAL_VERSION:
             self._active[distribution] = f"{distribution} {version}"
@@ -86,7 +89,7 @@ class HookManager:
 
         Args:
             name: the hook, e.g. ``"slapo_liveness"``.
-            arguments: those of the hook's specification.
+            arguments: of the hook's specification.
 
         Returns:
             the plugin that answered, e.g. ``"acme-slapo 1.0"``, and its answer; None if none did.
@@ -121,6 +124,37 @@ class HookManager:
             HookError: an implementation raised.
         """
         return self._ask(name, self._implementations(name), arguments)
+
+    def collect(
+        self, name: str, kinds: tuple[type[_Item], ...], hint: str, /, **arguments: Any
+    ) -> list[tuple[str, _Item]]:
+        """Ask every active plugin for objects of some classes: one, or an iterable of them.
+
+        Args:
+            name: the hook, e.g. ``"slapo_check"``.
+            kinds: the classes, e.g. ``(Violation,)``.
+            hint: for an author whose hook answers with something else: a right ``yield``.
+            arguments: of the hook's specification.
+
+        Returns:
+            each distribution, sorted, with every object that it gave.
+
+        Raises:
+            HookError: an implementation raised, or gave something else.
+        """
+        found: list[tuple[str, _Item]] = []
+        for distribution, answer in self.call_each(name, **arguments):
+            several = isinstance(answer, Iterable) and not isinstance(answer, (str, Mapping))
+            for item in answer if several else (answer,):
+                if not isinstance(item, kinds):
+                    wanted = " and ".join(kind.__name__ for kind in kinds)
+                    raise HookError(
+                        f"hook {name} of {distribution} must yield {wanted} objects (got {item!r})",
+                        plugin=distribution,
+                        hint=hint,
+                    )
+                found.append((distribution, item))
+        return found
 
     def _implementations(self, name: str) -> list[pluggy.HookImpl]:
         hook: pluggy.HookCaller | None = getattr(self._manager.hook, name, None)

@@ -15,7 +15,7 @@ from slapo_core.primitive import Primitive, Record, check_primitive
 from slapo_core.schedule.history import History
 from slapo_core.schedule.records import caller_location
 from slapo_core.schedule.sugar import bound_primitive, bound_query
-from slapo_core.schedule.transaction import Transaction, bound, divided
+from slapo_core.schedule.transaction import bound, divided, transact
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ScheduleCore:
         location: str | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> Node:
-        """Apply ``primitive`` at ``node``: see :class:`slapo_core.schedule.transaction.Transaction`.
+        """Apply ``primitive`` at ``node``: see :func:`slapo_core.schedule.transaction.transact`.
 
         Args:
             node: where.
@@ -105,28 +105,15 @@ class ScheduleCore:
         self.tree.look_again_if_changed(node)
         if not self.history:
             self.tree.tensors.begin()
-        transaction = Transaction(
-            self.tree,
-            ask=self.hooks.call_each,
-            admit=self._admit,
-            bind=self.bound,
-            after_edit=after_edit,
-        )
         try:
-            result, step = transaction.run(
-                node, primitive, index=len(self.history) + 1, location=location or caller_location()
+            result, step = transact(
+                self, node, primitive, location=location or caller_location(), after_edit=after_edit
             )
         except BaseException:
             self.refresh()
             raise
         self.history.append(step)
         return result
-
-    def _admit(self, primitive: Primitive) -> tuple[str, str]:
-        """Return the primitive's provider, whose plugin must be usable, and activate its hooks."""
-        provider = self.registry.provider(primitive)
-        self.hooks.activate(provider[0], version=provider[1])
-        return provider
 
     def bound(self, node: Node, primitive: Primitive) -> Primitive:
         """Locate the primitive's selections at ``node``, and bind it."""

@@ -70,7 +70,9 @@ def environment(fake_distributions: FakeEnvironment) -> FakeEnvironment:
 
 
 def _left_out(caught: list[warnings.WarningMessage]) -> set[str]:
-    texts = [str(one.message) for one in caught if "left out" in str(one.message)]
+    left_out = [one for one in caught if "left out" in str(one.message)]
+    assert {one.filename for one in left_out} == {__file__}, "the line of the user's call"
+    texts = [str(one.message) for one in left_out]
     assert len(texts) == len(set(texts)), "each is told once"
     return {text.split("'")[1] for text in texts}
 
