@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,6 @@ __all__ = [
     "spans_stages",
     "tell_verify",
     "withheld",
-    "without",
 ]
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
@@ -121,19 +120,6 @@ def goes_around(wrapper: Callable[..., Any]) -> bool:
     while isinstance(wrapper, functools.partial):
         wrapper = wrapper.func
     return getattr(wrapper, "slapo_goes_around", False) is True
-
-
-def without(functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """``functions``, each of ``others`` taken out once."""
-    left = list(others)
-    kept = []
-    for function in functions:
-        position = next((index for index, other in enumerate(left) if other is function), None)
-        if position is None:
-            kept.append(function)
-        else:
-            del left[position]
-    return kept
 
 
 def spans_stages(wrapper: Callable[..., Any]) -> bool:

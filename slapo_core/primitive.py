@@ -25,6 +25,7 @@ __all__ = [
     "Primitive",
     "Record",
     "Suggestion",
+    "Verbatim",
     "check_primitive",
     "public_signature",
     "shown",
@@ -340,6 +341,13 @@ def signature_violations(cls: type) -> tuple[str, ...]:
             got = f"{method}{inspect.signature(function)}" if callable(function) else repr(function)
             found.append(f"{cls.__qualname__}.{method} must be callable as {method}{required} (got {got})")
     return tuple(found)
+
+
+class Verbatim(str):
+    """Text whose ``repr`` has no quotes: an annotation or a default in a printed signature."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 @functools.cache

@@ -49,14 +49,14 @@ class Command(ABC):
         """
 
 
-class Words(TyperGroup):
+class CommandGroup(TyperGroup):
     """``slapo``: its own commands, and those of plugins of kind ``commands`` behind them."""
 
     prefix: ClassVar[str] = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in self._contributed() if name not in own)]
+        return [*own, *(name for name in self._entries() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a name; one of a plugin is not imported yet.
@@ -67,8 +67,8 @@ class Words(TyperGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None or "." in cmd_name:
             return own
-        if (entry := self._contributed().get(cmd_name)) is not None:
-            return _Contributed(entry)
+        if (entry := self._entries().get(cmd_name)) is not None:
+            return _LazyCommand(entry)
         try:
             current_registry().resolve("commands", self.prefix + cmd_name)
         except UnknownNameError as error:
@@ -78,9 +78,9 @@ class Words(TyperGroup):
 
     def contributed(self) -> dict[str, Any]:
         """The commands of plugins by name, imported: for the documentation."""
-        return {name: _loaded(entry) for name, entry in self._contributed().items()}
+        return {name: _loaded(entry) for name, entry in self._entries().items()}
 
-    def _contributed(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, Entry]:
         registry = current_registry()
         plugins = [plugin for plugin in registry.plugins if plugin.usable]
         usable = [entry for plugin in plugins for entry in plugin.entries if entry not in plugin.lost]
@@ -89,13 +89,13 @@ class Words(TyperGroup):
         return {name: entry for name, entry in known.items() if self.prefix + name == entry.name and "." not in name}
 
 
-class PluginsWords(Words):
+class PluginsGroup(CommandGroup):
     """``slapo plugins``, whose further commands are published as ``plugins.<name>``."""
 
     prefix = "plugins."
 
 
-class _Contributed(TyperCommand):
+class _LazyCommand(TyperCommand):
     """Load a command of a plugin when it is called."""
 
     def __init__(self, entry: Entry) -> None:
@@ -166,14 +166,14 @@ def make_app() -> typer.Typer:
     """The command line with all its commands."""
     root = typer.Typer(
         name="slapo",
-        cls=Words,
+        cls=CommandGroup,
         help="A schedule language for PyTorch training.",
         no_args_is_help=True,
         rich_markup_mode=_markup(),
         pretty_exceptions_enable=False,
     )
     about = "The installed plugins and their state."
-    family = typer.Typer(cls=PluginsWords, help=about, no_args_is_help=True, rich_markup_mode=_markup())
+    family = typer.Typer(cls=PluginsGroup, help=about, no_args_is_help=True, rich_markup_mode=_markup())
     root.add_typer(family, name="plugins")
 
     @root.callback()

@@ -178,16 +178,6 @@ _HEADER = """\
 """
 
 
-class _Source:
-    """Text that `inspect` prints as it is."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
     """Return the stub of every usable primitive, and what is left out, each with the reason.
 
@@ -218,16 +208,16 @@ def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
 
 
 def _arguments(cls: type, writer: AnnotationWriter) -> str:
-    from slapo_core.primitive import public_signature
+    from slapo_core.primitive import Verbatim, public_signature
 
     own_init = cls.__init__  # type: ignore[misc]  # a dataclass's is made from its fields, and may be overridden
     hints = {**typing.get_type_hints(cls), **typing.get_type_hints(own_init)}
     parameters = []
     for parameter in public_signature(cls).parameters.values():
         hint = hints.get(parameter.name, hints.get(f"{parameter.name}_", Any))
-        changes: dict[str, Any] = {"annotation": _Source(writer.argument(hint))}
+        changes: dict[str, Any] = {"annotation": Verbatim(writer.argument(hint))}
         if parameter.default is not inspect.Parameter.empty:
-            changes["default"] = _Source(_default(parameter.default))
+            changes["default"] = Verbatim(_default(parameter.default))
         parameters.append(parameter.replace(**changes))
     if any(parameter.name == "self" for parameter in parameters):
         raise TypeError("an argument is called 'self'")
@@ -260,7 +250,7 @@ def _classes(methods: Mapping[str, tuple[str, str]], bare: Mapping[str, str]) ->
         for full in methods:
             if full.startswith(f"{namespace}."):
                 lines += define(full.partition(".")[2], full, "_Result")
-    for cls, result in (("OnNodes", "_t.Self"), ("OnRoot", "_Node")):
+    for cls, result in (("NodePrimitives", "_t.Self"), ("SchedulePrimitives", "_Node")):
         lines += ["", f"class {cls}:", "    ..."]
         for namespace in namespaces:
             lines += ["    @property", f"    def {namespace}(self) -> _Namespace_{namespace}[{result}]: ..."]

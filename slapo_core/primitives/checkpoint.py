@@ -50,12 +50,6 @@ class Checkpoint(Primitive):
     match: Any = None
     preserve_rng_state: bool = True
 
-    def __post_init__(self) -> None:
-        if isinstance(self.match, bool):  # checkpoint(False), as it was written before there were matches
-            object.__setattr__(self, "preserve_rng_state", self.match)
-            object.__setattr__(self, "match", None)
-        super().__post_init__()
-
     @property
     def equivalence(self) -> Equivalence:  # type: ignore[override]
         if self.preserve_rng_state:

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.observers import without
 from slapo_core.primitive import Violation
 from slapo_core.private import full_backward_flag, hooks_of
+from slapo_core.tree.assignment import hooks_of_user
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
 
@@ -129,7 +129,7 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
                 "replace first, change then",
             )
         registered = [hook for hooks in hooks_of(module).values() for hook in hooks.values()]
-        of_user = without(registered, [function for _, function in below.hooks])
+        of_user = hooks_of_user(registered, [function for _, function in below.hooks])
         count = len(of_user) + len(below.hooks)
         if name and count:
             who = " and ".join([*([by] if below.hooks else []), *([_OUTSIDE] if of_user else [])])

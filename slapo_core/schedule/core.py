@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from slapo_core.plugins.registry import Registry
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.journal import Entry
+    from slapo_core.tree.journal import JournalEntry
     from slapo_core.tree.node import Node
     from slapo_core.tree.selection import NodeGroup
 
@@ -81,7 +81,7 @@ class ScheduleCore:
 
     def mark_verified(self, passed: bool = True) -> None:
         """Record whether ``verify`` has passed; see ``is_verified``."""
-        self.history.kept["verified"] = passed
+        self.history.cache["verified"] = passed
 
     def apply_at(
         self,
@@ -102,7 +102,7 @@ class ScheduleCore:
         check_primitive(primitive)
         self.check_open(f"apply {primitive}")
         self.history.check_start()
-        self.tree.look_again_if_changed(node)
+        self.tree.reindex_if_moved(node)
         if not self.history:
             self.tree.tensors.begin()
         try:
@@ -153,7 +153,7 @@ class ScheduleCore:
     def kept(self, what: str) -> dict[str, Any]:
         """Return a cache about the model, cleared when a step comes or goes; ``what`` is refused while rewound."""
         self.history.check_in_force(what)
-        return self.history.kept
+        return self.history.cache
 
     def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Any:
         """Return ``target.<name>``, a query or a primitive; ``where`` is the path or pattern of the target."""
@@ -171,7 +171,7 @@ class ScheduleCore:
         """Load what a plugin provides under a name; see :meth:`slapo_core.tree.node.Node.plugin`."""
         return self.registry.load(self.registry.resolve(kind, name, path=path or None))
 
-    def entries(self) -> Iterator[tuple[Record, Entry]]:
+    def entries(self) -> Iterator[tuple[Record, JournalEntry]]:
         """What each step changed, in order; nothing any more once the originals were dropped."""
         return self.history.entries()
 

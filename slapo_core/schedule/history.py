@@ -12,7 +12,7 @@ from slapo_core.errors import SealedError, UndoError, warn_user
 from slapo_core.primitive import Record
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.tree.journal import Entry, ReplaceModule
+from slapo_core.tree.journal import JournalEntry, ReplaceModule
 
 
 class History:
@@ -30,7 +30,7 @@ class History:
         """While rewound: the number of steps in force."""
         self.guards: tuple[Any, ...] = ()
         """Those of the kind ``guards``, of a live model: told of each step that is applied, undone or redone."""
-        self.kept: dict[str, Any] = {}
+        self.cache: dict[str, Any] = {}
         """Results of other layers about the model, kept until a step comes or goes."""
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class History:
         """Distributions whose primitives were applied."""
         return frozenset(name for step in self._steps for name in step.distributions)
 
-    def entries(self) -> Iterator[tuple[Record, Entry]]:
+    def entries(self) -> Iterator[tuple[Record, JournalEntry]]:
         """Yield each step's journal entries, in order."""
         return ((step.record, entry) for step in self._steps for entry in step.entries)
 
@@ -57,7 +57,7 @@ class History:
     def append(self, step: Step) -> None:
         self._steps.append(step)
         self.records = (*self.records, step.record)
-        self.kept.clear()
+        self.cache.clear()
         self._tell(step, is_new=True)
         self._claim.note(self._model, len(self._steps))
 
@@ -88,7 +88,7 @@ class History:
                 self._undo(self._steps[-1])
                 undone.append(self._steps.pop().record)
                 self.records = self.records[: len(self._steps)]
-                self.kept.clear()
+                self.cache.clear()
         finally:  # also where a step cannot be taken back, after others that were
             self._claim.note(self._model, len(self._steps))
         return tuple(undone)
@@ -157,7 +157,7 @@ class History:
     def _forget_after(self, count: int) -> None:
         """Drop the records of steps that are not in force."""
         self._steps, self.records = self._steps[:count], self.records[:count]
-        self.kept.clear()
+        self.cache.clear()
         self._claim.note(self._model, count)
 
     def _undo(self, step: Step) -> None:

@@ -23,8 +23,6 @@ from slapo_core.plugins import current_registry
 from slapo_core.primitive import Primitive, Record
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from slapo_core.plugins.registry import Registry
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, SlapoError, place
 from slapo_core.plugins.metadata import close_matches
-from slapo_core.primitive import public_signature, shown
+from slapo_core.primitive import Verbatim, public_signature, shown
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
@@ -174,19 +174,9 @@ def _corrected(cls: type[Primitive], args: Sequence[Any], kwargs: Mapping[str, A
 def _plain(signature: inspect.Signature) -> str:
     """Format a signature without return annotation and quotes."""
     parameters = [
-        parameter.replace(annotation=_Bare(parameter.annotation))
+        parameter.replace(annotation=Verbatim(parameter.annotation))
         if isinstance(parameter.annotation, str)
         else parameter
         for parameter in signature.parameters.values()
     ]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-
-
-class _Bare:
-    """An annotation kept as text, shown without quotes."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text

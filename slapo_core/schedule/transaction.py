@@ -18,7 +18,7 @@ from slapo_core.errors import (
 from slapo_core.primitive import Primitive, Record, Selection, Selector, Violation
 from slapo_core.schedule.scheduled_models import mark, unmark
 from slapo_core.tree.edit import Edit
-from slapo_core.tree.journal import Entry
+from slapo_core.tree.journal import JournalEntry
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ class Step:
     """
 
     record: Record
-    entries: tuple[Entry, ...]
+    entries: tuple[JournalEntry, ...]
     distributions: frozenset[str] = frozenset()
 
     def undo(self) -> None:
@@ -56,8 +56,8 @@ class Step:
         self._all_or_none("redo", "undo", self.entries)
         self.mark()
 
-    def _all_or_none(self, do: str, take_back: str, entries: tuple[Entry, ...]) -> None:
-        done: list[Entry] = []
+    def _all_or_none(self, do: str, take_back: str, entries: tuple[JournalEntry, ...]) -> None:
+        done: list[JournalEntry] = []
         try:
             for entry in entries:
                 getattr(entry, do)()

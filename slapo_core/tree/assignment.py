@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +136,19 @@ class GradientHooks:
         for table, own in self._before.items():
             setattr(self.new, table, own)
         self._before.clear()
+
+
+def hooks_of_user(registered: Sequence[Callable[..., Any]], of_steps: Sequence[Callable[..., Any]]) -> list[Any]:
+    """Return the registered hooks without the steps' own, each of which counts once."""
+    left = list(of_steps)
+    found = []
+    for hook in registered:
+        position = next((index for index, other in enumerate(left) if other is hook), None)
+        if position is None:
+            found.append(hook)
+        else:
+            del left[position]
+    return found
 
 
 class TakenHook:

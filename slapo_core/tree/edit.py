@@ -18,8 +18,8 @@ from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
     AddHook,
     AddModule,
-    Annotate,
-    Entry,
+    AnnotateParameter,
+    JournalEntry,
     ReplaceModule,
     SetAttribute,
     SetForward,
@@ -61,7 +61,7 @@ class Edit:
         self._tree = tree
         self._after_edit = after_edit
         self._open = True
-        self.entries: list[Entry] = []
+        self.entries: list[JournalEntry] = []
         self._paths: list[str] = []  # of the nodes that the entries change
         self.notes: list[str] = []
 
@@ -264,7 +264,7 @@ class Edit:
                 path=node.path,
                 hint="use another key, or edit.set_requires_grad" if key == "requires_grad" else "use another key",
             )
-        self._do(node, Annotate(parameter, name, key, value))
+        self._do(node, AnnotateParameter(parameter, name, key, value))
 
     def note(self, text: str) -> None:
         """Say why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
@@ -319,7 +319,7 @@ class Edit:
             if left:
                 raise UndoError(f"{len(left)} of {len(done)} edits could not be made again: " + "; ".join(left))
 
-    def close(self) -> list[Entry]:
+    def close(self) -> list[JournalEntry]:
         """End the edit and return its entries."""
         self._open = False
         return self.entries
@@ -338,7 +338,7 @@ class Edit:
         ]
         return (*described, *self.notes)
 
-    def _do(self, node: Node, entry: Entry) -> None:
+    def _do(self, node: Node, entry: JournalEntry) -> None:
         if not self._open:
             raise ApplyError(
                 "this edit is over: its primitive has been applied or rolled back",

@@ -1,4 +1,4 @@
-"""Steps around the calls of modules: `Calls` (all), `ModuleForward` (those of this mesh), `ReplacedForward`."""
+"""Steps around the calls of modules: `CallTable` (all), `ModuleForward` (those of this mesh), `ReplacedForward`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import SerializationError
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORWARD",
-    "CallChange",
-    "Calls",
+    "AppliedWrapper",
+    "CallTable",
     "ChangeBelow",
+    "HookOrWrapper",
     "ModuleForward",
     "ReplacedForward",
-    "Wrapping",
     "overrides_of_call",
 ]
 
@@ -43,14 +42,14 @@ _NO_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
-class CallChange:
+class HookOrWrapper:
     """A hook, or a wrapper around the forward; two with the same function are two."""
 
     kind: HookKind | Literal["wrapper"]
     function: Callable[..., Any]
 
 
-class Calls:
+class CallTable:
     """Made with the tree, written by journal entries.
 
     Kept by the module's identity and not on the module: what does not run on this mesh leaves no trace there. A module
@@ -69,11 +68,11 @@ class Calls:
         """The module's hooks; those of one kind in the order in which they run."""
         return tuple((change.kind, change.function) for change in self._of(module) if change.kind != "wrapper")
 
-    def add(self, module: nn.Module, change: CallChange, *, first: bool = False) -> None:
+    def add(self, module: nn.Module, change: HookOrWrapper, *, first: bool = False) -> None:
         changes = self._changes.setdefault(module, [])
         changes.insert(0 if first else len(changes), change)
 
-    def remove(self, module: nn.Module, change: CallChange) -> None:
+    def remove(self, module: nn.Module, change: HookOrWrapper) -> None:
         """Remove a change, if present."""
         left = [one for one in self._of(module) if one is not change]
         if left:
@@ -114,8 +113,8 @@ class Calls:
             self._state.pop(module, None)
         return before
 
-    def _of(self, module: nn.Module) -> list[CallChange]:
-        changes: list[CallChange] = self._changes.get(module, [])
+    def _of(self, module: nn.Module) -> list[HookOrWrapper]:
+        changes: list[HookOrWrapper] = self._changes.get(module, [])
         return changes
 
 
@@ -174,7 +173,7 @@ class _Nothing:
     """Marks that a module had no forward of its own; a class, the same one in copies and pickles."""
 
 
-class Wrapping:
+class AppliedWrapper:
     """One wrapper, and its result for the wrapped forward.
 
     Args:
@@ -219,7 +218,7 @@ class ModuleForward:
     _module: nn.Module
     _own: Any  # set on the instance, or _Nothing
     _base: Callable[..., Any] | None
-    _wrappings: list[Wrapping]
+    _wrappings: list[AppliedWrapper]
     _bottom: Forward
     _function: Forward
 
@@ -272,17 +271,17 @@ class ModuleForward:
         """Whether the module's ``__dict__`` holds this object's forward, not one set meanwhile."""
         return self._module.__dict__.get("forward", _Nothing) is (self._own if self._is_idle else self)
 
-    def add(self, wrapping: Wrapping, *, inside: bool = False) -> None:
+    def add(self, wrapping: AppliedWrapper, *, inside: bool = False) -> None:
         """Put ``wrapping`` around everything, or within everything that is around the base."""
         self._change([wrapping, *self._wrappings] if inside else [*self._wrappings, wrapping], self._base)
 
-    def remove(self, wrapping: Wrapping) -> None:
+    def remove(self, wrapping: AppliedWrapper) -> None:
         """Remove ``wrapping``, if present."""
         self._change([one for one in self._wrappings if one is not wrapping], self._base)
 
     def exchange_wrappers(self, wrappers: Sequence[Callable[[Forward], Forward]]) -> None:
         """Replace all wrappers, innermost first; undo does not know the new ones."""
-        self._change([Wrapping(wrapper) for wrapper in wrappers], self._base)
+        self._change([AppliedWrapper(wrapper) for wrapper in wrappers], self._base)
 
     def set_base(self, base: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Put the wrappings around another base.
@@ -302,7 +301,7 @@ class ModuleForward:
     def _is_idle(self) -> bool:
         return not self._wrappings and self._base is (None if self._own is _Nothing else self._own)
 
-    def _change(self, wrappings: Sequence[Wrapping], base: Callable[..., Any] | None) -> None:
+    def _change(self, wrappings: Sequence[AppliedWrapper], base: Callable[..., Any] | None) -> None:
         is_in_place = self.is_in_place
         bottom, function = self._composed(wrappings, base)  # first of all: a wrapper may raise
         self._wrappings[:] = wrappings
@@ -317,7 +316,9 @@ class ModuleForward:
         else:
             instance["forward"] = self._own
 
-    def _composed(self, wrappings: Sequence[Wrapping], base: Callable[..., Any] | None) -> tuple[Forward, Forward]:
+    def _composed(
+        self, wrappings: Sequence[AppliedWrapper], base: Callable[..., Any] | None
+    ) -> tuple[Forward, Forward]:
         """The base as a function that takes the module first, and the wrappings around it."""
         if base is None:
             bottom: Forward = type(self._module).forward
@@ -393,7 +394,7 @@ class ModuleForward:
         wrappers: Sequence[Callable[[Forward], Forward]],
     ) -> None:
         self._module, self._own, self._base = module, own, base
-        self._wrappings = [Wrapping(wrapper) for wrapper in wrappers]
+        self._wrappings = [AppliedWrapper(wrapper) for wrapper in wrappers]
         self._bottom = _taking_the_module(module, base) if base is not None else type(module).forward
         self._bottom, self._function = self._composed(self._wrappings, base)
 

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn.parameter import is_lazy
 
 from slapo_core.errors import ApplyError
 from slapo_core.layout import Layout
-from slapo_core.observers import without
 from slapo_core.private import (
     HOOK_TABLES,
     buffers_of,
@@ -22,8 +20,8 @@ from slapo_core.private import (
     parameters_of,
     set_full_backward_flag,
 )
-from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks, ModuleHooks, TakenHook
-from slapo_core.tree.forward import FORWARD, CallChange, Calls, ModuleForward, ReplacedForward, Wrapping
+from slapo_core.tree.assignment import MISSING, Assignment, GradientHooks, ModuleHooks, TakenHook, hooks_of_user
+from slapo_core.tree.forward import FORWARD, AppliedWrapper, CallTable, HookOrWrapper, ModuleForward, ReplacedForward
 from slapo_core.tree.index import full_name
 
 if TYPE_CHECKING:
@@ -36,9 +34,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AddHook",
     "AddModule",
-    "Annotate",
+    "AnnotateParameter",
     "Assignment",
-    "Entry",
+    "JournalEntry",
     "ReplaceModule",
     "SetAttribute",
     "SetForward",
@@ -54,7 +52,7 @@ __all__ = [
 Sites = tuple[tuple[str, str], ...]
 
 
-class Entry(ABC):
+class JournalEntry(ABC):
     """One change. ``redo`` after ``undo`` gives back the very same objects; both are safe after a partial redo."""
 
     @abstractmethod
@@ -73,7 +71,7 @@ class Entry(ABC):
         """Describe the change, for ``explain``: ``"weight (3072, 768) -> (1536, 768), tp: S(0)"``."""
 
 
-class AddHook(Entry):
+class AddHook(JournalEntry):
     """A hook, put back at the same place among the user's own when redone.
 
     Args:
@@ -86,11 +84,17 @@ class AddHook(Entry):
     """
 
     def __init__(
-        self, calls: Calls, module: nn.Module, kind: HookKind, function: Callable[..., Any], prepend: bool, active: bool
+        self,
+        calls: CallTable,
+        module: nn.Module,
+        kind: HookKind,
+        function: Callable[..., Any],
+        prepend: bool,
+        active: bool,
     ) -> None:
         self.calls, self.module, self.kind, self.function = calls, module, kind, function
         self.prepend, self.active = prepend, active
-        self.change = CallChange(kind, function)
+        self.change = HookOrWrapper(kind, function)
         self.register, self.tables = f"register_{kind}_hook", HOOK_TABLES[kind]
         self.id: int | None = None
         self.full_backward_before = full_backward_flag(module)
@@ -129,7 +133,7 @@ class AddHook(Entry):
         self.id = handle.id
 
 
-class WrapForward(Entry):
+class WrapForward(JournalEntry):
     """A wrapper around the present forward.
 
     Args:
@@ -142,15 +146,15 @@ class WrapForward(Entry):
 
     def __init__(
         self,
-        calls: Calls,
+        calls: CallTable,
         module: nn.Module,
         wrapper: Callable[[Forward], Forward],
         active: bool,
         inside: bool = False,
     ) -> None:
         self.calls, self.module, self.wrapper, self.active, self.inside = calls, module, wrapper, active, inside
-        self.change = CallChange("wrapper", wrapper)
-        self.wrapping = Wrapping(wrapper)
+        self.change = HookOrWrapper("wrapper", wrapper)
+        self.wrapping = AppliedWrapper(wrapper)
         self.forward: ModuleForward | None = None
         self.was_in_place = True
 
@@ -176,7 +180,7 @@ class WrapForward(Entry):
         return f"forward wrapped by {name_of(self.wrapper)}{_if_inactive(self.active)}"
 
 
-class SetForward(Entry):
+class SetForward(JournalEntry):
     """A function in place of the forward; wrappers stay around it.
 
     Args:
@@ -185,7 +189,7 @@ class SetForward(Entry):
         new: called like the forward, with the module first.
     """
 
-    def __init__(self, calls: Calls, module: nn.Module, new: Forward) -> None:
+    def __init__(self, calls: CallTable, module: nn.Module, new: Forward) -> None:
         self.calls, self.module, self.new = calls, module, new
         self.base = MethodType(new, module)
         self.old: Any = None
@@ -214,10 +218,10 @@ class SetForward(Entry):
         return f"forward runs {repr(self.new) if isinstance(self.new, ReplacedForward) else name_of(self.new)}"
 
 
-class SetState(Entry):
+class SetState(JournalEntry):
     """A value that a plugin keeps for a module."""
 
-    def __init__(self, calls: Calls, module: nn.Module, key: str, value: Any) -> None:
+    def __init__(self, calls: CallTable, module: nn.Module, key: str, value: Any) -> None:
         self.calls, self.module, self.key, self.new = calls, module, key, value
         self.old: Any = None
 
@@ -235,7 +239,7 @@ def _if_inactive(active: bool) -> str:
     return "" if active else ", inactive (nothing to do on this mesh)"
 
 
-class ReplaceModule(Entry):
+class ReplaceModule(JournalEntry):
     """Another module under every path of the old one.
 
     A tensor that both modules hold keeps its layout. Any other one of the same name, or of the
@@ -266,7 +270,7 @@ class ReplaceModule(Entry):
         self.module_hooks = None if self.contains_old else ModuleHooks(self.old, new)
         of_steps = [function for _, function in tree.calls.hooks(self.old)]
         registered = [function for table in hooks_of(self.old).values() for function in table.values()]
-        self.hook_count = 0 if self.contains_old else len(of_steps) + len(without(registered, of_steps))
+        self.hook_count = 0 if self.contains_old else len(of_steps) + len(hooks_of_user(registered, of_steps))
         self.assigned: list[tuple[torch.Tensor, Layout]] = []
         for name, tensor in _named_tensors(new):
             if not table.is_known(tensor):
@@ -323,7 +327,7 @@ class ReplaceModule(Entry):
         return f"module {type(self.old).__name__} -> {type(self.new).__name__}{moved}"
 
 
-class AddModule(Entry):
+class AddModule(JournalEntry):
     """A new child of a module. The model's tensors in it become tied; the others are added."""
 
     def __init__(self, tree: Tree, parent: nn.Module, name: str, new: nn.Module) -> None:
@@ -357,7 +361,7 @@ class AddModule(Entry):
         return f"module {self.name} added: {type(self.new).__name__}"
 
 
-class SetAttribute(Entry):
+class SetAttribute(JournalEntry):
     """A plain attribute."""
 
     def __init__(self, tree: Tree, module: nn.Module, name: str, value: Any) -> None:
@@ -391,7 +395,7 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*parameters, *buffers]
 
 
-class SetTensor(Entry):
+class SetTensor(JournalEntry):
     """Another parameter or buffer object in every place that holds the old one.
 
     Args:
@@ -465,7 +469,7 @@ class SetTensor(Entry):
         return f"{name} {change}" + (f", {layout}" if layout and layout.placements else "") + tied
 
 
-class SetLayout(Entry):
+class SetLayout(JournalEntry):
     """The layout of a tensor that itself stays: a split over a mesh dimension of one rank."""
 
     def __init__(self, tree: Tree, name: str, tensor: torch.Tensor, layout: Layout) -> None:
@@ -482,7 +486,7 @@ class SetLayout(Entry):
         return f"{self.name} {tuple(self.tensor.shape)} stays, {self.layout}"
 
 
-class Annotate(Entry):
+class AnnotateParameter(JournalEntry):
     """An attribute of a parameter object."""
 
     def __init__(self, tensor: torch.Tensor, name: str, key: str, value: Any) -> None:
@@ -502,7 +506,7 @@ class Annotate(Entry):
         return f"{self.name}.{self.key} = {self.new!r}"
 
 
-class SetRequiresGrad(Entry):
+class SetRequiresGrad(JournalEntry):
     """Whether a parameter is trained."""
 
     def __init__(self, tree: Tree, parameter: nn.Parameter, sites: Sites, flag: bool) -> None:

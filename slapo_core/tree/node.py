@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from slapo_core._vocabulary import OnNodes
+from slapo_core._vocabulary import NodePrimitives
 from slapo_core.errors import ArgumentError, PathError, place
 from slapo_core.layout import Layout
 from slapo_core.observers import goes_around
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from slapo_core.layout import Mesh
     from slapo_core.observers import Forward, HookKind
     from slapo_core.primitive import Primitive, Record
-    from slapo_core.tree.selection import Selection
+    from slapo_core.tree.selection import NodeOrGroup
     from slapo_core.tree.tree import Tree
 
 
-class Node(OnNodes):
+class Node(NodePrimitives):
     """One module of the model, addressed by its path.
 
     ``sch["encoder.layer.0"]`` and ``model.get_submodule("encoder.layer.0")`` are the same place, before and after any
@@ -253,7 +253,7 @@ class Node(OnNodes):
         """
         return self._tree.owner.apply_at(self, primitive)  # type: ignore[return-value]
 
-    def __getitem__(self, path: str | int) -> Selection:
+    def __getitem__(self, path: str | int) -> NodeOrGroup:
         """The node at ``path`` below this one, or the group of nodes that a glob selects; ``0`` is the child ``"0"``.
 
         Raises:
@@ -276,7 +276,7 @@ class Node(OnNodes):
             raise ArgumentError(f"a path must be a string (got {path!r})", path=self.path, hint=hint)
         return full_name(self.path, str(path)) if path != "" else self.path
 
-    if not TYPE_CHECKING:  # checkers see those of OnNodes, and that a group is iterated
+    if not TYPE_CHECKING:  # checkers see those of NodePrimitives, and that a group is iterated
 
         def __iter__(self) -> NoReturn:
             where = f"sch['{self.path}']" if self.path else "sch.root"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from slapo_core._vocabulary import OnNodes
+from slapo_core._vocabulary import NodePrimitives
 from slapo_core.errors import PathError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _as_glob(text: str, some: str) -> Iterator[str]:
             yield made[str(kind)]
 
 
-def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:
+def close_paths(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:
     """Return close matches of a mistyped ``path``, best first.
 
     The longest prefix that exists is kept, so that ``encoder.layer.0.atention`` is compared with the children of
@@ -178,7 +178,7 @@ def close_patterns(pattern: str, paths: Iterable[str]) -> str | None:
     return None
 
 
-class NodeGroup(OnNodes):
+class NodeGroup(NodePrimitives):
     """Nodes in the model's order; ``group.checkpoint()`` applies to each, all or none.
 
     Args:
@@ -237,7 +237,7 @@ class NodeGroup(OnNodes):
             )
         return NodeGroup(tuple(found.values()), f"{self.pattern}.{key}")
 
-    if not TYPE_CHECKING:  # checkers see those of OnNodes
+    if not TYPE_CHECKING:  # checkers see those of NodePrimitives
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_"):
@@ -253,7 +253,7 @@ class NodeGroup(OnNodes):
 
 if TYPE_CHECKING:
 
-    class Selection(Node, NodeGroup):
+    class NodeOrGroup(Node, NodeGroup):
         """The type of ``sch[...]``: a node for a path, a group for a glob.
 
         A type checker cannot tell which, so this type has the members of both.
@@ -264,5 +264,5 @@ if TYPE_CHECKING:
         @overload
         def __getitem__(self, key: slice) -> NodeGroup: ...
         @overload
-        def __getitem__(self, key: str) -> Selection: ...
+        def __getitem__(self, key: str) -> NodeOrGroup: ...
         def __getitem__(self, key: Any) -> Any: ...

@@ -11,12 +11,12 @@ from torch import nn
 from slapo_core.errors import ApplyError, ArgumentError, PathError, StaleError
 from slapo_core.layout import Layout
 from slapo_core.private import children_of
-from slapo_core.tree.forward import Calls
+from slapo_core.tree.forward import CallTable
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import Node
 from slapo_core.tree.selection import (
     NodeGroup,
-    close_matches,
+    close_paths,
     close_patterns,
     is_glob,
     matching,
@@ -25,15 +25,14 @@ from slapo_core.tree.selection import (
 from slapo_core.tree.tensors import TensorTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import torch
 
-    from slapo_core.layout import Layout, Mesh
+    from slapo_core.layout import Mesh
     from slapo_core.observers import Forward, HookKind
     from slapo_core.primitive import Primitive, Record
     from slapo_core.tree.edit import Edit
-    from slapo_core.tree.node import Node
 
 
 class Owner(Protocol):
@@ -76,7 +75,7 @@ class Tree:
         self._former_sites: TensorSites | None = None
         self._nodes: dict[str, Node] = {}
         self.tensors = TensorTable(self)
-        self.calls = Calls()
+        self.calls = CallTable()
         self.open_edit: Edit | None = None  # of the primitive that is being applied
         self.attributes: list[tuple[nn.Module, str]] = []  # those that steps have set, on the modules that they saw
 
@@ -212,7 +211,7 @@ class Tree:
         tree.attributes = [(modules[path], name) for path, name in paths if path is not None and path in modules]
         return tree
 
-    def look_again_if_changed(self, node: Node) -> None:
+    def reindex_if_moved(self, node: Node) -> None:
         """Notice modules added or removed outside of the schedule: never change one that is gone."""
         if self._walk_to(node.path) is not self.index.modules.get(node.path):
             self.structure_changed()
@@ -249,13 +248,13 @@ class Tree:
             )
 
     def _suggest(self, path: str) -> str:
-        found = close_matches(path, self.index.modules)
+        found = close_paths(path, self.index.modules)
         if not found:
             return "print(sch) shows the tree"
         return "did you mean " + " or ".join(f"sch['{match}']" for match in found) + "?"
 
 
-class _CallsOfCopy(Calls):
+class _CallsOfCopy(CallTable):
     def __init__(self, tree: Tree, original: Tree) -> None:
         super().__init__()
         self._tree, self._original = tree, original

@@ -18,7 +18,7 @@ from tests.messages import Messages
 from tests.support.edits import Call
 
 
-class Stubborn(journal.Entry):
+class Stubborn(journal.JournalEntry):
     """An edit that fails where it is told to."""
 
     def __init__(self, *fails: str) -> None:
@@ -38,7 +38,7 @@ class Stubborn(journal.Entry):
             raise RuntimeError("not today")
 
 
-def _change(*edits: journal.Entry, error: Exception | None = None) -> Call:
+def _change(*edits: journal.JournalEntry, error: Exception | None = None) -> Call:
     """Change the weights of two layers, with ``edits`` between, and raise ``error``."""
 
     def apply(node: slapo.Node, edit: slapo.Edit) -> None:

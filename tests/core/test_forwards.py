@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.tree.forward import ModuleForward, Wrapping
+from slapo_core.tree.forward import AppliedWrapper, ModuleForward
 from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.support.edits import Call
 
@@ -409,7 +409,7 @@ def test_a_base_of_its_own_stays_when_the_last_wrapper_goes() -> None:
     sch.undo()
     assert _ran(model) == 100
     with pytest.raises(ZeroDivisionError):
-        forward.add(Wrapping(lambda inner: 1 / 0))
+        forward.add(AppliedWrapper(lambda inner: 1 / 0))
     assert _ran(model) == 100
     forward.set_base(None)
     assert_bit_identical(before, model)

@@ -17,7 +17,7 @@ from slapo_runtime.private import HOOK_TABLES, is_compiled, tree_leaves
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_core.tree.forward import Calls
+    from slapo_core.tree.forward import CallTable
 
 
 def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
@@ -119,7 +119,7 @@ def _countable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _runs_hooks_of_steps(module: nn.Module, calls: Calls) -> bool:
+def _runs_hooks_of_steps(module: nn.Module, calls: CallTable) -> bool:
     functions = [function for _, function in calls.hooks(module)]
     tables = [getattr(module, tables[0]).values() for tables in HOOK_TABLES.values()] if functions else []
     return any(hook in functions for table in tables for hook in table)
