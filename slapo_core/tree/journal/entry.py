@@ -1,0 +1,28 @@
+"""`JournalEntry`: one change of a model, which undoes and redoes itself exactly."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class JournalEntry(ABC):
+    """One change. ``redo`` after ``undo`` gives back the very same objects; both are safe after a partial redo."""
+
+    @abstractmethod
+    def redo(self) -> None: ...
+
+    @abstractmethod
+    def undo(self) -> None: ...
+
+    @property
+    def changed(self) -> tuple[nn.Module, ...]:
+        """The modules that differ from those of the reference model."""
+        return ()
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the change, for ``explain``: ``"weight (3072, 768) -> (1536, 768), tp: S(0)"``."""
