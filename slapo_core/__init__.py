@@ -1,7 +1,7 @@
 """slapo: a schedule language for PyTorch training.
 
-``import slapo_core as slapo`` gives the public names below, those of the project's other distributions among them. They
-are loaded when they are first used, so that the command line and the plugin machinery start without importing torch.
+``import slapo_core as slapo`` gives the public names below, of slapo-core and of the project's other distributions.
+They are loaded at their first use, so that the command line and the plugin machinery start without importing torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         Layout as Layout,
         Mesh as Mesh,
     )
-    from slapo_core.plugins.registry import (
+    from slapo_core.plugins.current import (
         register_primitive as register_primitive,
     )
     from slapo_core.primitive import (
@@ -115,7 +115,7 @@ DISTRIBUTIONS = (
     "slapo-tune",
     "slapo-verify",
 )
-"""The project's own, whose names are theirs whether or not they are installed."""
+"""The project's distributions, which own their names whether or not they are installed."""
 
 OWNERS = {
     ("commands", "device"): "slapo-estimate",
@@ -141,7 +141,7 @@ OWNERS = {
     ("primitives", "sync_gradient"): "slapo-tp",
     ("primitives", "trace"): "slapo-graph",
 }
-"""Those of their names, and of the members of nodes, that do not begin with the namespace of their distribution."""
+"""Kind and name -> the distribution, for names that do not begin with its namespace."""
 
 _PUBLIC = {
     "BuildContext": "slapo_runtime.context",
@@ -181,7 +181,7 @@ _PUBLIC = {
     "load_optimizer_state_dict": "slapo_runtime.weights.live",
     "load_state_dict": "slapo_runtime.weights.live",
     "optimizer_state_dict": "slapo_runtime.weights.live",
-    "register_primitive": "slapo_core.plugins.registry",
+    "register_primitive": "slapo_core.plugins.current",
     "replay": "slapo_core.schedule.creation",
     "save_pretrained": "slapo_runtime.weights.live",
     "stages": "slapo_runtime.stages",

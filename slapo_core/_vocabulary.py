@@ -1,4 +1,4 @@
-"""What type checkers read of the primitives: any name; ``slapo stubs`` writes down those that are installed."""
+"""The primitives for type checkers: any name; ``slapo stubs`` writes stubs of the installed ones."""
 
 from __future__ import annotations
 

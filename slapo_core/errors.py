@@ -446,6 +446,13 @@ def listed(names: Sequence[str], *, limit: int = 8) -> str:
     return f"{', '.join(names[:3])}, ..., {names[-1]} ({len(names)} in all)"
 
 
+class Verbatim(str):
+    """Text whose ``repr`` has no quotes: an annotation or a default in a printed signature."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 def _with_line(message: str, location: tuple[str, int] | None) -> str:
     """Append the line of the model; an error about another one has it already."""
     at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
@@ -456,7 +463,7 @@ def user_frame(*inside: str) -> FrameType:
     """Find the nearest frame outside of some packages, of this one and of contextlib.
 
     Args:
-        inside: their names, e.g. ``"slapo_estimate"``.
+        inside: their names, e.g. ``"acme_slapo"``.
     """
     packages = ("slapo_core", "contextlib", *inside)
     frame = sys._getframe(1)

@@ -53,7 +53,7 @@ def non_persistent_buffers_of(module: nn.Module) -> set[str]:
 
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What every module has: tensors, children, hooks, flags."""
+"""The attributes of every module: tensors, children, hooks, flags."""
 
 TENSOR_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """The tables of a module's parameters, buffers and children, and of the buffers left out of its state dict."""
@@ -112,7 +112,7 @@ def set_full_backward_flag(module: nn.Module, flag: bool | None) -> None:
 def module_calls_through(call: Callable[..., Any], root: nn.Module | None = None) -> Iterator[None]:
     """Let ``call(run, module, *args, **kwargs)`` make this thread's calls of modules while the block runs.
 
-    The methods are replaced for the whole process: hold ``observers.PATCHING``.
+    The methods are replaced for the process: hold ``observers.PATCHING``.
 
     Args:
         call: makes a call; ``run`` is the method that was called.

@@ -1,4 +1,4 @@
-"""The command ``slapo``: its own commands, and those of plugins.
+"""The command ``slapo``: its own commands, and the commands of plugins.
 
 A file of this package adds its commands by a function ``register(root, plugins)``, listed in `_FAMILIES`; ``root`` is
 ``slapo``, ``plugins`` is ``slapo plugins``. Plugins' commands come after them, listed by name and imported when called.
@@ -50,7 +50,7 @@ class Command(ABC):
 
 
 class CommandGroup(TyperGroup):
-    """``slapo``: its own commands, and those of plugins of kind ``commands`` behind them."""
+    """``slapo``: its own commands, then the plugins' commands (kind ``commands``)."""
 
     prefix: ClassVar[str] = ""
 
@@ -59,7 +59,7 @@ class CommandGroup(TyperGroup):
         return [*own, *(name for name in self._entries() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name; one of a plugin is not imported yet.
+        """Look up a command; a plugin's is not imported yet.
 
         Raises:
             PluginError: the plugin that provides it cannot be used, or the project's own that does is not installed.
@@ -77,7 +77,7 @@ class CommandGroup(TyperGroup):
             raise
 
     def contributed(self) -> dict[str, Any]:
-        """The commands of plugins by name, imported: for the documentation."""
+        """Import the plugins' commands, for the documentation."""
         return {name: _loaded(entry) for name, entry in self._entries().items()}
 
     def _entries(self) -> dict[str, Entry]:
@@ -90,13 +90,13 @@ class CommandGroup(TyperGroup):
 
 
 class PluginsGroup(CommandGroup):
-    """``slapo plugins``, whose further commands are published as ``plugins.<name>``."""
+    """``slapo plugins``: plugins publish further commands as ``plugins.<name>``."""
 
     prefix = "plugins."
 
 
 class _LazyCommand(TyperCommand):
-    """Load a command of a plugin when it is called."""
+    """Load a plugin's command when it is called."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry.bare, help=_summary(entry))
@@ -107,7 +107,7 @@ class _LazyCommand(TyperCommand):
 
 
 def _summary(entry: Entry) -> str:
-    """The first line of the class's docstring, read from its file: nothing is imported."""
+    """Read the first line of a class's docstring from its file, without importing it."""
     module, _, name = entry.value.partition(":")
     top, *below = module.split(".")
     with contextlib.suppress(AttributeError, ImportError, OSError, StopIteration, SyntaxError, TypeError, ValueError):
@@ -122,7 +122,7 @@ def _summary(entry: Entry) -> str:
 
 
 def _loaded(entry: Entry) -> Any:
-    """The command itself.
+    """Load a plugin's command.
 
     Raises:
         PluginError: it cannot be imported, or is not an app of typer.
@@ -143,7 +143,7 @@ def _loaded(entry: Entry) -> Any:
 
 
 def _family(app: typer.Typer, name: str) -> Any:
-    """An app as a part of another one, which has completion and looks as that one does."""
+    """Make a typer app a command of another one, with that one's completion and style."""
     outer = typer.Typer(add_completion=False, rich_markup_mode=_markup())
     if app.registered_callback is None and not app.registered_groups and len(app.registered_commands) == 1:
         outer.registered_commands = app.registered_commands  # a single command, as typer has it
@@ -155,7 +155,7 @@ def _family(app: typer.Typer, name: str) -> Any:
 
 
 def _markup() -> Literal["rich"] | None:
-    """Rich is slow to import, and a pipe cannot show it."""
+    """Choose rich for a terminal only: it is slow to import, and a pipe cannot show it."""
     return "rich" if sys.stdout.isatty() else None
 
 
@@ -163,7 +163,7 @@ _FAMILIES = (plugins, vocabulary, stubs)
 
 
 def make_app() -> typer.Typer:
-    """The command line with all its commands."""
+    """Make the command line with all its commands."""
     root = typer.Typer(
         name="slapo",
         cls=CommandGroup,

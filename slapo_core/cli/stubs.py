@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slapo_core.errors import PluginError
+from slapo_core.errors import PluginError, Verbatim
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.metadata import core_version
 
@@ -120,7 +120,7 @@ class AnnotationWriter:
         return tuple(f"import {module} as {_alias(module)}" for module in sorted(self._modules))
 
     def argument(self, hint: Any) -> str:
-        """The type to accept for a field declared as ``hint``.
+        """Format the type of an argument for a field declared as ``hint``.
 
         Lists become tuples and sets frozen sets when a primitive is made, so both are accepted: the field
         ``tuple[str, ...]`` gives ``tuple[str, ...] | list[str]``.
@@ -179,7 +179,7 @@ _HEADER = """\
 
 
 def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
-    """Return the stub of every usable primitive, and what is left out, each with the reason.
+    """Return the source of the stubs, and a line for each primitive left out, with the reason.
 
     Args:
         registry: the installed plugins; every primitive is imported, a broken one is left out.
@@ -208,7 +208,7 @@ def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
 
 
 def _arguments(cls: type, writer: AnnotationWriter) -> str:
-    from slapo_core.primitive import Verbatim, public_signature
+    from slapo_core.primitive import public_signature
 
     own_init = cls.__init__  # type: ignore[misc]  # a dataclass's is made from its fields, and may be overridden
     hints = {**typing.get_type_hints(cls), **typing.get_type_hints(own_init)}
@@ -227,7 +227,7 @@ def _arguments(cls: type, writer: AnnotationWriter) -> str:
 
 
 def _default(value: Any) -> str:
-    """Defaults that are literals are shown by editors; for others, `...` says that there is one."""
+    """Format a default: literals in full, which editors show, anything else as ``...``."""
     return repr(value) if value is None or type(value) in (bool, int, float, str) else "..."
 
 
@@ -237,7 +237,7 @@ def _method(arguments: str, documentation: str) -> tuple[str, str]:
 
 
 def _classes(methods: Mapping[str, tuple[str, str]], bare: Mapping[str, str]) -> list[str]:
-    """The namespaces, and the classes that selections and schedules have as bases."""
+    """Format the classes of namespaces, and the base classes of nodes and schedules."""
 
     def define(name: str, full: str, result: str) -> list[str]:
         arguments, documentation = methods[full]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def accelerator() -> torch.device | None:
-    """Give the current accelerator with its index, once the process uses it; None: nothing but the CPU so far."""
+    """Return the current accelerator with its index; None while the process uses the CPU only."""
     import torch
 
     kind = torch.accelerator.current_accelerator(check_available=True)
@@ -21,14 +21,14 @@ def accelerator() -> torch.device | None:
 
 
 def device_of(kind: str) -> torch.device:
-    """Give the current device of a kind, e.g. ``"cuda"``, with its index; ``"cpu"`` has none."""
+    """Return the current device of a type, e.g. ``"cuda"``, with its index; ``"cpu"`` has none."""
     import torch
 
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def type_of_ranks() -> str:
-    """Give the device type that torch.distributed runs on: an accelerator with its own backend, e.g. NCCL, else CPU."""
+    """Return the device type of torch.distributed: an accelerator with a backend, e.g. NCCL, else CPU."""
     import torch
     import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def type_of_ranks() -> str:
 
 
 def fork_rng() -> AbstractContextManager[None]:
-    """Fork the RNG states of the CPU and of the accelerators in use; without names, torch creates a context on each."""
+    """Fork the RNG states of the CPU and of the accelerators in use; torch alone would open all."""
     import torch
 
     current = accelerator()
@@ -51,7 +51,7 @@ def fork_rng() -> AbstractContextManager[None]:
 
 
 def start_single_process_group(device_type: str, backend: str | None = None) -> None:
-    """Make a process group of one; it stays until the process ends.
+    """Start a process group of one rank, until the process ends.
 
     Args:
         device_type: of the model, e.g. ``"cpu"``.

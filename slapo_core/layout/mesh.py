@@ -18,7 +18,7 @@ MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
 """Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
 
 DATA_DIMS = ("dp", "cp", "ep")
-"""Those along which ranks see other samples, so that running statistics and dropout are each rank's own."""
+"""Dimensions along which ranks take other samples: running statistics and dropout are each rank's own."""
 
 
 class Mesh:
@@ -98,7 +98,7 @@ class Mesh:
         return self._device_mesh.get_group(mesh_dim)
 
     def launch_hint(self) -> str:
-        """Return what gives an abstract mesh its processes: the launch command, or, where torchrun ran, the call."""
+        """Return the launch command for an abstract mesh; where torchrun ran, the missing call."""
         import torch.distributed as dist
 
         if dist.is_available() and (dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1"):
@@ -123,7 +123,7 @@ class Mesh:
 
 
 def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: int = 0) -> Mesh | None:
-    """Make a ``Mesh`` of whatever ``create_schedule(mesh=...)`` accepts.
+    """Make a ``Mesh`` of the argument of ``create_schedule(mesh=...)``.
 
     Args:
         mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions; names of
@@ -163,7 +163,7 @@ def _adopt(device_mesh: DeviceMesh) -> Mesh:
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
-    """Refuse dimensions that slapo does not know, and sizes that are none.
+    """Refuse unknown dimensions, and sizes that are not positive integers.
 
     Raises:
         MeshError: the first one.

@@ -113,9 +113,9 @@ class Layout:
         return tuple(sorted(set(range(size)).intersection(*(one.places for ranges in found for one in ranges))))
 
     def parts(self, mesh: Mesh | None) -> list[ShardRange]:
-        """Return the parts of this rank's shard of which the holders differ; empty where those of all are the same.
+        """Return the ranges of this rank's shard that differ in their holders; empty where none differ.
 
-        Such as the queries, and the keys and values, of a fused weight with fewer KV heads than ranks.
+        Of a fused weight with fewer KV heads than ranks: the queries, and the keys and values.
         """
         for mesh_dim, axis in self.shards():
             ranges = self._segments(mesh, mesh_dim)[axis]
@@ -162,7 +162,7 @@ class Layout:
         return found
 
     def _split(self, ranges: list[_Segment], axis: int, mesh: Mesh | None, mesh_dim: str, place: int) -> list[_Segment]:
-        """Return what the rank at a place along a mesh dimension takes of some ranges."""
+        """Return the ranges of the rank at a place along a mesh dimension, of given ranges."""
         size, first = mesh.size(mesh_dim) if mesh is not None else 1, 0
         given = dict(self.shard_counts).get(mesh_dim)
         counts = given if isinstance(given, tuple) else (given,) * len(ranges)
@@ -229,7 +229,7 @@ class Layout:
             local: this rank's shard, of shape ``local_shape(mesh)``; or its partial value.
 
         Returns:
-            a new tensor of shape ``shape`` on every rank; ``local`` itself where every rank has the whole tensor.
+            a new tensor of shape ``shape`` on every rank; ``local`` itself where every rank has the full tensor.
         """
         tensor, layout = local.detach(), self
         while layout.placements:
@@ -243,7 +243,7 @@ class Layout:
         return self._unpad(tensor)
 
     def _gathered(self, tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, axis: int) -> torch.Tensor:
-        """The tensor before its last split, which was over ``mesh_dim``."""
+        """Gather a tensor over ``mesh_dim``, the mesh dimension of its last split."""
         import torch
         import torch.distributed as dist
 
@@ -288,7 +288,7 @@ def _counts(given: int | tuple[int | None, ...]) -> str:
 
 
 def _summed(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str) -> torch.Tensor:
-    """The sum over ``mesh_dim``, as new memory."""
+    """Sum over ``mesh_dim``, into new memory."""
     import torch
     import torch.distributed as dist
 

@@ -23,7 +23,7 @@ _Item = TypeVar("_Item")
 
 
 class HookManager:
-    """Calls the hooks of the distributions named in one schedule, and of no other.
+    """Calls the hooks of the distributions that one schedule names.
 
     Args:
         registry: where the hooks modules are found.
@@ -39,7 +39,7 @@ class HookManager:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The distributions named so far, sorted, whether or not they have hooks."""
+        """The named distributions, sorted, with or without hooks."""
         return tuple(sorted(self._active))
 
     def activate(self, distribution: str, *, version: str | None = None) -> None:
@@ -67,7 +67,7 @@ class HookManager:
         self._active[name] = plugin.label
 
     def deactivate(self, distribution: str) -> None:
-        """Take a distribution out again, one of `active`."""
+        """Remove a distribution from `active`: its hooks are not called any more."""
         del self._active[distribution]
         if self._manager.has_plugin(distribution):
             self._manager.unregister(name=distribution)
@@ -162,7 +162,7 @@ class HookManager:
         return sorted(found, key=lambda each: each.plugin_name)
 
     def _ask(self, name: str, chosen: list[pluggy.HookImpl], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-        """The answers, one function after the other, so that each of them, and each exception, has an owner."""
+        """Call one function after the other, so that each answer and exception has an owner."""
         answers = []
         for each in chosen:
             may_raise = getattr(getattr(self._manager.hook, name).spec.function, "slapo_may_raise", KeyboardInterrupt)

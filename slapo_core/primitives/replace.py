@@ -118,7 +118,7 @@ class Replace(Primitive):
                 f"replace({new.__name__}(...)), or a function: replace(lambda old: {new.__name__}(...))",
             )
         elif isinstance(new, nn.Module):
-            # A function runs only once, inside apply: there its result is held against the same rules.
+            # A function runs only once, inside apply, where its result is checked by the same rules.
             yield from self._mismatches(node, new)
 
     def apply(self, node: Node, edit: Edit) -> None:

@@ -79,8 +79,8 @@ def replay(
     """Apply a saved schedule to another instance of the model, or add its steps to a schedule.
 
     Args:
-        model: a fresh instance; or a schedule, which gets these steps behind its own (the arguments below are those
-            that it was created with, then).
+        model: a fresh instance; or a schedule, which gets these steps behind its own, and has fixed the arguments
+            below.
         document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it. A function
             in it is found by its name in a module that is imported already; replay imports none.
         mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
@@ -97,13 +97,13 @@ def replay(
 
     Raises:
         ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is as it was before.
-        ArgumentError: a schedule and an argument that it was created with.
+        ArgumentError: a schedule, and an argument that it has fixed.
     """
     data = load_document(document)
     if isinstance(model, Schedule):
         if mesh is not None or example_inputs is not None or plugins or rank:
             raise ArgumentError(
-                "mesh=, plugins=, example_inputs= and rank= are those of the schedule",
+                "mesh=, plugins=, example_inputs= and rank= are fixed by the schedule",
                 hint="replay(sch, document)",
             )
         schedule = model

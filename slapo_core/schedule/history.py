@@ -29,9 +29,9 @@ class History:
         self.in_force: int | None = None
         """While rewound: the number of steps in force."""
         self.guards: tuple[Any, ...] = ()
-        """Those of the kind ``guards``, of a live model: told of each step that is applied, undone or redone."""
+        """Objects of kind ``guards``, of a live model: they follow each step applied, undone or redone."""
         self.cache: dict[str, Any] = {}
-        """Results of other layers about the model, kept until a step comes or goes."""
+        """Results of other layers about the model, valid until a step comes or goes."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -119,7 +119,7 @@ class History:
         self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
 
     def check_in_force(self, what: str) -> None:
-        """Refuse ``what`` while the model is rewound.
+        """Refuse a call while the model is rewound.
 
         Raises:
             SealedError: it is.
@@ -127,7 +127,7 @@ class History:
         if self.in_force is not None:
             raise SealedError(
                 f"cannot {what}: the schedule is rewound to step {self.in_force} in a `with` block",
-                hint="leave the block of sch.reference() or sch.rewound() first",
+                hint="leave the block of sch.reference() or sch.rewound() first, or create a new schedule",
             )
 
     def _move(self, to: int) -> None:
@@ -175,7 +175,7 @@ class History:
         self._tell(step, undone=True)
 
     def _tell(self, step: Step, **how: bool) -> None:
-        """Tell the guards of a step; those that raise are not told of others."""
+        """Let the guards follow a step; remove those that raise."""
         for guards in self.guards:
             try:
                 guards.follow(step, **how)

@@ -125,18 +125,18 @@ class Codec(ABC):
     """Writes values of a distribution into saved schedules and reads them, whether or not the schedule names it.
 
     Attributes:
-        name: that of the entry point in the group ``slapo.v1.codecs``.
+        name: of the entry point in the group ``slapo.v1.codecs``.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def encode(self, value: Any, document: dict[str, Any], registry: Registry | None) -> Any | None:
-        """Return a value as JSON; None if it is not one of this distribution's.
+        """Encode a value as JSON; None if this distribution does not know it.
 
         Args:
             value: of an argument that is not plain data.
-            document: of the schedule; what several values share may be put there, under a key of one's own.
+            document: of the schedule, where values may share data under the codec's own key.
             registry: of the schedule; None for a primitive alone, whose JSON holds everything itself.
 
         Raises:
@@ -145,7 +145,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: Any, document: Mapping[str, Any], registry: Registry | None, *, where: str) -> Any | None:
-        """Return what :meth:`encode` was given; None if ``data`` is not of its form.
+        """Decode a result of :meth:`encode`; None if ``data`` is something else.
 
         Raises:
             ReplayError: it is malformed.
@@ -289,7 +289,7 @@ def _encode_selection(value: Any, document: dict[str, Any], registry: Registry |
 def _decode_selection(data: Any, document: Mapping[str, Any], registry: Registry | None, where: str) -> Any:
     decoded = _ask_codecs(registry, lambda codec: codec.decode(data, document, registry, where=where))
     if decoded is None:
-        raise ReplayError(f"{where} is not a part of a module that anything installed knows (got {data!r})")
+        raise ReplayError(f"{where}: no installed plugin can decode {data!r}", hint="pip install slapo-core[all]")
     return decoded
 
 

@@ -79,7 +79,7 @@ class Schedule(SchedulePrimitives):
         """The node of the model itself, whose path is ``""``."""
         return self._core.tree.node("")
 
-    if not TYPE_CHECKING:  # checkers see those of SchedulePrimitives
+    if not TYPE_CHECKING:  # checkers see SchedulePrimitives
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_") or "_core" not in self.__dict__:  # in the middle of __init__, or before it
@@ -171,7 +171,7 @@ class Schedule(SchedulePrimitives):
         Raises:
             UndoError: the schedule has no such step.
             SealedError: the originals were dropped.
-            ArgumentError: the model, without steps of this schedule, carries those of another one.
+            ArgumentError: the model, without steps of this schedule, carries steps of another one.
         """
         with self._core.rewound(to) as model:
             yield model

@@ -8,9 +8,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ArgumentError, SlapoError, place
+from slapo_core.errors import ArgumentError, SlapoError, Verbatim, place
 from slapo_core.plugins.metadata import close_matches
-from slapo_core.primitive import Verbatim, public_signature, shown
+from slapo_core.primitive import public_signature, shown
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
@@ -90,9 +90,9 @@ class Namespace:
 
 
 def bound_query(schedule: Any, name: str, target: Any, where: str) -> Any:
-    """Look up ``target.<name>`` where a distribution publishes it as a query.
+    """Look up ``target.<name>``, a query.
 
-    The name of its first parameter says what a query is of: ``schedule``, one ``node``, or several ``nodes``. A query
+    The name of its first parameter decides its receiver: ``schedule``, one ``node``, or several ``nodes``. A query
     without further parameters is read like an attribute, the others are called.
 
     Args:
@@ -108,7 +108,7 @@ def bound_query(schedule: Any, name: str, target: Any, where: str) -> Any:
     nodes = tuple(getattr(target, "nodes", (target,)))
     first, *rest = inspect.signature(query).parameters
     if first == "node" and len(nodes) != 1:
-        raise ArgumentError(f"'{name}' is of one node; '{where}' is a group", hint=f"[each.{name} for each in group]")
+        raise ArgumentError(f"'{name}' takes one node; '{where}' is a group", hint=f"[each.{name} for each in group]")
     bound = functools.partial(query, {"schedule": schedule, "nodes": nodes}.get(first, nodes[0] if nodes else None))
     return functools.update_wrapper(bound, query) if rest else bound()
 
@@ -145,11 +145,11 @@ _SYNONYMS = {
     "sync_op_or_fn": "op",
     "type": "mode",
 }
-"""Keywords of torch and of the paper -> those of primitives, for hints."""
+"""Keywords of torch and of the paper -> keywords of primitives, for hints."""
 
 
 def _corrected(cls: type[Primitive], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the call with the keywords that were meant, and what else is wrong with it; None if they are not known."""
+    """Return the corrected call, with its next problem if there is one; None for unknown keywords."""
     signature, named = public_signature(cls), dict[str, Any]()
     for name, value in kwargs.items():
         free = sorted(signature.parameters.keys() - kwargs.keys() - named.keys())

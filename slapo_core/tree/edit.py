@@ -89,7 +89,7 @@ class Edit:
         old = _slot(node, "buffer", name)
         if isinstance(value, nn.Parameter):
             raise ApplyError(
-                f"buffer '{name}' of '{node.path}' was to become a parameter",
+                f"buffer '{name}' of '{node.path}' cannot be set to an nn.Parameter",
                 path=node.path,
                 hint="pass value.detach()",
             )
@@ -191,9 +191,9 @@ class Edit:
             function: forward hooks are called with keyword arguments, ``function(module, args, kwargs)`` and
                 ``function(module, args, kwargs, output)``; backward hooks as torch calls them.
             prepend: before the hooks that are there, and not behind them.
-            active: False where it has nothing to do, such as a collective on a mesh of one rank: it is recorded, and
-                ``node.hooks`` gives it, but torch is not told of it, so that it costs nothing. What later steps may do
-                then does not depend on the size of the mesh.
+            active: False where it has nothing to do, e.g. a collective on a mesh of one rank: it is recorded, and
+                ``node.hooks`` gives it, but it is not registered, and costs nothing. So the mesh size does not decide
+                about later steps.
         """
         self._do(node, AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
@@ -223,7 +223,7 @@ class Edit:
         Args:
             node: the module.
             forward: takes the module first, and holds no module, so that a deep copy of the model runs on itself. A
-                :class:`~slapo_core.tree.forward.ReplacedForward` is told what later steps change below the module.
+                :class:`~slapo_core.tree.forward.ReplacedForward` follows later changes below the module.
         """
         self._do(node, SetForward(self._tree.calls, node.module, forward))
 
@@ -267,7 +267,7 @@ class Edit:
         self._do(node, AnnotateParameter(parameter, name, key, value))
 
     def note(self, text: str) -> None:
-        """Say why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
+        """Note why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
         self.notes.append(text)
 
     # -- for the transaction ----------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Edit:
             self._after_edit(len(self.entries))
 
     def follow(self, first: int) -> None:
-        """Tell the forwards that steps set above the modules changed since edit ``first``.
+        """Report the changes since edit ``first`` to the replaced forwards above them.
 
         Raises:
             ApplyError: one of them cannot take up the change.
@@ -377,7 +377,7 @@ class Edit:
                     forward.take_up(change, self._tree.node(above), self)
 
     def _keep_hooks(self, node: Node, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Refuse to lose hooks registered on ``old``: only a tensor of its shape takes them over."""
+        """Refuse to drop the hooks of a tensor: only a new tensor of its shape takes them over."""
         lost = gradient_hooks(old, but=new)
         if old is None or old is new or not lost:
             return

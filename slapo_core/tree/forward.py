@@ -1,4 +1,4 @@
-"""Steps around the calls of modules: `CallTable` (all), `ModuleForward` (those of this mesh), `ReplacedForward`."""
+"""Steps around calls of modules: `CallTable` has all, `ModuleForward` those active, and `ReplacedForward`."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _NO_STATE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, eq=False)
 class HookOrWrapper:
-    """A hook, or a wrapper around the forward; two with the same function are two."""
+    """A hook, or a wrapper around the forward, compared by identity."""
 
     kind: HookKind | Literal["wrapper"]
     function: Callable[..., Any]
 
 
 class CallTable:
-    """Made with the tree, written by journal entries.
+    """Hooks, forward wrappers and state that steps put on modules, by module identity.
 
-    Kept by the module's identity and not on the module: what does not run on this mesh leaves no trace there. A module
-    that has no other reference is forgotten.
+    Written by journal entries only, and not kept on the modules: a step that is inactive on this mesh leaves no trace
+    there. A module without another reference is forgotten.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class CallTable:
         self._state: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def wrappers(self, module: nn.Module) -> tuple[Callable[[Forward], Forward], ...]:
-        """The wrappers around the module's forward, innermost first."""
+        """Return the wrappers around the module's forward, innermost first."""
         return tuple(change.function for change in self._of(module) if change.kind == "wrapper")
 
     def hooks(self, module: nn.Module) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
-        """The module's hooks; those of one kind in the order in which they run."""
+        """Return the module's hooks, each kind in the order of the calls."""
         return tuple((change.kind, change.function) for change in self._of(module) if change.kind != "wrapper")
 
     def add(self, module: nn.Module, change: HookOrWrapper, *, first: bool = False) -> None:
@@ -81,7 +81,7 @@ class CallTable:
             self._changes.pop(module, None)
 
     def exchange_hooks(self, module: nn.Module, other: nn.Module) -> None:
-        """Exchange what is noted of the hooks of two modules."""
+        """Exchange the recorded hooks of two modules."""
         noted = self._of(module), self._of(other)
         for one, (own, others) in zip((module, other), (noted, noted[::-1]), strict=True):
             changes = [each for each in own if each.kind == "wrapper"]
@@ -142,7 +142,7 @@ class ChangeBelow:
 
 
 class ReplacedForward(ABC):
-    """A forward for ``edit.set_forward`` that depends on the modules below it: it is told when steps change them."""
+    """A forward for ``edit.set_forward`` that depends on the modules below it and follows their changes."""
 
     @abstractmethod
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def take_up(self, change: ChangeBelow, node: Node, edit: Edit) -> None:
-        """Take up the change of a module below, at the end of the step that made it.
+        """Follow a change of a module below, at the end of its step.
 
         Args:
             change: what the step changed.
@@ -319,7 +319,7 @@ class ModuleForward:
     def _composed(
         self, wrappings: Sequence[AppliedWrapper], base: Callable[..., Any] | None
     ) -> tuple[Forward, Forward]:
-        """The base as a function that takes the module first, and the wrappings around it."""
+        """Compose the base, as a function that takes the module first, and the wrappings around it."""
         if base is None:
             bottom: Forward = type(self._module).forward
         else:
@@ -400,7 +400,7 @@ class ModuleForward:
 
 
 def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:
-    """A base as a function of the module and its arguments; it holds this base, so that a copy makes its own."""
+    """Make a function of the module and its arguments of a base, which a copy makes anew."""
     if isinstance(base, MethodType) and base.__self__ is module:
         return base.__func__
 
@@ -417,13 +417,13 @@ def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:
 
 
 def _refuse_nameless(wrapper: Callable[..., Any], module: nn.Module) -> None:
-    """Return whether pickle finds a function by its name: at the top level of a module."""
+    """Raise if pickle cannot find a wrapper by its qualified name."""
     while isinstance(wrapper, functools.partial):
         wrapper = wrapper.func
     if isinstance(wrapper, FunctionType) and "<" in wrapper.__qualname__:  # <locals>, <lambda>
         raise SerializationError(
             f"a {type(module).__name__} cannot be pickled: its forward is wrapped by "
-            f"{wrapper.__module__}.{wrapper.__qualname__}, which has no name to be found by again",
+            f"{wrapper.__module__}.{wrapper.__qualname__}, which pickle cannot find by name",
             hint="save the state dict instead; or, in the primitive, give edit.wrap_forward a function that is "
             "defined at the top level of its module, with functools.partial for its arguments",
         )

@@ -94,7 +94,7 @@ class Node(NodePrimitives):
 
     @property
     def wrappers(self) -> tuple[Callable[[Forward], Forward], ...]:
-        """What steps wrapped around the module's forward, innermost first, the same on a mesh of any size.
+        """The wrappers of steps around the module's forward, innermost first, the same on a mesh of any size.
 
         Inactive ones, which have nothing to do on this mesh, are among them; a forward that the user set is not.
         """
@@ -102,7 +102,7 @@ class Node(NodePrimitives):
 
     @property
     def hooks(self) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
-        """The module's hooks that steps registered, those of one kind in the order in which they run.
+        """The hooks of steps on the module, each kind in the order of the calls.
 
         Inactive ones, which have nothing to do on this mesh, are among them; hooks of the user are not, unless a step
         carried them here from a module that it replaced.
@@ -121,12 +121,12 @@ class Node(NodePrimitives):
 
     @property
     def forward_is_replaced(self) -> bool:
-        """Whether a step set something in place of the module's forward."""
+        """Whether a step replaced the module's forward."""
         return FORWARD in self.state
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What primitives keep for the module by ``edit.set_state``; what they set as its forward is ``"forward"``."""
+        """The values that primitives keep for the module (``edit.set_state``); ``"forward"``: a forward they set."""
         return self._tree.calls.state(self.module)
 
     @property
@@ -153,7 +153,7 @@ class Node(NodePrimitives):
 
     @property
     def changed_attributes(self) -> frozenset[str]:
-        """The plain attributes of the module that stands here now which steps have set, e.g. ``{"num_heads"}``."""
+        """The plain attributes of the present module that steps have set, e.g. ``{"num_heads"}``."""
         module = self.module
         return frozenset(name for owner, name in self._tree.attributes if owner is module)
 
@@ -213,7 +213,7 @@ class Node(NodePrimitives):
             yield module
 
     def plugin(self, kind: str, name: str) -> Any:
-        """What a plugin provides under a name: the class, as the schedule's registry finds and checks it.
+        """Load the class that a plugin provides under a name, through the schedule's registry.
 
         Args:
             kind: e.g. ``"tracers"``.
@@ -246,7 +246,7 @@ class Node(NodePrimitives):
         ``node.shard("weight", axis=0)`` is short for ``node.apply(Shard("weight", axis=0))``.
 
         Raises:
-            PreconditionError: a rule is broken; the model is reference.
+            PreconditionError: a precondition is not met; the model is unchanged.
             ApplyError: the step failed halfway; the model is as it was before.
             PostconditionError: it took no effect, and was taken back.
             SealedError: the schedule was built or sealed.
@@ -276,7 +276,7 @@ class Node(NodePrimitives):
             raise ArgumentError(f"a path must be a string (got {path!r})", path=self.path, hint=hint)
         return full_name(self.path, str(path)) if path != "" else self.path
 
-    if not TYPE_CHECKING:  # checkers see those of NodePrimitives, and that a group is iterated
+    if not TYPE_CHECKING:  # checkers see NodePrimitives, and that a group is iterated
 
         def __iter__(self) -> NoReturn:
             where = f"sch['{self.path}']" if self.path else "sch.root"

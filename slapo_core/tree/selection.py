@@ -22,7 +22,7 @@ def is_glob(path: str) -> bool:
 
 
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Yield the ``paths`` that ``pattern`` matches; the root matches ``**`` only."""
+    """Return the paths that ``pattern`` matches; only ``**`` matches the root."""
     accept = _compile(pattern).fullmatch
     return [path for path in paths if accept(path) and (path or pattern == "**")]
 
@@ -57,7 +57,7 @@ def _translate(level: str) -> Iterator[str]:
 
 
 def refuse_number_ranges(pattern: str) -> None:
-    """Refuse ``[0-11]``, which in a glob is one character out of 0, 1: certainly not what was meant.
+    """Refuse ``[0-11]``, which in a glob is one character out of 0 and 1.
 
     Raises:
         PathError: a set of characters that is a range of numbers, or runs backwards.
@@ -81,7 +81,7 @@ def refuse_number_ranges(pattern: str) -> None:
 
 
 def is_regular_expression(text: str) -> bool:
-    """Return whether ``text`` has characters of regular expressions that no path, glob or name has."""
+    """Return whether ``text`` has characters that only regular expressions have."""
     return any(character in text for character in "\\()|^$+")
 
 
@@ -147,15 +147,15 @@ def close_paths(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]
         found = difflib.get_close_matches(".".join(levels[: depth + 1]), siblings, n=limit, cutoff=0.6)
         if found:
             rest = ".".join(levels[depth + 1 :])
-            whole = [f"{hit}.{rest}" for hit in found if rest and f"{hit}.{rest}" in members]
-            return whole or found
+            complete = [f"{hit}.{rest}" for hit in found if rest and f"{hit}.{rest}" in members]
+            return complete or found
         break
     tails = [p for p in known if p and p.rpartition(".")[2] == levels[-1]]
     return tails[:limit] or difflib.get_close_matches(path, known, n=limit, cutoff=0.5)
 
 
 def close_patterns(pattern: str, paths: Iterable[str]) -> str | None:
-    """Suggest what a glob without a match may mean: the first level that matches nothing, corrected, or the choices."""
+    """Suggest a correction of a glob without a match, or list the names at its first wrong level."""
     known, levels = list(paths), pattern.split(".")
     indexed = re.sub(r"\[(\d+)\]", r".\1", pattern)
     if indexed in known:
@@ -237,7 +237,7 @@ class NodeGroup(NodePrimitives):
             )
         return NodeGroup(tuple(found.values()), f"{self.pattern}.{key}")
 
-    if not TYPE_CHECKING:  # checkers see those of NodePrimitives
+    if not TYPE_CHECKING:  # checkers see NodePrimitives
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_"):

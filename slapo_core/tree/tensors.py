@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorTable:
-    """Made with the tree; written by journal entries only.
+    """Reference name and layout of every tensor, by tensor identity; written by journal entries only.
 
     Args:
         tree: whose tensors these are.
@@ -203,7 +203,7 @@ def _identities(root: nn.Module) -> dict[str, int]:
 
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of a module, without those of its children."""
+    """Return the parameters and buffers of a module, without its children's."""
     tables = (parameters_of(module), buffers_of(module))
     return (tensor for table in tables for tensor in table.values() if tensor is not None)
 

@@ -212,7 +212,7 @@ class Tree:
         return tree
 
     def reindex_if_moved(self, node: Node) -> None:
-        """Notice modules added or removed outside of the schedule: never change one that is gone."""
+        """Forget the index if a module at or above ``node`` was replaced outside of the schedule."""
         if self._walk_to(node.path) is not self.index.modules.get(node.path):
             self.structure_changed()
 

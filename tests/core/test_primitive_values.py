@@ -176,7 +176,7 @@ class Promiseless(slapo.Primitive):
     [
         (Mutable, "class Mutable"),
         (Bare, "class Bare"),
-        (Nameless, "no name"),
+        (Nameless, "Nameless.name must be a string"),
         (Promiseless, "Equivalence.EXACT"),
     ],
 )

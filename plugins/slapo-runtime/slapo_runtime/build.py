@@ -31,7 +31,7 @@ from slapo_core.errors import (
     TraceError,
 )
 from slapo_core.layout import device_of
-from slapo_core.plugins.registry import current_registry
+from slapo_core.plugins import current_registry
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.consistency import SAME_SCRIPT, agree, refuse_if_incomplete, synchronized_rng

@@ -22,11 +22,11 @@ class AddHook(JournalEntry):
 
     Args:
         calls: where it is noted.
-        module: which gets it.
+        module: its module.
         kind: of the hook.
         function: the hook.
         prepend: whether it runs before those that are there.
-        active: whether torch is told of it.
+        active: whether it is registered.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class JournalEntry(ABC):
 
     @property
     def changed(self) -> tuple[nn.Module, ...]:
-        """The modules that differ from those of the reference model."""
+        """The modules that differ from the reference model."""
         return ()
 
     @abstractmethod

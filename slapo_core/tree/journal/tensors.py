@@ -67,7 +67,7 @@ class SetTensor(JournalEntry):
         for holder, site in zip(self.holders, self.sites, strict=True):
             if not any(holder.name in table for table in (parameters_of(holder.module), buffers_of(holder.module))):
                 raise ApplyError(
-                    f"'{full_name(*site)}' is no longer a parameter or buffer (a parametrization, perhaps)"
+                    f"'{full_name(*site)}' is no longer a parameter or buffer (it may have been parametrized)"
                 )
         present = {place: holder.present() for place, holder in enumerate(self.holders)}
         self.put_over = {place: tensor for place, tensor in present.items() if tensor is not self.new}
