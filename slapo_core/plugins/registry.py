@@ -355,7 +355,7 @@ class Registry:
         if owner in absent:
             hint = f"pip install {owner}"
             return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
-        if kind == "primitives" and name in slapo_core._PUBLIC and name.islower():
+        if kind == "primitives" and name in slapo_core.PUBLIC and name.islower():
             return UnknownNameError(message, path=path, hint=f"it is a function: slapo.{name}(sch, ...)")
         known = {*self._index.full[kind], *self._index.bare[kind]}
         close = close_matches(name, known) or close_matches(name.rpartition(".")[2], known)

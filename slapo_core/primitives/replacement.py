@@ -134,7 +134,7 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
         if name and count:
             who = " and ".join([*([by] if below.hooks else []), *([_OUTSIDE] if of_user else [])])
             yield Violation(
-                f"replacing '{node.path}' would drop {count} hooks of '{place}' (set {who})",
+                f"replacing '{node.path}' would drop hooks of '{place}' ({count} set {who})",
                 "replace first, add hooks then",
             )
         kinds = {full_backward_flag(each) for each in (module, new) if not name and hooks_of(each)["full_backward"]}

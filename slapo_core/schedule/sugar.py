@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import ArgumentError, SlapoError, Verbatim, place
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
     from slapo_core.primitive import Primitive
 
 
+@dataclass(frozen=True, repr=False)
 class BoundPrimitive:
     """A primitive at one node (or group), to be called with its arguments.
 
     Naming it imports nothing; ``__signature__``, ``__doc__`` and the call load the plugin.
     """
 
-    def __init__(self, registry: Registry, name: str, target: Any, where: str) -> None:
-        self._registry = registry
-        self._name = name
-        self._target = target
-        self._where = where
+    _registry: Registry
+    _name: str
+    _target: Any
+    _where: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cls = self._class()
@@ -66,14 +67,14 @@ class BoundPrimitive:
         return cls
 
 
+@dataclass(frozen=True, repr=False)
 class Namespace:
     """``node.tp``: the primitives of one namespace."""
 
-    def __init__(self, registry: Registry, namespace: str, target: Any, where: str) -> None:
-        self._registry = registry
-        self._namespace = namespace
-        self._target = target
-        self._where = where
+    _registry: Registry
+    _namespace: str
+    _target: Any
+    _where: str
 
     def __getattr__(self, name: str) -> BoundPrimitive:
         if name.startswith("_"):

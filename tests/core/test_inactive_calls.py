@@ -236,8 +236,8 @@ def test_hooks_and_forwards_below_are_never_lost_silently(size: int, message: Me
     text = _refusal(lambda: sch["0"].replace(Block(4)))
     message(
         text,
-        "'0.conv1' has 1 hooks, set by #1 hook(",
-        "'0.bn1' has 2 hooks, set by #2 collective()",
+        "drop hooks of '0.conv1' (1 set by #1 hook(",
+        "drop hooks of '0.bn1' (2 set by #2 collective()",
         "the forward of '0.bn1'",
     )
     sch["0.conv1"].module.register_forward_hook(lambda *_: None)
@@ -257,7 +257,7 @@ def test_a_forward_or_hooks_that_no_step_set_are_the_users(message: Messages) ->
     model[0].conv1.forward = functools.partial(nn.Conv2d.forward, model[0].conv1)
     model[0].conv1.register_forward_hook(lambda *_: None)
     text = _refusal(lambda: sch["0"].replace(Block(4)))
-    message(text, "the forward of '0.conv1'", "'0.conv1' has 1 hooks, set outside")
+    message(text, "the forward of '0.conv1'", "drop hooks of '0.conv1' (1 set outside")
 
 
 @SIZES

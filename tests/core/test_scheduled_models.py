@@ -108,7 +108,7 @@ def test_a_part_of_a_scheduled_model_and_what_contains_one_are_refused(message: 
         with pytest.raises(slapo.ArgumentError) as refused:
             use()
         told.add(str(refused.value))
-    message(*told, "is '0' of a Sequential", "through the whole")
+    message(*told, "is '0' of a Sequential", "reaches it: sch")
     whole.undo()
     inner["0"].apply(Halve())
     told.clear()
@@ -116,7 +116,7 @@ def test_a_part_of_a_scheduled_model_and_what_contains_one_are_refused(message: 
         with pytest.raises(slapo.ArgumentError) as refused:
             use()
         told.add(str(refused.value))
-    message(*told, "'0' of this Sequential", "through the whole")
+    message(*told, "'0' of this Sequential", "reaches it: sch")
     other["0"].apply(Halve())  # has nothing to do with the others
 
 

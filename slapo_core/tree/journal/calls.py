@@ -40,6 +40,7 @@ class AddHook(JournalEntry):
     ) -> None:
         self.calls, self.module, self.kind, self.function = calls, module, kind, function
         self.prepend, self.active = prepend, active
+        self.changed = (module,) if active else ()
         self.change = HookOrWrapper(kind, function)
         self.register, self.tables = f"register_{kind}_hook", HOOK_TABLES[kind]
         self.id: int | None = None
@@ -59,10 +60,6 @@ class AddHook(JournalEntry):
         self.taken = {table: TakenHook(own, self.id) for table, own in hooks.items() if self.id in own}
         if self.kind == "full_backward" and not hooks_of(self.module)["full_backward"]:
             set_full_backward_flag(self.module, self.full_backward_before)
-
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return (self.module,) if self.active else ()
 
     def describe(self) -> str:
         return f"{self.kind} hook {name_of(self.function)}{_if_inactive(self.active)}"
@@ -99,6 +96,7 @@ class WrapForward(JournalEntry):
         inside: bool = False,
     ) -> None:
         self.calls, self.module, self.wrapper, self.active, self.inside = calls, module, wrapper, active, inside
+        self.changed = (module,) if active else ()
         self.change = HookOrWrapper("wrapper", wrapper)
         self.wrapping = AppliedWrapper(wrapper)
         self.forward: ModuleForward | None = None
@@ -118,10 +116,6 @@ class WrapForward(JournalEntry):
             self.was_in_place = self.forward.is_in_place
             self.forward.remove(self.wrapping)
 
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return (self.module,) if self.active else ()
-
     def describe(self) -> str:
         return f"forward wrapped by {name_of(self.wrapper)}{_if_inactive(self.active)}"
 
@@ -137,6 +131,7 @@ class SetForward(JournalEntry):
 
     def __init__(self, calls: CallTable, module: nn.Module, new: Forward) -> None:
         self.calls, self.module, self.new = calls, module, new
+        self.changed = (module,)
         self.base = MethodType(new, module)
         self.old: Any = None
         self.base_before: Any = None
@@ -155,10 +150,6 @@ class SetForward(JournalEntry):
         self.was_in_place = self.forward.is_in_place
         self.forward.set_base(self.base_before)
         self.calls.set_state(self.module, FORWARD, self.old)
-
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return (self.module,)
 
     def describe(self) -> str:
         return f"forward runs {repr(self.new) if isinstance(self.new, ReplacedForward) else name_of(self.new)}"

@@ -10,18 +10,19 @@ if TYPE_CHECKING:
 
 
 class JournalEntry(ABC):
-    """One change. ``redo`` after ``undo`` gives back the very same objects; both are safe after a partial redo."""
+    """One change. ``redo`` after ``undo`` gives back the very same objects; both are safe after a partial redo.
+
+    Attributes:
+        changed: the modules that differ from the reference model.
+    """
+
+    changed: tuple[nn.Module, ...] = ()
 
     @abstractmethod
     def redo(self) -> None: ...
 
     @abstractmethod
     def undo(self) -> None: ...
-
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        """The modules that differ from the reference model."""
-        return ()
 
     @abstractmethod
     def describe(self) -> str:

@@ -35,6 +35,7 @@ class ReplaceModule(JournalEntry):
             (tree.module_at(parent), name)
             for parent, _, name in (place.rpartition(".") for place in tree.index.paths_of(path))
         ]
+        self.changed = tuple(parent for parent, _ in self.holders)
         table = tree.tensors
         before = {name: (tensor, table.layout(tensor, f"{path}.{name}")) for name, tensor in _named_tensors(self.old)}
         successor = {moved.get(name, name): layout for name, (_, layout) in before.items() if name not in dropped}
@@ -98,10 +99,6 @@ class ReplaceModule(JournalEntry):
             children_of(parent)[name] = module
         self.tree.structure_changed()
 
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return tuple(parent for parent, _ in self.holders)
-
     def describe(self) -> str:
         moved = f", with its {self.hook_count} hooks" if self.hook_count else ""
         return f"module {type(self.old).__name__} -> {type(self.new).__name__}{moved}"
@@ -112,6 +109,7 @@ class AddModule(JournalEntry):
 
     def __init__(self, tree: Tree, parent: nn.Module, name: str, new: nn.Module) -> None:
         self.tree, self.parent, self.name, self.new = tree, parent, name, new
+        self.changed = (parent,)
         self.assigned = [
             (tensor, Layout("", () if is_lazy(tensor) else tuple(tensor.shape)))
             for _, tensor in _named_tensors(new)
@@ -133,10 +131,6 @@ class AddModule(JournalEntry):
         for (tensor, _), layout in zip(self.assigned, self.before, strict=False):
             self.tree.tensors.assign(tensor, layout)
 
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return (self.parent,)
-
     def describe(self) -> str:
         return f"module {self.name} added: {type(self.new).__name__}"
 
@@ -146,6 +140,7 @@ class SetAttribute(JournalEntry):
 
     def __init__(self, tree: Tree, module: nn.Module, name: str, value: Any) -> None:
         self.tree, self.module, self.name, self.new = tree, module, name, value
+        self.changed = (module,)
         self.old = module.__dict__.get(name, MISSING)
         self.assignment = Assignment(module, name)
 
@@ -157,10 +152,6 @@ class SetAttribute(JournalEntry):
         self.assignment.undo()
         if (self.module, self.name) in self.tree.attributes:
             self.tree.attributes.remove((self.module, self.name))
-
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return (self.module,)
 
     def describe(self) -> str:
         old, new = ("(none)" if value is MISSING else repr(value) for value in (self.old, self.new))

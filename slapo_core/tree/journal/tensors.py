@@ -36,6 +36,7 @@ class SetTensor(JournalEntry):
     ) -> None:
         self.tree, self.sites, self.old, self.new = tree, sites, old, new
         self.holders = [Assignment(tree.index.modules[path], name) for path, name in sites]
+        self.changed = tuple(holder.module for holder in self.holders)
         # Attributes that the model's author or ``annotate`` set on the old object move to the new one, until ``undo``.
         self.carried = _attributes_to_carry(old, new)
         self.hooks = GradientHooks(old, new)
@@ -80,10 +81,6 @@ class SetTensor(JournalEntry):
         if self.new is not None and self.layout is not None:
             self.tree.tensors.assign(self.new, self.before)
         self.tree.tensors.dropped = self.dropped_before
-
-    @property
-    def changed(self) -> tuple[nn.Module, ...]:
-        return tuple(holder.module for holder in self.holders)
 
     def describe(self) -> str:
         (_, name), *others = self.sites
