@@ -1,4 +1,4 @@
-"""The primitives for type checkers: any name; ``slapo stubs`` writes stubs of the installed ones."""
+"""Primitives for type checkers: any name; ``slapo stubs`` lists the installed ones."""
 
 from __future__ import annotations
 

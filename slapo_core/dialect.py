@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """The user's arguments of ``build`` as far as they can be part of a plan.
+    """The arguments of ``build`` that can be part of a plan.
 
     Args:
         has_optimizer: whether there is a factory; without one, and without one by the options, the
@@ -120,7 +120,7 @@ class Dialect(ABC):
         """
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """Return the pipeline rank of each stage; pure. Called for a mesh with several pipeline ranks.
+        """Return the pipeline rank of each stage, of several pipeline ranks; pure.
 
         Args:
             plan: what :meth:`plan` gave.
@@ -231,7 +231,7 @@ class Engine(Protocol):
         ...
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """All weights with the reference model's names, shapes and layout: a collective where anything is sharded.
+        """Return all weights in the reference layout: a collective where anything is sharded.
 
         Where it is a collective, the ranks compare their replicas; otherwise it is this rank's own.
 
@@ -244,7 +244,7 @@ class Engine(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that have the reference model's names and shapes; every rank keeps its own shards.
+        """Load weights in the reference layout; every rank keeps its own shards.
 
         Args:
             state: full tensors, the same on every rank, as ``state_dict`` gives them.
@@ -284,7 +284,7 @@ class Engine(Protocol):
         ...
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Read what ``save`` wrote, under this or any other schedule of the same model.
+        """Load a checkpoint of this or any other schedule of the model.
 
         torch's generators go on from the state that this replica (place along ``dp``) saved, if there was one.
 

@@ -83,7 +83,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation]
 
 @hookspec(firstresult=True)
 def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-    """Called when a tensor on the meta device needs values that no weights give: by ``build``, and by ``verify``.
+    """Called by ``build`` and ``verify`` for a tensor on the meta device without weights.
 
     The model's own initialization runs only where no plugin answers.
 
@@ -104,7 +104,7 @@ def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dt
 
 @hookspec(firstresult=True)
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Called when a state dict leaves, and when ``verify`` compares, for each tensor that no layout explains.
+    """Called for state dicts, and when ``verify`` compares, for each tensor that no layout explains.
 
     A layout explains a shard of one reference tensor. For anything else, such as a transposed weight or several
     matrices merged into one, a primitive records ``Layout("", shape)`` with the tensor (``""``: no reference tensor
@@ -129,7 +129,7 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
 
 @hookspec(firstresult=True)
 def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Called when weights of the reference model come in: the reverse of `slapo_to_reference`.
+    """Called for weights of the reference model: the reverse of `slapo_to_reference`.
 
     Asked by ``build`` and ``load_state_dict``, for the tensors for which `slapo_to_reference` was answered.
 
@@ -202,7 +202,7 @@ def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterable[Sugg
 
 @hookspec
 def slapo_doctor() -> Iterable[Fact | Problem] | None:
-    """Called when ``slapo doctor --ask PLUGIN`` looks over this environment.
+    """Called when ``slapo doctor --ask PLUGIN`` examines this environment.
 
     First result: no.
 

@@ -1,4 +1,4 @@
-"""Marks of hooks and wrappers, and the attribution of their calls to recorders and observers of a run."""
+"""Marks of hooks and wrappers, and the attribution of their calls to steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PATCHING = threading.RLock()
 
 
 class Origin(NamedTuple):
-    """The module and the hook of a call that runs elsewhere: in a graph, or after the module's forward.
+    """The module and hook of a call that runs elsewhere, e.g. in a graph.
 
     Args:
         module: path of the module below the one that runs, or below the root.

@@ -1,4 +1,4 @@
-"""The base class of primitives, and the values around it: promises, violations, records, suggestions."""
+"""`Primitive`, and its values: promises, violations, selections, records, suggestions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The command ``slapo``: its own commands, and the commands of plugins.
 
-A file of this package adds its commands by a function ``register(root, plugins)``, listed in `_FAMILIES`; ``root`` is
-``slapo``, ``plugins`` is ``slapo plugins``. Plugins' commands come after them, listed by name and imported when called.
-Slow imports are inside the command that needs them.
+`make_app` lists the commands of this package. Plugins' commands come after them, listed by name and imported when
+called. Slow imports are inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class _LazyCommand(TyperCommand):
 
 
 def _summary(entry: Entry) -> str:
-    """Read the first line of a class's docstring from its file, without importing it."""
+    """Read the first docstring line of a class from its file, without an import."""
     module, _, name = entry.value.partition(":")
     top, *below = module.split(".")
     with contextlib.suppress(AttributeError, ImportError, OSError, StopIteration, SyntaxError, TypeError, ValueError):
@@ -143,7 +142,7 @@ def _loaded(entry: Entry) -> Any:
 
 
 def _family(app: typer.Typer, name: str) -> Any:
-    """Make a typer app a command of another one, with that one's completion and style."""
+    """Convert a typer app to a command with completion and style of the outer app."""
     outer = typer.Typer(add_completion=False, rich_markup_mode=_markup())
     if app.registered_callback is None and not app.registered_groups and len(app.registered_commands) == 1:
         outer.registered_commands = app.registered_commands  # a single command, as typer has it
@@ -155,11 +154,8 @@ def _family(app: typer.Typer, name: str) -> Any:
 
 
 def _markup() -> Literal["rich"] | None:
-    """Choose rich for a terminal only: it is slow to import, and a pipe cannot show it."""
+    """Choose rich, which is slow to import, for a terminal only."""
     return "rich" if sys.stdout.isatty() else None
-
-
-_FAMILIES = (plugins, vocabulary, stubs)
 
 
 def make_app() -> typer.Typer:
@@ -184,8 +180,11 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    for module in _FAMILIES:
-        module.register(root, family)
+    family.command("list")(plugins.list_plugins)
+    family.command("show")(plugins.show)
+    root.command("primitives")(vocabulary.primitives)
+    root.command("dialects")(vocabulary.dialects)
+    root.command("stubs")(stubs.stubs)
     root.command("doctor")(_doctor)
     return root
 
@@ -213,7 +212,7 @@ def _doctor(
 
 
 def main() -> None:
-    """Run the command line of this process; a slapo error is printed without traceback, with exit status 1."""
+    """Run the command line; print a slapo error without traceback, with exit status 1."""
     try:
         make_app()()
     except SlapoError as error:

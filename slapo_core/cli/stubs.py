@@ -1,4 +1,4 @@
-"""``slapo stubs``: write typed stubs of the installed primitives for mypy, pyright and editors."""
+"""``slapo stubs``: write typed stubs of the installed primitives, for mypy, pyright, editors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,6 @@ STUB_PACKAGE = "slapo_core-stubs"
 """The directory that type checkers look for (PEP 561)."""
 
 _VOCABULARY = "_vocabulary.pyi"
-
-
-def register(root: typer.Typer, plugins: typer.Typer) -> None:
-    """Add the command of this file."""
-    root.command("stubs")(stubs)
 
 
 def stubs(
@@ -101,7 +96,7 @@ def _install(source: str, site_packages: Path) -> Path:
 
 
 class AnnotationWriter:
-    """Writes types as source, and remembers the imports that the source needs.
+    """Writes types as source, and collects the imports for it.
 
     Modules are imported under names with an underscore (``import torch as _torch``), so that no primitive, whatever
     its name, hides one inside the class body.
@@ -179,7 +174,7 @@ _HEADER = """\
 
 
 def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
-    """Return the source of the stubs, and a line for each primitive left out, with the reason.
+    """Return the source of the stubs, and the reason for each primitive left out.
 
     Args:
         registry: the installed plugins; every primitive is imported, a broken one is left out.
@@ -227,7 +222,7 @@ def _arguments(cls: type, writer: AnnotationWriter) -> str:
 
 
 def _default(value: Any) -> str:
-    """Format a default: literals in full, which editors show, anything else as ``...``."""
+    """Format a default: a literal in full, anything else as ``...``."""
     return repr(value) if value is None or type(value) in (bool, int, float, str) else "..."
 
 
@@ -237,7 +232,7 @@ def _method(arguments: str, documentation: str) -> tuple[str, str]:
 
 
 def _classes(methods: Mapping[str, tuple[str, str]], bare: Mapping[str, str]) -> list[str]:
-    """Format the classes of namespaces, and the base classes of nodes and schedules."""
+    """Format the classes of namespaces, nodes and schedules."""
 
     def define(name: str, full: str, result: str) -> list[str]:
         arguments, documentation = methods[full]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ShardRange(NamedTuple):
-    """A range of a shard, in elements of the shard, and the places along ``mesh_dim`` that hold it."""
+    """A range of a shard, in its elements, and its holders along ``mesh_dim``."""
 
     mesh_dim: str
     places: tuple[int, ...]
@@ -29,7 +29,7 @@ class ShardRange(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A range of a reference tensor, and the places that hold it along the mesh dimension of the last split."""
+    """A range of a reference tensor, and its holders along the mesh dimension of the last split."""
 
     start: int
     length: int
@@ -38,7 +38,7 @@ class _Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one parameter or buffer: how its reference tensor becomes local shards, and back.
+    """The layout of one parameter or buffer: its reference tensor, and how that is sharded.
 
     Args:
         origin: its name in the reference model, e.g. ``"encoder.layer.0.output.dense.weight"``; ``""`` for a tensor
@@ -99,7 +99,7 @@ class Layout:
         return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
 
     def holders(self, mesh: Mesh | None, mesh_dim: str) -> tuple[int, ...]:
-        """Return the places along a mesh dimension with the same shard as this rank, itself among them.
+        """Return the places along a mesh dimension with this rank's shard, its own included.
 
         Of 8 ranks and 2 shards, ranks 0 to 3 hold the first one; all ranks hold what the dimension does not split.
 
@@ -128,7 +128,7 @@ class Layout:
         return []
 
     def holds_values(self, mesh: Mesh | None) -> bool:
-        """Return whether this rank's shard has the reference values; of partial values, all but one are zeros.
+        """Return whether this rank's shard has the reference values; other partial values are zeros.
 
         The first rank along each partial mesh dimension has the values, so that they add up to the reference tensors.
         """
@@ -143,7 +143,7 @@ class Layout:
         return [[(one.start, one.length) for one in ranges] for ranges in self._segments(mesh)]
 
     def _segments(self, mesh: Mesh | None, until: str | None = None) -> list[list[_Segment]]:
-        """Return this rank's ranges for each axis, with the places along the mesh dimension that split it last.
+        """Return this rank's ranges for each axis, with their holders.
 
         Args:
             mesh: of the ranks.

@@ -1,4 +1,4 @@
-"""The registry in force: the one of this process, or the one that a test chose."""
+"""The current registry: this process's, or a test's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _discovered(path: tuple[str, ...], disabled: str) -> Registry:
 
 
 def current_registry() -> Registry:
-    """The registry in force: the one chosen with `use_registry`, else the one of this process.
+    """Return the current registry: chosen with `use_registry`, else this process's.
 
     The process's registry is discovered at the first call, and again when ``sys.path`` or ``SLAPO_DISABLE_PLUGINS``
     changed; entries registered in process stay.
@@ -38,7 +38,7 @@ def current_registry() -> Registry:
 
 @contextlib.contextmanager
 def use_registry(registry: Registry) -> Iterator[Registry]:
-    """Make ``registry`` the current one within a ``with`` block of this thread or task: for tests."""
+    """Make a registry the current one of this thread or task in a ``with`` block: for tests."""
     token = _chosen.set(registry)
     try:
         yield registry

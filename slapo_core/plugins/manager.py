@@ -77,7 +77,7 @@ class HookManager:
         return bool(self._implementations(name))
 
     def call(self, name: str, /, **arguments: Any) -> Any:
-        """Ask every active plugin: the answer of `single` for a first-result hook, else all answers of `call_each`."""
+        """Return the answer of `single` for a first-result hook, else all answers of `call_each`."""
         specification = getattr(self._manager.hook, name).spec
         if specification.opts["firstresult"]:
             answer = self.single(name, **arguments)
@@ -85,7 +85,7 @@ class HookManager:
         return [answer for _, answer in self.call_each(name, **arguments)]
 
     def single(self, name: str, /, **arguments: Any) -> tuple[str, Any] | None:
-        """Ask a first-result hook; a function with ``@hookimpl(trylast=True)`` is asked if no other answers.
+        """Ask a first-result hook; functions with ``@hookimpl(trylast=True)`` if no other answers.
 
         Args:
             name: the hook, e.g. ``"slapo_liveness"``.

@@ -1,4 +1,4 @@
-"""Read the installed distributions with their entries and states, importing none."""
+"""Read the installed distributions with their entries and states, without imports."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def owner_of(name: str, kind: str = "primitives") -> str:
 def read_plugins(
     path: Sequence[str] | None = None, *, disabled: Collection[str] = (), core: str | None = None
 ) -> tuple[Plugin, ...]:
-    """Every installed distribution of the project, or with an entry point in a group ``slapo.*``, sorted by name.
+    """Read the installed distributions of the project or with entry points ``slapo.*``, sorted.
 
     What cannot be read becomes the reason of a plugin that is unusable; nothing is imported, and nothing raises.
 
@@ -357,7 +357,7 @@ def _unmet_requirement(distribution: IDistribution, core: str | None) -> str | N
 
 
 def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str], kinds: Mapping[str, Kind]) -> Plugin:
-    """Set the state of a plugin: disabled by the user, or in breach of a rule for names."""
+    """Set a plugin's state: disabled by the user, or unusable by a rule for names."""
     if plugin.name in disabled:
         remedy = f"remove {plugin.name} from {DISABLE}"
         return replace(plugin, state="disabled", reason=f"{DISABLE} names it", remedy=remedy)

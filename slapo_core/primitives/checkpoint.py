@@ -123,7 +123,7 @@ checkpointed.slapo_goes_around = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class CheckpointedRegion:
-    """Puts regions under activation checkpointing; equal ones make the same of the same.
+    """Puts regions under activation checkpointing; equal values give equal regions.
 
     Args:
         preserve_rng_state: as of :class:`Checkpoint`.

@@ -1,4 +1,4 @@
-"""What nodes, engines and the other distributions need of a schedule, behind the members that users see."""
+"""The core of a schedule, for nodes, engines and the other distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records as data: a schedule saved as JSON and read again, and where in your code a step was written."""
+"""Records as data: schedules saved as JSON and read again, and lines of user code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def count_blocks(model: nn.Module, paths: Iterable[str]) -> dict[str, int]:
 
 
 def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) -> Iterator[str]:
-    """Describe each list of blocks of one class of which only some have steps.
+    """Describe each list of equal blocks where only some have steps.
 
     Args:
         model: the reference model.
@@ -122,7 +122,7 @@ def find_function(name: str, *, where: str) -> Any:
 
 
 class Codec(ABC):
-    """Writes values of a distribution into saved schedules and reads them, whether or not the schedule names it.
+    """Writes values of a distribution into saved schedules, and reads them.
 
     Attributes:
         name: of the entry point in the group ``slapo.v1.codecs``.
@@ -190,14 +190,14 @@ def dump_records(
 
 
 def fingerprint(document: Mapping[str, Any]) -> str:
-    """Hash the scope of a verification: steps, versions, model class, its blocks, mesh sizes; not the locations."""
+    """Hash the scope of a verification: steps, versions, model class, blocks, mesh sizes."""
     records = [{key: value for key, value in one.items() if key != "location"} for one in document["records"]]
     held = {key: value for key, value in document.items() if key != "verified"} | {"records": records}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Read a document given as data, as JSON text, or as the path of a file.
+    """Read a document: data, JSON text, or the path of a file.
 
     Text that does not begin as a JSON object and names a file is a path.
 
@@ -245,7 +245,7 @@ def _is_file(text: str) -> bool:
 def primitive_to_json(
     primitive: Primitive, *, where: str, document: dict[str, Any] | None = None, registry: Registry | None = None
 ) -> dict[str, Any]:
-    """Return a primitive's arguments as JSON values; functions, where the primitive says so, as ``"module:name"``.
+    """Return a primitive's arguments as JSON; its named functions as ``"module:name"``.
 
     Args:
         primitive: the step.

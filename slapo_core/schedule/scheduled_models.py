@@ -1,4 +1,4 @@
-"""Models that carry the steps of a schedule: a second schedule would take their shards for full tensors.
+"""Models with steps of a schedule, which a second schedule would take for reference models.
 
 A model is known by itself, while it lives, with all that it contains. A copy of it is known by a mark: steps leave one
 on the modules that they changed, which is copied and pickled with them, and goes away when the steps are undone.

@@ -35,7 +35,7 @@ class Step:
     Args:
         record: of the primitive.
         entries: they undo it.
-        distributions: whose primitives took part.
+        distributions: of its primitives.
     """
 
     record: Record
@@ -43,7 +43,7 @@ class Step:
     distributions: frozenset[str] = frozenset()
 
     def undo(self) -> None:
-        """Undo all entries; where your own changes prevent one, redo those undone so far."""
+        """Undo all entries, or none: where one cannot be undone, redo the others."""
         unmark(self._changed)
         try:
             self._all_or_none("undo", "redo", self.entries[::-1])
@@ -52,7 +52,7 @@ class Step:
             raise
 
     def redo(self) -> None:
-        """Redo all entries; where one cannot be, undo those redone so far."""
+        """Redo all entries, or none."""
         self._all_or_none("redo", "undo", self.entries)
         self.mark()
 
@@ -194,7 +194,7 @@ def _roll_back(edit: Edit, node: Node, primitive: Primitive, plugin: str, error:
 
 
 def bound(primitive: Primitive, node: Node, registry: Registry) -> Primitive:
-    """Locate the selections of a primitive at a node, and bind it.
+    """Locate a primitive's selections at a node, and bind it.
 
     Raises:
         PreconditionError: nothing is selected there, or it lies elsewhere.
@@ -222,7 +222,7 @@ def bound(primitive: Primitive, node: Node, registry: Registry) -> Primitive:
 
 
 def divided(primitive: Primitive, nodes: tuple[Node, ...], registry: Registry) -> list[tuple[Node, Primitive]]:
-    """Divide a primitive over a group: selections that are given to the nodes they belong to, all else to every node.
+    """Divide a primitive over a group: each node gets its own part of the selections.
 
     Raises:
         PreconditionError: a part lies at none of the nodes.

@@ -1,4 +1,4 @@
-"""Copy a model so that functions within the copy use its own modules; find what such a function holds."""
+"""Copy a model with the functions that hold its modules."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Edit:
         self._do(node, SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
-        """Freeze an own parameter or train it, everywhere it is tied, and in the reference model of ``verify``."""
+        """Freeze or train an own parameter, everywhere it is tied, also in ``verify``'s reference model."""
         parameter = _slot(node, "parameter", name)
         if not isinstance(parameter, nn.Parameter):
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and cannot be trained", path=node.path)
@@ -153,7 +153,7 @@ class Edit:
                 self.wrap_forward(node, wrapper, active=any(wrapper is one for one in active))
 
     def add_module(self, node: Node, name: str, module: nn.Module) -> Node:
-        """Give a module another child, for the forward that is set in place of its own to call.
+        """Add a child to a module, for a replaced forward to call.
 
         Args:
             node: the module.
@@ -218,7 +218,7 @@ class Edit:
         self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active, inside))
 
     def set_forward(self, node: Node, forward: Forward) -> None:
-        """Run a function in place of the module's forward; what steps wrapped around the forward stays around it.
+        """Replace the module's forward by a function; the steps' wrappers stay around it.
 
         Args:
             node: the module.
@@ -295,7 +295,7 @@ class Edit:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Undo the edits made so far during a ``with`` block, in which no other is made."""
+        """Undo the edits made so far during a ``with`` block without edits."""
         done, was_open = list(zip(self._paths, self.entries, strict=True)), self._open
         self.entries, self._paths, self._open = [], [], False
         count = len(done)

@@ -97,7 +97,7 @@ class CallTable:
         return len(self._state) > 0
 
     def state(self, module: nn.Module) -> Mapping[str, Any]:
-        """Return what steps keep for the module, by key; under ``FORWARD`` what they set in place of its forward."""
+        """Return the steps' state of the module by key; under ``FORWARD`` a replaced forward."""
         found: Mapping[str, Any] = self._state.get(module, _NO_STATE)
         return found
 
@@ -120,7 +120,7 @@ class CallTable:
 
 @dataclass(frozen=True)
 class ChangeBelow:
-    """What a step changed at one module.
+    """A step's changes at one module.
 
     Args:
         path: of the module.
@@ -170,7 +170,7 @@ class ReplacedForward(ABC):
 
 
 class _Nothing:
-    """Marks that a module had no forward of its own; a class, the same one in copies and pickles."""
+    """Marks a module without a forward of its own; a class, which copies and pickles share."""
 
 
 class AppliedWrapper:
@@ -228,7 +228,7 @@ class ModuleForward:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleForward:
-        """Return the one of ``module``, or a new one around its forward, not installed yet."""
+        """Return the module's own, or a new one around its forward, not installed yet."""
         present = module.__dict__.get("forward")
         return present if isinstance(present, cls) and present._module is module else cls(module)
 
@@ -400,7 +400,7 @@ class ModuleForward:
 
 
 def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:
-    """Make a function of the module and its arguments of a base, which a copy makes anew."""
+    """Make a base a function that takes the module first."""
     if isinstance(base, MethodType) and base.__self__ is module:
         return base.__func__
 

@@ -1,4 +1,4 @@
-"""An index of a model: paths of modules, places of tied tensors; and modules compared by structure."""
+"""Paths of modules, places of tied tensors, and the structure of modules."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ModuleIndex:
 
 
 class TensorSites:
-    """Where each parameter and buffer object is registered: more than one place means tied.
+    """The places of each parameter and buffer object; several mean tied.
 
     Args:
         index: the modules to look at.

@@ -1,4 +1,4 @@
-"""Schedules and values as text: the tree with repeated layers folded, what each step changed, values as facts."""
+"""Schedules as text: the tree with folded layers, and each step's changes; values as text."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _translate(level: str) -> Iterator[str]:
 
 
 def refuse_number_ranges(pattern: str) -> None:
-    """Refuse ``[0-11]``, which in a glob is one character out of 0 and 1.
+    """Refuse ``[0-11]``, in a glob a set of the characters 0 and 1.
 
     Raises:
         PathError: a set of characters that is a range of numbers, or runs backwards.
@@ -86,7 +86,7 @@ def is_regular_expression(text: str) -> bool:
 
 
 def meant_as_regular_expression(text: str, paths: Iterable[str]) -> str | None:
-    """Return the glob in place of a regular expression over paths, for a hint; None if ``text`` is not one.
+    """Return a glob in place of a regular expression, for a hint; None for other text.
 
     Args:
         text: that matches nothing as a glob.
@@ -206,7 +206,7 @@ class NodeGroup(NodePrimitives):
     @overload
     def __getitem__(self, key: slice | str) -> NodeGroup: ...
     def __getitem__(self, key: int | slice | str) -> Node | NodeGroup:
-        """Return a node by position, a sub-group by slice, or the nodes at a path below every node."""
+        """Return a node by position, a sub-group by slice, or the nodes at a path below each."""
         if isinstance(key, int):
             return self.nodes[key]
         if isinstance(key, slice):

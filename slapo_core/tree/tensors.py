@@ -83,7 +83,7 @@ class TensorTable:
         }
 
     def replicated(self, mesh_dim: str) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers, by full name, of which all ranks along ``mesh_dim`` hold a replica."""
+        """Return the parameters and persistent buffers with replicas along ``mesh_dim``, by full name."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for path, name, tensor in _live(self._tree):
             if not self.is_known(tensor):
@@ -137,7 +137,7 @@ class TensorTable:
             self._modules[id(module)] = (module, full_name(path, name) if name else path)
 
     def check_unchanged(self) -> None:
-        """Refuse a model whose modules were replaced, added or resized outside of the schedule since its first step.
+        """Refuse modules replaced, added or resized outside of the schedule since its first step.
 
         Wrappers that hold the same tensors are fine. Without steps the model is looked at again.
 

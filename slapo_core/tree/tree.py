@@ -98,7 +98,7 @@ class Tree:
         self._index = self._sites = None
 
     def forget_former_tensors(self) -> None:
-        """Look at the tensors of the model again, and let go of those that were replaced."""
+        """Index the tensors of the model again, and drop the replaced ones."""
         self._former_sites = None
         if self._sites is not None:
             self._sites = TensorSites(self.index)

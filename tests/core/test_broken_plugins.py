@@ -77,7 +77,7 @@ def _left_out(caught: list[warnings.WarningMessage]) -> set[str]:
     return {text.split("'")[1] for text in texts}
 
 
-def test_a_day_with_every_kind_of_broken_plugin_is_as_one_without(environment: FakeEnvironment) -> None:
+def test_broken_plugins_of_every_kind_change_no_result(environment: FakeEnvironment) -> None:
     expected = _day()
     with use_registry(environment.registry(with_installed=True)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -143,7 +143,7 @@ ANSWERS = {
     ],
     ids=["a wrong answer", "an error", "an error of a codec", "a wrong object"],
 )
-def test_one_that_fails_when_it_is_asked_is_left_out(
+def test_plugin_that_raises_when_asked_is_left_out(
     fake_distributions: FakeEnvironment, kind: str, source: str, reason: str
 ) -> None:
     point = {f"slapo.v1.{kind}": {"acme": "acme_slapo:Thing"}}

@@ -145,7 +145,7 @@ def test_a_fact_of_a_plugin_is_no_problem(fake_distributions: FakeEnvironment) -
         ("{'network': 'eth0'}", "{'network': 'eth0'}"),
     ],
 )
-def test_an_answer_that_is_neither_fact_nor_problem_shows_the_line_to_write(
+def test_doctor_answer_of_another_class_is_refused_with_the_correct_line(
     fake_distributions: FakeEnvironment, answer: str, got: str, message: Messages
 ) -> None:
     source = f"from slapo_core import Fact\n@hookimpl\ndef slapo_doctor():\n    return {answer}\n"

@@ -74,7 +74,7 @@ def test_rollback_takes_back_what_it_can_and_names_the_rest(sch: slapo.Schedule,
     sch.apply(_change())
 
 
-def test_a_step_that_cannot_be_undone_stays_in_force_whole(sch: slapo.Schedule, message: Messages) -> None:
+def test_step_that_cannot_be_undone_stays_in_force(sch: slapo.Schedule, message: Messages) -> None:
     before, stubborn = ModelSnapshot(sch.model), Stubborn("undo")
     sch.apply(_change(stubborn))
     sch["1"].annotate("weight", "key", 1)

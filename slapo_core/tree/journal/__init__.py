@@ -1,4 +1,4 @@
-"""The journal: one entry for each way to change a model, each of which undoes and redoes itself exactly."""
+"""The journal: entries for each way to change a model, with exact undo and redo."""
 
 from slapo_core.tree.assignment import Assignment, TakenHook
 from slapo_core.tree.journal.calls import AddHook, SetForward, SetState, WrapForward

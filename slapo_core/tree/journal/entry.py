@@ -1,4 +1,4 @@
-"""`JournalEntry`: one change of a model, which undoes and redoes itself exactly."""
+"""`JournalEntry`: one change of a model, with exact undo and redo."""
 
 from __future__ import annotations
 
