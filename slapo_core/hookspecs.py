@@ -83,7 +83,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation]
 
 @hookspec(firstresult=True)
 def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-    """Called by ``build`` and ``verify`` for a tensor on the meta device without weights.
+    """Called when ``build`` or ``verify`` needs values of a meta tensor without weights.
 
     The model's own initialization runs only where no plugin answers.
 
@@ -104,7 +104,7 @@ def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dt
 
 @hookspec(firstresult=True)
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Called for state dicts, and when ``verify`` compares, for each tensor that no layout explains.
+    """Called when a tensor without an explaining layout enters a state dict, or is compared by ``verify``.
 
     A layout explains a shard of one reference tensor. For anything else, such as a transposed weight or several
     matrices merged into one, a primitive records ``Layout("", shape)`` with the tensor (``""``: no reference tensor
@@ -129,7 +129,7 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
 
 @hookspec(firstresult=True)
 def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Called for weights of the reference model: the reverse of `slapo_to_reference`.
+    """Called when weights of the reference model are loaded: the reverse of `slapo_to_reference`.
 
     Asked by ``build`` and ``load_state_dict``, for the tensors for which `slapo_to_reference` was answered.
 

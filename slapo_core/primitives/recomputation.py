@@ -100,8 +100,8 @@ class Recomputation:
                 )
         if self._changed:
             raise InputError(
-                f"checkpoint at '{self._path}': its forward changed {self._changed} in place, and did not in its first "
-                "call, so that its value from before is lost for the recompute",
+                f"checkpoint at '{self._path}': its forward changed {self._changed} in place, but not in its first "
+                "call: the recompute lacks its former value",
                 path=self._path,
                 hint="register it as a buffer of the state dict, register_buffer(..., persistent=True), which is "
                 "always copied, or assign a new tensor",
@@ -312,8 +312,8 @@ def _refuse_cache(path: str, value: Any) -> None:
     """Refuse a key-value cache: a second run would change it again."""
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         raise InputError(
-            f"checkpoint at '{path}': the forward is given a {type(value).__name__}, which running it twice would "
-            "fill twice",
+            f"checkpoint at '{path}': the inputs contain a {type(value).__name__}, which the recompute would fill "
+            "again",
             path=path,
             hint="call the model with use_cache=False while training (or set model.config.use_cache = False)",
         )

@@ -151,7 +151,7 @@ class Replace(Primitive):
         from torch import nn
 
         if self.match is None and isinstance(self.new_module, nn.Module) and node.module is not self.new_module:
-            yield Violation("another module stands there")
+            yield Violation("the module was not replaced")
 
     def _mismatches(self, node: Node, new: nn.Module) -> Iterator[Violation]:
         old = node.module
@@ -169,7 +169,7 @@ class Replace(Primitive):
         above: Any = node.parent
         while above is not None:
             if any(module is above.module for module in new.modules()):
-                yield Violation(f"the new module contains {place(above.path)}, in which it is to stand")
+                yield Violation(f"the new module contains {place(above.path)}, which would contain it")
                 return
             above = above.parent
         yield from lost_changes(node, new)

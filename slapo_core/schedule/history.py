@@ -73,7 +73,7 @@ class History:
                 raise UndoError("nothing to undo: the schedule has no steps", hint="sch.records lists the steps")
             return count - 1
         if not isinstance(to, (Record, int)) or isinstance(to, bool):
-            raise UndoError(f"a step is named by its record or its index (got {to!r})", hint="see sch.records")
+            raise UndoError(f"to must be a record or the index of one (got {to!r})", hint="see sch.records")
         index = to.index if isinstance(to, Record) else to
         known = 0 <= index <= count and (not isinstance(to, Record) or (index > 0 and self.records[index - 1] == to))
         if not known:

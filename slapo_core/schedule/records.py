@@ -281,7 +281,7 @@ def _encode_selection(value: Any, document: dict[str, Any], registry: Registry |
     encoded = _ask_codecs(registry, lambda codec: codec.encode(value, document, registry))
     if encoded is None:
         raise SerializationError(
-            f"the pattern {value!r} was not looked for yet", hint="save the schedule that the step was applied in"
+            f"the pattern {value!r} has not been matched yet", hint="save the schedule that the step was applied in"
         )
     return encoded
 

@@ -69,7 +69,7 @@ class Schedule(SchedulePrimitives):
         return self._core.tree.has(path)
 
     def __iter__(self) -> NoReturn:
-        raise ArgumentError("a schedule has no order of its own", hint="for node in sch.root.walk(): ...")
+        raise ArgumentError("a schedule is not iterable", hint="for node in sch.root.walk(): ...")
 
     def _ipython_key_completions_(self) -> list[str]:
         return [path for path in self._core.tree.index.modules if path]

@@ -71,7 +71,7 @@ class Step:
                     left.append(f"{entry.describe()} ({type(again).__name__}: {again})")
             if left:
                 raise UndoError(
-                    f"step {self.record} is half in force: {do} failed ({type(error).__name__}: {error}), and of its "
+                    f"step {self.record} is partly in force: {do} failed ({type(error).__name__}: {error}), and of its "
                     f"{len(entries)} edits these could not be put back either: {'; '.join(left)}",
                     path=self.record.path,
                     hint="make a fresh model, and replay the schedule",

@@ -260,7 +260,7 @@ class Edit:
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and carries no attributes", path=node.path)
         if hasattr(torch.Tensor, key):
             raise ApplyError(
-                f"'{key}' is an attribute of every tensor, and no annotation of '{name}' of '{node.path}'",
+                f"'{key}' is an attribute of every tensor: it cannot annotate '{name}' of '{node.path}'",
                 path=node.path,
                 hint="use another key, or edit.set_requires_grad" if key == "requires_grad" else "use another key",
             )
@@ -288,7 +288,7 @@ class Edit:
                 left.append(f"'{path}': {entry.describe()} ({type(error).__name__}: {error})")
         if left:
             raise UndoError(
-                f"{len(left)} of its {count} edits could not be taken back, so that the model is not as before: "
+                f"{len(left)} of its {count} edits could not be undone, and the model is not as before: "
                 + "; ".join(left),
                 hint="make a fresh model: sch.undo() takes back earlier steps, and not these edits",
             )
@@ -317,7 +317,7 @@ class Edit:
                 self._paths.append(path)
             self._open = was_open
             if left:
-                raise UndoError(f"{len(left)} of {len(done)} edits could not be made again: " + "; ".join(left))
+                raise UndoError(f"{len(left)} of {len(done)} edits could not be redone: " + "; ".join(left))
 
     def close(self) -> list[JournalEntry]:
         """End the edit and return its entries."""
@@ -394,7 +394,7 @@ class Edit:
             f"'{full}' of shape {tuple(old.shape)} has hooks ({', '.join(lost)}), and this step {what}: they would be "
             "lost",
             path=node.path,
-            hint="remove them before the step, and register them after it on what stands there then",
+            hint="remove them before the step, and register them again after it",
         )
 
     def _sites(self, node: Node, name: str, old: torch.Tensor | None) -> tuple[tuple[str, str], ...]:

@@ -184,7 +184,7 @@ class Tree:
             raise ApplyError(
                 f"the module '{path}' is gone: an earlier edit of the same primitive replaced '{removal.path}'",
                 path=path,
-                hint=f"edit it before '{removal.path}' is replaced, or edit what stands there now",
+                hint=f"edit it before '{removal.path}' is replaced, or edit the new module",
             )
         record = self.owner.removal_of(path)
         reason = (
@@ -233,9 +233,9 @@ class Tree:
         record = self.owner.removal_of(path)
         if record is not None:
             raise PathError(
-                f"the model has no module '{path}' any more: step {record}, at {record.location}, removed it",
+                f"module '{path}' was removed by step {record}, at {record.location}",
                 path=path,
-                hint=f"address what stands at '{record.path}' now, or sch.undo(to={record.index - 1})",
+                hint=f"address the new module at '{record.path}', or sch.undo(to={record.index - 1})",
             )
         self._refuse_regular_expression(path)
         raise PathError(f"the model has no module '{path}'", path=path, hint=self._suggest(path))

@@ -92,7 +92,7 @@ def test_a_step_that_can_be_neither_undone_nor_put_back_says_so(sch: slapo.Sched
     late = Stubborn()
     sch.apply(_change(Stubborn("undo"), late))
     late.fails = ("redo",)
-    message(_error(sch.undo), "half in force", "undo failed", "a stubborn edit", "fresh model")
+    message(_error(sch.undo), "partly in force", "undo failed", "a stubborn edit", "fresh model")
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -126,7 +126,7 @@ def test_edits_that_cannot_be_made_again_after_the_reference_are_named(sch: slap
         with node.schedule.reference():
             stubborn.fails = ("redo",)
 
-    message(_error(lambda: sch.apply(Call(apply))), "1 of 3 edits could not be made again", "a stubborn edit")
+    message(_error(lambda: sch.apply(Call(apply))), "1 of 3 edits could not be redone", "a stubborn edit")
     assert_bit_identical(before, sch.model)
 
 

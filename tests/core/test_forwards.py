@@ -287,7 +287,9 @@ def test_pickle_refuses_a_wrapper_without_a_qualified_name() -> None:
     model = _model()
     sch = slapo.create_schedule(model)
     _wrap(sch, lambda forward: forward, _plus(1))
-    with pytest.raises(slapo.SerializationError, match=r"wrapped by tests\.core\.test_forwards\.test_every.*<lambda>"):
+    with pytest.raises(
+        slapo.SerializationError, match=r"wrapped by tests\.core\.test_forwards\.test_pickle_refuses.*<lambda>"
+    ):
         pickle.dumps(model)
     sch.undo(to=0)
     _wrap(sch, _plus(1))
