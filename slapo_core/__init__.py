@@ -1,7 +1,7 @@
 """slapo: a schedule language for PyTorch training.
 
-``import slapo_core as slapo`` gives the public names below, those of the project's other distributions among them. They
-are loaded when they are first used, so that the command line and the plugin machinery start without importing torch.
+``import slapo_core as slapo`` gives the public names below, of slapo-core and of the project's other distributions.
+They are loaded at their first use, so that the command line and the plugin machinery start without importing torch.
 """
 
 from __future__ import annotations
@@ -13,27 +13,11 @@ from slapo_core import errors
 from slapo_core.errors import *  # noqa: F403 - all of it is public, and it imports nothing
 
 if TYPE_CHECKING:
-    from slapo_core.cli.main import (
-        Command as Command,
-    )
-    from slapo_core.dialect import (
-        Dialect as Dialect,
-        Engine as Engine,
-        Plan as Plan,
-        StepResult as StepResult,
-    )
-    from slapo_core.hookspecs import (
-        Fact as Fact,
-        Problem as Problem,
-        hookimpl as hookimpl,
-    )
-    from slapo_core.layout import (
-        Layout as Layout,
-        Mesh as Mesh,
-    )
-    from slapo_core.plugins.registry import (
-        register_primitive as register_primitive,
-    )
+    from slapo_core.cli.main import Command as Command
+    from slapo_core.dialect import Dialect as Dialect, Engine as Engine, Plan as Plan, StepResult as StepResult
+    from slapo_core.hookspecs import Fact as Fact, Problem as Problem, hookimpl as hookimpl
+    from slapo_core.layout import Layout as Layout, Mesh as Mesh
+    from slapo_core.plugins.current import register_primitive as register_primitive
     from slapo_core.primitive import (
         Change as Change,
         Equivalence as Equivalence,
@@ -42,46 +26,20 @@ if TYPE_CHECKING:
         Suggestion as Suggestion,
         Violation as Violation,
     )
-    from slapo_core.schedule.creation import (
-        create_schedule as create_schedule,
-        replay as replay,
-    )
-    from slapo_core.schedule.schedule import (
-        Schedule as Schedule,
-    )
+    from slapo_core.schedule.creation import create_schedule as create_schedule, replay as replay
+    from slapo_core.schedule.schedule import Schedule as Schedule
     from slapo_core.tree.edit import Edit as Edit
     from slapo_core.tree.node import Node as Node
-    from slapo_estimate.device import (
-        DeviceSpec as DeviceSpec,
-        Link as Link,
-    )
-    from slapo_estimate.estimates import (
-        estimate as estimate,
-        estimate_functions as estimate_functions,
-    )
-    from slapo_estimate.fit import (
-        fit as fit,
-    )
-    from slapo_fusion.compilers import (
-        Compiler as Compiler,
-    )
+    from slapo_estimate.device import DeviceSpec as DeviceSpec, Link as Link
+    from slapo_estimate.estimates import estimate as estimate, estimate_functions as estimate_functions
+    from slapo_estimate.fit import fit as fit
+    from slapo_fusion.compilers import Compiler as Compiler
     from slapo_graph import patterns as patterns
-    from slapo_graph.match import (
-        Match as Match,
-        Pattern as Pattern,
-    )
-    from slapo_graph.protocol import (
-        Tracer as Tracer,
-    )
-    from slapo_runtime.build import (
-        build as build,
-    )
-    from slapo_runtime.context import (
-        BuildContext as BuildContext,
-    )
-    from slapo_runtime.stages import (
-        stages as stages,
-    )
+    from slapo_graph.match import Match as Match, Pattern as Pattern
+    from slapo_graph.protocol import Tracer as Tracer
+    from slapo_runtime.build import build as build
+    from slapo_runtime.context import BuildContext as BuildContext
+    from slapo_runtime.stages import stages as stages
     from slapo_runtime.weights.live import (
         clip_grad_norm_ as clip_grad_norm_,
         load_optimizer_state_dict as load_optimizer_state_dict,
@@ -90,13 +48,8 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
         state_dict as state_dict,
     )
-    from slapo_tune.samplers import (
-        Sampler as Sampler,
-        Trial as Trial,
-    )
-    from slapo_verify import (
-        verify as verify,
-    )
+    from slapo_tune.samplers import Sampler as Sampler, Trial as Trial
+    from slapo_verify import verify as verify
 
 DISTRIBUTIONS = (
     "slapo-core",
@@ -115,7 +68,7 @@ DISTRIBUTIONS = (
     "slapo-tune",
     "slapo-verify",
 )
-"""The project's own, whose names are theirs whether or not they are installed."""
+"""The project's distributions, which own their names whether or not they are installed."""
 
 OWNERS = {
     ("commands", "device"): "slapo-estimate",
@@ -141,64 +94,51 @@ OWNERS = {
     ("primitives", "sync_gradient"): "slapo-tp",
     ("primitives", "trace"): "slapo-graph",
 }
-"""Those of their names, and of the members of nodes, that do not begin with the namespace of their distribution."""
+"""Kind and name -> the distribution, for names that do not begin with its namespace."""
 
-_PUBLIC = {
-    "BuildContext": "slapo_runtime.context",
-    "Change": "slapo_core.primitive",
-    "Command": "slapo_core.cli.main",
-    "Compiler": "slapo_fusion.compilers",
-    "DeviceSpec": "slapo_estimate.device",
-    "Dialect": "slapo_core.dialect",
-    "Edit": "slapo_core.tree.edit",
-    "Engine": "slapo_core.dialect",
-    "Equivalence": "slapo_core.primitive",
-    "Fact": "slapo_core.hookspecs",
-    "Layout": "slapo_core.layout",
-    "Link": "slapo_estimate.device",
-    "Match": "slapo_graph.match",
-    "Mesh": "slapo_core.layout",
-    "Node": "slapo_core.tree.node",
-    "Pattern": "slapo_graph.match",
-    "Plan": "slapo_core.dialect",
-    "Primitive": "slapo_core.primitive",
-    "Problem": "slapo_core.hookspecs",
-    "Record": "slapo_core.primitive",
-    "Sampler": "slapo_tune.samplers",
-    "Schedule": "slapo_core.schedule.schedule",
-    "StepResult": "slapo_core.dialect",
-    "Suggestion": "slapo_core.primitive",
-    "Tracer": "slapo_graph.protocol",
-    "Trial": "slapo_tune.samplers",
-    "Violation": "slapo_core.primitive",
-    "build": "slapo_runtime.build",
-    "clip_grad_norm_": "slapo_runtime.weights.live",
-    "create_schedule": "slapo_core.schedule.creation",
-    "estimate": "slapo_estimate.estimates",
-    "estimate_functions": "slapo_estimate.estimates",
-    "fit": "slapo_estimate.fit",
-    "hookimpl": "slapo_core.hookspecs",
-    "load_optimizer_state_dict": "slapo_runtime.weights.live",
-    "load_state_dict": "slapo_runtime.weights.live",
-    "optimizer_state_dict": "slapo_runtime.weights.live",
-    "register_primitive": "slapo_core.plugins.registry",
-    "replay": "slapo_core.schedule.creation",
-    "save_pretrained": "slapo_runtime.weights.live",
-    "stages": "slapo_runtime.stages",
-    "state_dict": "slapo_runtime.weights.live",
-    "verify": "slapo_verify",
+_NAMES = {
+    "slapo_core.cli.main": ("Command",),
+    "slapo_core.dialect": ("Dialect", "Engine", "Plan", "StepResult"),
+    "slapo_core.hookspecs": ("Fact", "Problem", "hookimpl"),
+    "slapo_core.layout": ("Layout", "Mesh"),
+    "slapo_core.plugins.current": ("register_primitive",),
+    "slapo_core.primitive": ("Change", "Equivalence", "Primitive", "Record", "Suggestion", "Violation"),
+    "slapo_core.schedule.creation": ("create_schedule", "replay"),
+    "slapo_core.schedule.schedule": ("Schedule",),
+    "slapo_core.tree.edit": ("Edit",),
+    "slapo_core.tree.node": ("Node",),
+    "slapo_estimate.device": ("DeviceSpec", "Link"),
+    "slapo_estimate.estimates": ("estimate", "estimate_functions"),
+    "slapo_estimate.fit": ("fit",),
+    "slapo_fusion.compilers": ("Compiler",),
+    "slapo_graph.match": ("Match", "Pattern"),
+    "slapo_graph.protocol": ("Tracer",),
+    "slapo_runtime.build": ("build",),
+    "slapo_runtime.context": ("BuildContext",),
+    "slapo_runtime.stages": ("stages",),
+    "slapo_runtime.weights.live": (
+        "clip_grad_norm_",
+        "load_optimizer_state_dict",
+        "load_state_dict",
+        "optimizer_state_dict",
+        "save_pretrained",
+        "state_dict",
+    ),
+    "slapo_tune.samplers": ("Sampler", "Trial"),
+    "slapo_verify": ("verify",),
+    "slapo_core.errors": tuple(errors.__all__),
 }
-"""Public name -> module. The distribution of ``slapo_x`` is ``slapo-x``."""
+"""Module -> its public names. The distribution of ``slapo_x`` is ``slapo-x``."""
 
-_PUBLIC |= dict.fromkeys(errors.__all__, "slapo_core.errors")
+PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
 
 _MODULES = {"patterns": "slapo_graph.patterns"}
 
-__all__ = sorted((*_PUBLIC, *_MODULES))
+__all__ = sorted((*PUBLIC, *_MODULES))
 
 
 def __getattr__(name: str) -> Any:
-    place = _MODULES.get(name) or _PUBLIC.get(name)
+    place = _MODULES.get(name) or PUBLIC.get(name)
     if place is None:
         raise AttributeError(f"module 'slapo_core' has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""What type checkers read of the primitives: any name; ``slapo stubs`` writes down those that are installed."""
+"""Primitives for type checkers: any name; ``slapo stubs`` lists the installed ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 
-class OnNodes:
+class NodePrimitives:
     """The primitives of a node or a group."""
 
     __slots__ = ()
@@ -16,5 +16,5 @@ class OnNodes:
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
 
-class OnRoot(OnNodes):
+class SchedulePrimitives(NodePrimitives):
     """The primitives of a schedule, applied at the root."""

@@ -28,12 +28,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """The user's arguments of ``build`` as far as they can be part of a plan.
+    """The arguments of ``build`` that can be part of a plan.
 
     Args:
         has_optimizer: whether there is a factory; without one, and without one by the options, the
             engine can only evaluate.
-        has_loss: whether there is a loss; else it is that of the output.
+        has_loss: whether there is a loss; otherwise the output has it.
         max_grad_norm: the largest L2 norm of all gradients, e.g. ``1.0``; None does not clip.
         accumulate: how many micro-batches a training step takes; default 1.
         device: where the user wants the model; None leaves it where it is.
@@ -77,10 +77,10 @@ class Dialect(ABC):
 
     Attributes:
         name: what users pass as ``build(sch, target=...)``.
-        supports: the mesh dimensions the runtime can run, e.g. ``frozenset({"dp", "tp"})``; ``build`` refuses larger
-            ones than 1 that are not among them.
-        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``context.materialize()``, because
-            it partitions them as they come. Otherwise they all have their values before it is called.
+        supports: the mesh dimensions the runtime can run, e.g. ``frozenset({"dp", "tp"})``; ``build`` refuses any
+            other one of a size above 1.
+        takes_tensors: whether :meth:`build` takes the tensors one by one, through ``context.materialize()``, and
+            partitions each at once. Otherwise all have their values before it is called.
         accumulates: whether a training step of the engine takes ``context.micro_batches(batch)`` one after the other;
             ``build(..., accumulate=2)`` is refused otherwise.
     """
@@ -91,14 +91,14 @@ class Dialect(ABC):
     accumulates: ClassVar[bool] = False
 
     def check(self, schedule: Schedule) -> Iterable[Violation]:
-        """Every reason why this schedule cannot be handed to the runtime."""
+        """Give every reason why the runtime cannot take this schedule."""
         return ()
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
-        """The options that :meth:`plan` is given; pure.
+        """Return the options for :meth:`plan`; pure.
 
-        For a runtime that has options of its own for what ``build`` takes as arguments, e.g. how often it accumulates:
-        put here into the options, they are seen in the plan, and one that says something else is refused.
+        A runtime with options of its own for arguments of ``build``, e.g. for ``accumulate``, adds them here, so that
+        the plan shows them, and refuses an option that contradicts its argument.
 
         Args:
             config: the options as the user gave them to ``build``; returned as they are by default.
@@ -120,7 +120,7 @@ class Dialect(ABC):
         """
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """Return the pipeline rank of each stage; pure. Called for a mesh with several pipeline ranks.
+        """Return the pipeline rank of each stage, of several pipeline ranks; pure.
 
         Args:
             plan: what :meth:`plan` gave.
@@ -143,7 +143,7 @@ class Dialect(ABC):
         """
 
     def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
-        """Return the ``train_step`` of :meth:`build`'s engine on tensors without memory, for estimates.
+        """Return a ``train_step`` for tensors without memory, for estimates.
 
         It is called in a process of its own that simulates one rank: the tensors are fake, on the CPU; collectives
         leave them as they are; a number that is read from one is 0. A runtime that trains under these conditions
@@ -154,13 +154,13 @@ class Dialect(ABC):
             context: as for :meth:`build`.
 
         Returns:
-            a function of a batch; None, the default, where what a step needs is not known.
+            a function of a batch; None, the default, where the needs of a step are not known.
         """
         return None
 
 
 def arguments_as_options(arguments: BuildArguments) -> dict[str, Any]:
-    """The user's arguments of ``build``, as plain values that every rank can compare."""
+    """Return the user's arguments of ``build`` as plain values, which ranks can compare."""
     return {
         "accumulate": arguments.accumulate,
         "device": None if arguments.device is None else arguments.device.type,
@@ -176,7 +176,7 @@ class StepResult:
     """The outcome of one step on this rank.
 
     Args:
-        loss: scalar tensor, detached; of this rank's own samples, with a pipeline those of its replica.
+        loss: scalar tensor, detached; of this rank's own samples, with a pipeline of its replica's samples.
         output: the model's output; None where the runtime does not give it out.
         grad_norm: the L2 norm of all gradients over all ranks before clipping; None unless ``max_grad_norm`` was given.
     """
@@ -192,20 +192,20 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The scheduled model; its paths are those of the reference model. With a pipeline, this rank's part of it."""
+        """The scheduled model, with the reference model's paths; with a pipeline, this rank's stages of it."""
         ...
 
     def train_step(self, batch: Any) -> StepResult:
         """Forward, backward, and one optimizer step, in training mode.
 
-        A model that is in evaluation mode as a whole is put into training mode, with a warning; where some module is in
-        training mode, every module keeps its mode. With ``build(..., accumulate=n)`` the batch is cut into n
+        If every module is in evaluation mode, the model is put into training mode, with a warning; otherwise every
+        module keeps its mode. With ``build(..., accumulate=n)`` the batch is cut into n
         micro-batches along the first axis of every tensor: one after the other goes forward and backward, the
         gradients and the loss are the means over them, and there is one optimizer step and no ``output``.
 
         The first step compares the batch over the ranks of a replica, and synchronizes RNG states over ``tp``.
 
-        With a pipeline every rank is given the whole batch of its replica, which is cut into the micro-batches of the
+        With a pipeline every rank takes the full batch of its replica, which is cut into the micro-batches of the
         schedule: the loss and the gradients are the means over them.
 
         Args:
@@ -231,23 +231,23 @@ class Engine(Protocol):
         ...
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """All weights with the reference model's names, shapes and layout: a collective where anything is sharded.
+        """Return all weights in the reference layout: a collective where anything is sharded.
 
-        Where it is a collective, the ranks compare the copies that they hold; else it is this rank's own.
+        Where it is a collective, the ranks compare their replicas; otherwise it is this rank's own.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
 
         Raises:
-            ReplicaError: replicas differ between ranks of a tensor; its ``state_dict`` holds this rank's.
+            ReplicaError: replicas of a tensor differ between ranks; the error's ``state_dict`` has this rank's.
         """
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load weights that have the reference model's names and shapes; every rank keeps its own shards.
+        """Load weights in the reference layout; every rank keeps its own shards.
 
         Args:
-            state: whole tensors, the same on every rank, as ``state_dict`` gives them.
+            state: full tensors, the same on every rank, as ``state_dict`` gives them.
 
         Raises:
             WeightsError: names or shapes do not fit; nothing was changed.
@@ -258,11 +258,11 @@ class Engine(Protocol):
         """Compare the replicas of tensors and optimizer state: a collective over the mesh.
 
         Args:
-            repair: give every rank the values of the first one that holds a copy, with a warning that says what
-                differed, instead of an error.
+            repair: give every rank the values of the first rank with a replica, and warn about the differences,
+                instead of an error.
 
         Raises:
-            ReplicaError: on every rank; it names the tensors, the ranks and what each of them holds.
+            ReplicaError: on every rank; it names the tensors, the ranks and their values.
         """
         ...
 
@@ -274,22 +274,22 @@ class Engine(Protocol):
         each replica is saved too.
 
         Args:
-            directory: made if it is not there; a checkpoint in it is replaced as a whole.
+            directory: created if missing; a checkpoint in it is replaced entirely.
 
         Raises:
             ArgumentError: the directory is ``""``.
-            ReplicaError: replicas differ between ranks; the checkpoint is whole, with the values of the first rank.
-            BuildError: the optimizer holds something that has no place in a checkpoint, or writing failed.
+            ReplicaError: replicas differ between ranks; the checkpoint is complete, with the first rank's values.
+            BuildError: the optimizer holds a value that a checkpoint cannot store, or writing failed.
         """
         ...
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Read what ``save`` wrote, under this or any other schedule of the same model.
+        """Load a checkpoint of this or any other schedule of the model.
 
         torch's generators go on from the state that this replica (place along ``dp``) saved, if there was one.
 
         Args:
-            directory: that of ``save``.
+            directory: as given to ``save``.
 
         Raises:
             WeightsError: it holds no complete checkpoint, or one of another model; nothing was changed.
@@ -298,7 +298,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the engine holds; process groups made by the caller stay.
+        """Release the engine's resources; process groups made by the caller stay.
 
         It may be called again; a step afterwards is a BuildError that says so. The state can still be read.
         """

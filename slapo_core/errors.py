@@ -1,14 +1,17 @@
-"""The whole error taxonomy: one small class per mistake, every message with its way out.
+"""The errors, one small class per mistake, and the words that their messages share.
 
 This module imports nothing of slapo, so that every layer may raise from it. `docs/errors.md` is generated
 from the docstrings below: the first paragraph says *when*, the paragraph starting with "What to do:" says what
-to do. It is one long module on purpose: a taxonomy is read as a whole.
+to do.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Violation
@@ -44,6 +47,14 @@ __all__ = [
     "VerifyError",
     "WeightsError",
 ]
+
+
+class _Context(TypedDict, total=False):
+    """The keyword arguments of every error: see `SlapoError`."""
+
+    path: str | None
+    plugin: str | None
+    hint: str | None
 
 
 class SlapoError(Exception):
@@ -98,7 +109,7 @@ class PathError(SlapoError, LookupError):
 
 
 class StaleError(SlapoError, LookupError):
-    """A node or a match was used after a later step removed its module or changed its place in the graph.
+    """A node or a match is used after a later step removed or moved it.
 
     What to do: the message names that step; undo it, address the new module by its path, or find the pattern again.
     """
@@ -108,14 +119,14 @@ class StaleError(SlapoError, LookupError):
 
 
 class ArgumentError(SlapoError, TypeError):
-    """A primitive or a function of slapo was called with arguments that do not fit its signature.
+    """The arguments of a primitive or function of slapo do not fit its signature.
 
     What to do: the message shows the signature, and the type required and got.
     """
 
 
 class InputError(ArgumentError):
-    """The model gives a module inputs, or the module gives an output, that a step there cannot work with.
+    """The inputs or the output of a module do not fit a step there.
 
     What to do: follow the call in the message; ``verify`` raises this error as it is.
     """
@@ -127,15 +138,13 @@ class PreconditionError(SlapoError):
     What to do: write the corrected call given with each violation.
     """
 
-    def __init__(
-        self, message: str, *, violations: Sequence[Violation] = (), path: str | None = None, plugin: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, violations: Sequence[Violation] = (), **context: Unpack[_Context]) -> None:
         self.violations = tuple(violations)
-        super().__init__(message, path=path, plugin=plugin)
+        super().__init__(message, **context)
 
 
 class ApplyError(SlapoError):
-    """A primitive raised while it was being applied; the model was rolled back, the cause is chained.
+    """A primitive raised while it was applied; the model was rolled back.
 
     What to do: read the chained error; if it comes from a plugin, report it to that distribution.
     """
@@ -147,29 +156,27 @@ class PostconditionError(SlapoError):
     What to do: this is a fault of the primitive, not of the schedule: report it to the distribution named.
     """
 
-    def __init__(
-        self, message: str, *, violations: Sequence[Violation] = (), path: str | None = None, plugin: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, violations: Sequence[Violation] = (), **context: Unpack[_Context]) -> None:
         self.violations = tuple(violations)
-        super().__init__(message, path=path, plugin=plugin)
+        super().__init__(message, **context)
 
 
 class UndoError(SlapoError):
-    """``undo`` was asked for a step that is not there, or something cannot be taken back.
+    """``undo`` was given an unknown step, or an edit cannot be undone.
 
     What to do: ``sch.records`` lists the steps that are in force; the message says what state the model is in.
     """
 
 
 class SealedError(SlapoError):
-    """The schedule was changed, undone or verified after ``build()`` or ``seal()`` dropped the originals.
+    """The schedule was changed, undone or verified after ``build()`` or ``seal()``.
 
     What to do: apply every primitive before ``build``; to start again, create a new schedule.
     """
 
 
 class MeshError(SlapoError):
-    """A mesh does not fit: an unknown dimension, a bad size, another world size, or a wrapper over the wrong ranks.
+    """A mesh has an unknown dimension or a bad size, or does not fit the processes or a wrapper.
 
     What to do: declare the mesh given in the message, launch as many processes as it needs, or wrap the model over the
     ranks that hold the same shards.
@@ -180,14 +187,14 @@ class MeshError(SlapoError):
 
 
 class SerializationError(SlapoError):
-    """A record holds a value that is not JSON-serializable: a lambda or a live module.
+    """A record has a value that is not JSON-serializable: a lambda, a live module.
 
     What to do: give that primitive a value by name, or keep the schedule as a Python function.
     """
 
 
 class ReplayError(SlapoError):
-    """A saved schedule cannot be replayed: malformed, made by a newer format, or a step was refused.
+    """A saved schedule is malformed or of a newer format, or a step was refused.
 
     What to do: the message names the step; the chained error says why it was refused.
     """
@@ -218,20 +225,18 @@ class VerifyError(SlapoError):
         tolerance: float | None = None,
         rank: int | None = None,
         steps: Sequence[str] = (),
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
+        **context: Unpack[_Context],
     ) -> None:
         self.tensor = tensor
         self.difference = difference
         self.tolerance = tolerance
         self.rank = rank
         self.steps = tuple(steps)
-        super().__init__(message, path=path, plugin=plugin, hint=hint)
+        super().__init__(message, **context)
 
 
 class FitError(SlapoError):
-    """No choice of what to checkpoint lets a training step stay within the memory that `fit` was given.
+    """No choice of activation checkpointing keeps a training step within the memory given to `fit`.
 
     What to do: the message says what holds the least peak: more ranks of ``tp`` or ``pp`` for parameters and optimizer,
     a smaller batch or more micro-batches for activations.
@@ -241,23 +246,14 @@ class FitError(SlapoError):
         least: bytes of the least peak that was found.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        target: int,
-        least: int,
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, target: int, least: int, **context: Unpack[_Context]) -> None:
         self.target = target
         self.least = least
-        super().__init__(message, path=path, plugin=plugin, hint=hint)
+        super().__init__(message, **context)
 
 
 class TraceError(SlapoError):
-    """A module's forward does something that a static graph cannot say.
+    """A module's forward cannot be expressed by a static graph.
 
     What to do: trace a narrower node, or name the module at fault in `leaves=`, so that it stays a call; the
     message names the line of the model.
@@ -266,44 +262,34 @@ class TraceError(SlapoError):
         location: file and line of the model; None if it is not known.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-        location: tuple[str, int] | None = None,
-    ) -> None:
-        at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        said = message if at in message else message + at  # an error about another one has its text
-        super().__init__(said, path=path, plugin=plugin, hint=hint)
+    def __init__(self, message: str, *, location: tuple[str, int] | None = None, **context: Unpack[_Context]) -> None:
+        super().__init__(_with_line(message, location), **context)
         self.location = location
 
 
 class GuardError(TraceError):
-    """A traced module is called in a way that its graph is not valid for.
+    """A traced module is called outside of its graph's guards.
 
     What to do: call it as it was recorded, or trace only what lies below the decision that the message names.
     """
 
 
 class BuildError(SlapoError):
-    """The schedule cannot be handed to the target: wrong launch, unknown target, no loss in the output.
+    """The target cannot take the schedule: wrong launch, unknown target, no loss in the output.
 
     What to do: follow the call or launch command in the message.
     """
 
 
 class WeightsError(BuildError):
-    """Weights are missing, unexpected, of another shape, cannot be initialized, or were copied from rank to rank.
+    """Weights are missing, unexpected, of another shape, or cannot be initialized.
 
     What to do: the message lists the names; pass ``weights=`` that holds them.
     """
 
 
 class OptimizerError(BuildError):
-    """The optimizer does not hold the scheduled model's parameters: it was made before ``build``, or before the steps.
+    """The optimizer was made before ``build`` or before the steps, of other parameters.
 
     What to do: pass a factory, ``build(sch, optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4))``; without
     ``build``, make it after the last step.
@@ -311,14 +297,14 @@ class OptimizerError(BuildError):
 
 
 class RankMismatchError(SlapoError):
-    """Ranks disagree: on steps, plugins, versions, arguments, weights, random numbers, batches, or copies of a tensor.
+    """Ranks disagree: on steps, plugins, versions, arguments, weights, RNG states, batches, or replicas.
 
     What to do: make every rank run the same script on the same installation; the first difference is named.
     """
 
 
 class ReplicaError(RankMismatchError):
-    """Ranks hold different values of a tensor of which they hold replicas: they have trained apart.
+    """Replicas of a tensor differ between ranks: they have diverged.
 
     What to do: ``slapo.verify`` finds a reduction that the schedule lacks; else give the ranks the same batches and
     seeds. Nothing is lost: a save has written the values of the first rank, ``state_dict`` attaches its own.
@@ -349,7 +335,7 @@ class ReplicaError(RankMismatchError):
 
 
 class EstimateError(SlapoError):
-    """A training step cannot be estimated: the model asks for values that only a real run has, or its step raises.
+    """A training step cannot be estimated: it depends on values of tensors, or raises.
 
     What to do: give a batch that has values, or a model that does not decide by them; the message names the module and
     the line of the model.
@@ -358,18 +344,8 @@ class EstimateError(SlapoError):
         location: file and line of the model, or of the function that failed; None if it is not known.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-        location: tuple[str, int] | None = None,
-    ) -> None:
-        at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
-        said = message if at in message else message + at  # an error about another one has its text
-        super().__init__(said, path=path, plugin=plugin, hint=hint)
+    def __init__(self, message: str, *, location: tuple[str, int] | None = None, **context: Unpack[_Context]) -> None:
+        super().__init__(_with_line(message, location), **context)
         self.location = location
 
 
@@ -377,14 +353,14 @@ class EstimateError(SlapoError):
 
 
 class LaunchError(SlapoError):
-    """Rank processes cannot be started: what cannot be sent, a script that they cannot import, a bad world size.
+    """Rank processes cannot be started: an unpicklable object, an import that fails, a bad world size.
 
     What to do: pass functions defined at the top level of a module, and call under ``if __name__ == "__main__":``.
     """
 
 
 class RankFailedError(SlapoError):
-    """A rank process raised, died, or did not end within the timeout; every rank's traceback is in the message.
+    """A rank process raised, died, or did not end within the timeout.
 
     What to do: read the traceback of the rank that failed first; its exception is chained if it could be sent. After a
     timeout (``first`` is None), look for a collective that not every rank reaches, or raise ``timeout``.
@@ -420,7 +396,7 @@ class RankFailedError(SlapoError):
 
 
 class PluginError(SlapoError):
-    """The base of everything that can be wrong with a plugin, with naming one, or with ``SLAPO_DISABLE_PLUGINS``.
+    """The base of errors of plugins, of their names, and of ``SLAPO_DISABLE_PLUGINS``.
 
     What to do: ``slapo plugins list`` shows the state and reason of every plugin.
     """
@@ -434,7 +410,7 @@ class UnknownNameError(PluginError, AttributeError):
 
 
 class UnusablePluginError(PluginError, AttributeError):
-    """A plugin is installed and cannot be used, or a bare name is provided by several plugins.
+    """An installed plugin cannot be used, or several provide a bare name.
 
     What to do: follow the hint; ``slapo plugins list`` shows the state and reason of every plugin.
 
@@ -443,21 +419,63 @@ class UnusablePluginError(PluginError, AttributeError):
             distributions provide the name), or ``"disabled"`` (by ``SLAPO_DISABLE_PLUGINS``).
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        state: str = "unusable",
-        path: str | None = None,
-        plugin: str | None = None,
-        hint: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, state: str = "unusable", **context: Unpack[_Context]) -> None:
         self.state = state
-        super().__init__(message, path=path, plugin=plugin, hint=hint)
+        super().__init__(message, **context)
 
 
 class HookError(PluginError):
-    """A hook implementation is misspelt, raised, or answered where another plugin answered too.
+    """A hook implementation is misspelt, raised, or one of two answers.
 
     What to do: the message names the hook and the distribution.
     """
+
+
+# -- words of messages ----------------------------------------------------------------------------------------
+
+
+def place(path: str) -> str:
+    """Format the path of a module: ``"'encoder.layer.0'"``, or ``"the root"``."""
+    return f"'{path}'" if path else "the root"
+
+
+def listed(names: Sequence[str], *, limit: int = 8) -> str:
+    """Join names by commas; of many the first three, the last, and their number."""
+    if len(names) <= limit:
+        return ", ".join(names)
+    return f"{', '.join(names[:3])}, ..., {names[-1]} ({len(names)} in all)"
+
+
+class Verbatim(str):
+    """Text without quotes in ``repr``, for annotations and defaults of printed signatures."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _with_line(message: str, location: tuple[str, int] | None) -> str:
+    """Append the line of the model, unless the message has it."""
+    at = f"\n  at {location[0]}:{location[1]}" if location is not None else ""
+    return message if at in message else message + at
+
+
+def user_frame(*inside: str) -> FrameType:
+    """Find the nearest frame outside of slapo_core, contextlib and further packages.
+
+    Args:
+        inside: the further packages, e.g. ``"acme_slapo"``.
+    """
+    packages = ("slapo_core", "contextlib", *inside)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages:
+        frame = frame.f_back
+    return frame
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of user code that called slapo, at any depth."""
+    import slapo_core
+
+    frame = user_frame("torch", *(name.replace("-", "_") for name in slapo_core.DISTRIBUTIONS))
+    module, registry = frame.f_globals.get("__name__"), frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)

@@ -68,7 +68,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation] | None:
-    """Called when a primitive, of whatever distribution, is about to be applied, after its own preconditions.
+    """Called when a primitive of any distribution is about to be applied, after its own preconditions.
 
     First result: no; the violations of all plugins are collected.
 
@@ -83,7 +83,7 @@ def slapo_preconditions(node: Node, primitive: Primitive) -> Iterable[Violation]
 
 @hookspec(firstresult=True)
 def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-    """Called when a tensor on the meta device needs values that no weights give: by ``build``, and by ``verify``.
+    """Called when ``build`` or ``verify`` needs values of a meta tensor without weights.
 
     The model's own initialization runs only where no plugin answers.
 
@@ -93,18 +93,18 @@ def slapo_initialize(path: str, name: str, shape: Sequence[int], dtype: torch.dt
         path: the module that owns it, e.g. ``"encoder.layer.0.output.dense"``: in the reference model, or, for a tensor
             that a step added, in the scheduled one.
         name: its name there, e.g. ``"weight"``.
-        shape: its whole shape, before any sharding.
+        shape: its full shape, before any sharding.
         dtype: its element type.
 
     Returns:
-        the whole tensor, of that shape and type, the same on every rank (torch's generator has the same seed on all);
+        the full tensor, of that shape and type, the same on every rank (torch's generator has the same seed on all);
         None to leave it to others.
     """
 
 
 @hookspec(firstresult=True)
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """Called when a state dict leaves, and when ``verify`` compares, for each tensor that no layout explains.
+    """Called when a tensor without an explaining layout enters a state dict, or is compared by ``verify``.
 
     A layout explains a shard of one reference tensor. For anything else, such as a transposed weight or several
     matrices merged into one, a primitive records ``Layout("", shape)`` with the tensor (``""``: no reference tensor
@@ -119,7 +119,7 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
     Args:
         node: the module that owns the tensor now.
         name: its name there, e.g. ``"qkv_weight"``.
-        tensor: its whole value, already gathered over the mesh.
+        tensor: the full tensor, already gathered over the mesh.
 
     Returns:
         its reference tensors, by full name (of a tied one, the first), in their full
@@ -129,7 +129,7 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
 
 @hookspec(firstresult=True)
 def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Called when weights of the reference model come in: the reverse of `slapo_to_reference`.
+    """Called when weights of the reference model are loaded: the reverse of `slapo_to_reference`.
 
     Asked by ``build`` and ``load_state_dict``, for the tensors for which `slapo_to_reference` was answered.
 
@@ -142,33 +142,33 @@ def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]
         tensors: its reference tensors, by the names that `slapo_to_reference` gave.
 
     Returns:
-        the whole value to load, before it is cut for the mesh; None if it is not this plugin's.
+        the full tensor to load, before it is sharded over the mesh; None if it is not this plugin's.
     """
 
 
 @hookspec(firstresult=True)
 def slapo_gather_output(node: Node, output: Any) -> Any | None:
-    """Called when ``verify`` compares outputs, to make of a rank's output the one that the reference model gives.
+    """Called when ``verify`` compares outputs, to turn a rank's output into the reference model's.
 
     First result: yes; plugins answer for outputs that their own primitives left sharded, and two answers are an
     error.
 
     Args:
         node: the root of the scheduled model.
-        output: what it gave on this rank.
+        output: of the scheduled model on this rank.
 
     Returns:
-        the whole output, the same on every rank; None if it needs nothing of this plugin.
+        the full output, the same on every rank; None if it needs nothing of this plugin.
     """
 
 
 @hookspec
 def slapo_check(schedule: Schedule) -> Iterable[Violation] | None:
-    """Called when ``build`` starts, and when ``verify`` has found a difference: what is still missing in the schedule?
+    """Called when ``build`` starts, and when ``verify`` has found a difference: is the schedule incomplete?
 
     ``build`` refuses the schedule with every answer, and ``verify`` names them beside the difference. A plugin
-    answers for what its own primitives left open, such as a unreduced partial sum, and only where that is
-    certain to train another model: what it cannot know without running the model is left to ``verify``.
+    answers for what its own primitives left open, e.g. an unreduced partial sum, and only where the schedule
+    certainly trains another model: anything that only a run can show is left to ``verify``.
 
     First result: no; the violations of all plugins are collected.
 
@@ -184,10 +184,10 @@ def slapo_check(schedule: Schedule) -> Iterable[Violation] | None:
 
 @hookspec
 def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterable[Suggestion] | None:
-    """Called when ``verify`` has found a difference, or an exception: what may the author have meant to write?
+    """Called when ``verify`` has found a difference, or an exception: which changes may correct the schedule?
 
-    ``verify`` tries the answers on copies, and tells only what makes the schedule agree. So they may be guesses, but
-    each costs a run of the model: those that are worth it come first, and none that `slapo_preconditions` would refuse.
+    ``verify`` tries the answers on copies, and reports only changes that make the schedule agree. So they may be
+    guesses, but each costs a run of the model: give the likely ones first, and none that `slapo_preconditions` refuses.
 
     First result: no; the suggestions of all plugins are collected.
 
@@ -202,7 +202,7 @@ def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterable[Sugg
 
 @hookspec
 def slapo_doctor() -> Iterable[Fact | Problem] | None:
-    """Called when ``slapo doctor --ask PLUGIN`` looks over this environment.
+    """Called when ``slapo doctor --ask PLUGIN`` examines this environment.
 
     First result: no.
 

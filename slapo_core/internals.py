@@ -156,7 +156,7 @@ class Internals:
         """Locate the primitive's selections at ``node``, and bind it."""
         return self._core.bound(node, primitive)
 
-    def entries(self) -> Iterator[tuple[Record, journal.Entry]]:
+    def entries(self) -> Iterator[tuple[Record, journal.JournalEntry]]:
         """Yield each change with its step, oldest first; none after the originals were dropped."""
         return self._core.entries()
 

@@ -1,10 +1,10 @@
-"""Hooks and wrappers of steps: their marks, and what recorders and observers of a run share."""
+"""Marks of hooks and wrappers, and the attribution of their calls to steps."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,6 @@ __all__ = [
     "spans_stages",
     "tell_verify",
     "withheld",
-    "without",
 ]
 
 HookKind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
@@ -37,7 +36,7 @@ PATCHING = threading.RLock()
 
 
 class Origin(NamedTuple):
-    """Where a call comes from that code of a step makes elsewhere: in a graph, or after its module's forward.
+    """The module and hook of a call that runs elsewhere, e.g. in a graph.
 
     Args:
         module: path of the module below the one that runs, or below the root.
@@ -54,7 +53,7 @@ _attribute: Callable[..., Any] | None = None
 
 
 def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function, code of a hook; who attributes what runs is told whose."""
+    """Call a function of a hook, attributed to its origin where a run is attributed."""
     if origin is None or _attribute is None:
         return function(*args, **kwargs)
     return _attribute(origin, function, *args, **kwargs)
@@ -62,7 +61,7 @@ def run_from(origin: Origin | None, function: Callable[..., Any], *args: Any, **
 
 @contextmanager
 def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
-    """While this lasts, ``attribute(origin, function, *args, **kwargs)`` makes the calls of `run_from`."""
+    """Let ``attribute(origin, function, *args, **kwargs)`` make the calls of `run_from` in a block."""
     global _attribute
     before, _attribute = _attribute, attribute
     try:
@@ -74,8 +73,8 @@ def attributed(attribute: Callable[..., Any]) -> Iterator[None]:
 def dropout_is_off() -> bool:
     """Whether ``verify`` has switched dropout off around this call.
 
-    It does so by a torch-function mode, which sees what Python calls. Code that calls nothing, such as a kernel that
-    drops elements itself, has to leave that out while this is true.
+    A torch-function mode does so, which sees calls made in Python. A kernel that drops elements itself must not do so
+    while this is true.
     """
     from slapo_core.private import active_function_modes
 
@@ -83,7 +82,7 @@ def dropout_is_off() -> bool:
 
 
 def tell_verify(note: str) -> bool:
-    """Note in the report of ``verify`` what a step did not do; return False outside of a run by ``verify``."""
+    """Add a note to the report of ``verify``; return False outside of a run by ``verify``."""
     from slapo_core.private import active_function_modes
 
     lists = [mode.slapo_notes for mode in active_function_modes() if hasattr(mode, "slapo_notes")]
@@ -95,59 +94,46 @@ def tell_verify(note: str) -> bool:
 def is_inlined(part: Any) -> bool:
     """Return whether a graph can hold a step's hook or forward (``slapo_is_inlined``).
 
-    Of a function the mark is the function itself: ``functools.wraps`` copies marks onto what is wrapped around it.
+    The mark of a function is the function itself, because ``functools.wraps`` copies marks onto wrappers.
     """
     mark = getattr(part, "slapo_is_inlined", False)
     return mark is part if isinstance(part, FunctionType) else bool(mark)
 
 
 def is_recording() -> bool:
-    """Whether a recorder writes down what runs now."""
+    """Return whether a recorder records this call."""
     from slapo_core.private import active_function_modes
 
     return any(getattr(mode, "slapo_is_recorder", False) for mode in active_function_modes())
 
 
 def only_looks(hook: object) -> bool:
-    """Return whether a hook is slapo-core's own and changes nothing."""
+    """Return whether a hook only observes (``slapo_only_looks`` of its type)."""
     return getattr(type(hook), "slapo_only_looks", False) is True
 
 
 def goes_around(wrapper: Callable[..., Any]) -> bool:
-    """Return whether a wrapper fits around any forward, because it runs the forward given.
+    """Return whether a wrapper fits around any forward (``slapo_goes_around`` of its function).
 
-    Its function says so by ``slapo_goes_around = True``; what computes something itself (a kernel) does not.
+    It runs the forward given, whatever that computes; a kernel, which computes itself, does not.
     """
     while isinstance(wrapper, functools.partial):
         wrapper = wrapper.func
     return getattr(wrapper, "slapo_goes_around", False) is True
 
 
-def without(functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """``functions``, each of ``others`` taken out once."""
-    left = list(others)
-    kept = []
-    for function in functions:
-        position = next((index for index, other in enumerate(left) if other is function), None)
-        if position is None:
-            kept.append(function)
-        else:
-            del left[position]
-    return kept
-
-
 def spans_stages(wrapper: Callable[..., Any]) -> bool:
-    """Return whether a wrapper of the root's forward can go around each stage of a cut model instead.
+    """Return whether a wrapper of the root's forward can wrap each stage of a cut model instead.
 
-    It has ``slapo_of_stage(is_last) -> wrapper``, whose result wraps what a stage computes.
+    Its ``slapo_of_stage(is_last)`` returns the wrapper of a stage.
     """
     return hasattr(wrapper, "slapo_of_stage")
 
 
 def withheld(value: object) -> str | None:
-    """Return why a step gives no values for an output (``slapo_withheld`` of its type); None where they are there.
+    """Return why an output has no values (``slapo_withheld`` of its type); None where it has.
 
-    Such an output has a shape, a type and a device, and can be carried: kept in containers, moved and cast.
+    It has a shape, a type and a device, and can be kept in containers, moved and cast.
     """
     why: str | None = getattr(type(value), "slapo_withheld", None)
     return why

@@ -1,4 +1,4 @@
-"""The base class of primitives, and the values around it: promises, violations, records, suggestions."""
+"""`Primitive`, and its values: promises, violations, selections, records, suggestions."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from slapo_core.errors import ArgumentError
+from slapo_core.errors import ArgumentError, place
 
 if TYPE_CHECKING:
     from slapo_core.tree.edit import Edit
     from slapo_core.tree.node import Node
 
 __all__ = [
+    "PRIMITIVE_TEMPLATE",
     "Change",
     "Equivalence",
     "Primitive",
     "Record",
     "Suggestion",
     "check_primitive",
+    "primitive_violations",
     "public_signature",
     "shown",
-    "signature_violations",
 ]
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule, with the call that would keep it.
+    """A condition that is not met, with the corrected call.
 
     Args:
         message: what, where, required, got; e.g. ``"axis 0 of 'weight' has 770 elements, not divisible by tp size 4"``.
         hint: the corrected argument or call, e.g. ``"axis=1 (768)"``.
-        gradients_only: of ``slapo_check``: only gradients are wrong, so that an engine can evaluate nevertheless.
+        gradients_only: of ``slapo_check``: only gradients are wrong, so that an engine can still evaluate.
     """
 
     message: str
@@ -79,7 +80,7 @@ class Equivalence:
         level: one of the four, ordered from the strictest to the loosest.
         rtol: for APPROXIMATE, the difference allowed relative to the largest element of the reference tensor.
         atol: for APPROXIMATE, the absolute difference allowed.
-        conditions: what must be so for the promise to hold, e.g. ``("the module draws no random numbers",)``.
+        conditions: of the promise, e.g. ``("the module draws no random numbers",)``.
     """
 
     level: _Level
@@ -100,7 +101,7 @@ class Equivalence:
 
     @classmethod
     def weakest(cls, promises: Iterable[Equivalence]) -> Equivalence:
-        """The promise that remains after all of ``promises`` were made one after another."""
+        """Return the promise of several steps, each with a promise, one after another."""
         level, rtol, atol = _Level.EXACT, 0.0, 0.0
         conditions: list[str] = []
         for promise in promises:
@@ -136,24 +137,24 @@ Equivalence.RANDOM = Equivalence(_Level.RANDOM)
 
 
 class Selection(ABC):
-    """Part of what the modules at and below a node compute, e.g. the matches of a pattern in their graphs.
+    """A part of the computation at and below a node, e.g. the matches of a pattern in graphs.
 
-    A distribution that knows such parts derives from it, and publishes a :class:`Selector` that makes them.
+    A distribution with such parts derives from it, and publishes a :class:`Selector` that makes them.
     """
 
     @abstractmethod
     def located(self, node: Node) -> Selection | Violation:
-        """Find the same part again in what ``node`` computes now, or say why it is not there."""
+        """Locate the same part in the present computation of ``node``, or say why it is missing."""
 
     @abstractmethod
     def divided(self, nodes: Sequence[Node]) -> list[tuple[Node, Selection]] | Violation:
-        """Give each node of a group its own part; nodes without one are left out."""
+        """Divide the selection over the nodes of a group; nodes without a part are left out."""
 
     @abstractmethod
     def outline(
         self, node: Node, edit: Edit, transform: Callable[[Callable[..., Any]], Callable[..., Any]], *, name: str
     ) -> None:
-        """Make each part one call of ``transform(region)``, where ``region`` is a pure function that computes the part.
+        """Make each part one call of ``transform(region)``, of a pure function ``region``.
 
         Args:
             node: where the primitive is applied.
@@ -175,31 +176,31 @@ class Selection(ABC):
         Args:
             node: where the primitive is applied.
             edit: of the primitive.
-            new: a function or a module that computes the same, or the name of what brings one along.
+            new: a function or a module that computes the same, or the name of a pattern with a replacement.
             params: names of parameters of the old modules -> names in a new module.
-            name: of the call, or of the new child; None: that of ``new``.
+            name: of the call, or of the new child; None: the name of ``new``.
         """
 
 
 class Selector(ABC):
-    """Turns what users write for a part of a module into a :class:`Selection`; found without being named in a schedule.
+    """Makes a :class:`Selection` of a user's argument, e.g. a pattern; needs no naming in a schedule.
 
     Attributes:
-        name: that of the entry point in the group ``slapo.v1.selectors``.
+        name: of the entry point in the group ``slapo.v1.selectors``.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def given(self, value: Any) -> Selection | None:
-        """The selection that ``value`` holds already, such as a list of matches; None if it must be looked for."""
+        """Return the selection that ``value`` is already, e.g. a list of matches; None otherwise."""
 
     @abstractmethod
     def select(self, node: Node, value: Any) -> Selection | Violation | None:
         """Look for ``value`` at and below ``node``.
 
         Returns:
-            what was found; why nothing was; None if ``value`` means nothing to this distribution.
+            the selection; why there is none; None if this distribution does not know ``value``.
         """
 
 
@@ -225,12 +226,11 @@ class Primitive(ABC):
 
     Attributes:
         name: the full name ``<namespace>.<name>``, e.g. ``"tp.shard"``.
-        equivalence: what the primitive promises about the numbers. An instance may narrow or widen it by a
-            property of the same name when its arguments decide.
+        equivalence: the promise about the numbers. Where the arguments decide, it is a property of the same name.
         named_functions: the fields that may hold a function which is saved by its name, ``"module:name"``, and so no
             other text of that form. Functions in other fields cannot be saved.
-        selections: the fields that take a part of what the module computes, such as a match of a pattern or the pattern
-            itself. Before the preconditions each becomes a :class:`Selection` of what the module computes then.
+        selections: the fields that take a part of the module's computation, e.g. a match of a pattern, or the pattern.
+            Before the preconditions each becomes a :class:`Selection` of the present computation.
     """
 
     name: ClassVar[str]
@@ -242,11 +242,11 @@ class Primitive(ABC):
         _check_fields(self)
 
     def bind(self, node: Node) -> Self:
-        """Return the same step with what it finds out once, at its first application, in its fields.
+        """Return the step with fields that only the model determines filled in.
 
-        It comes before the preconditions, and after ``selections`` were located. What it gives is recorded and saved,
-        compared over the ranks, and applied again wherever the schedule is replayed; so it gives itself where there is
-        nothing left to find out. Most primitives have no need of it.
+        Called before the preconditions, and after ``selections`` were located. The result is recorded and saved,
+        compared over the ranks, and applied again by replay; so a step with nothing left to fill in returns itself.
+        Most primitives do not need it.
 
         Args:
             node: where the step is about to be applied; must not be changed.
@@ -257,7 +257,7 @@ class Primitive(ABC):
         return self
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        """Every reason why the primitive cannot be applied at ``node``; must not change anything."""
+        """Yield every reason why the primitive cannot be applied at ``node``; change nothing."""
         return iter(())
 
     @abstractmethod
@@ -269,53 +269,50 @@ class Primitive(ABC):
         """
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        """Every sign that the primitive did not take effect at ``node``: the receipt."""
+        """Yield every sign that the primitive did not take effect at ``node``."""
         return iter(())
 
     def arguments(self) -> dict[str, Any]:
-        """The fields by name, in order."""
+        """Return the fields by name, in order."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        """The call as a user would write it, defaults left out: ``shard('weight', axis=0)``."""
+        """Format the call as users write it, without defaults: ``shard('weight', axis=0)``."""
         parts = []
         for position, field in enumerate(dataclasses.fields(self)):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if _is_default(value, field.default):
                 continue
-            text = shown(value)
-            parts.append(text if position == 0 and not field.kw_only else f"{field.name.removesuffix('_')}={text}")
+            is_positional = position == 0 and not field.kw_only
+            parts.append(shown(value) if is_positional else f"{field.name.removesuffix('_')}={shown(value)}")
         return f"{self.name.rpartition('.')[2]}({', '.join(parts)})"
 
 
 def check_primitive(value: Any) -> None:
-    """Refuse what cannot be a step.
+    """Refuse a value that cannot be a step.
 
     Raises:
         ArgumentError: not a primitive, a class instead of a value, or a class that breaks the rules of `Primitive`.
     """
-    hint = 'sch["fc"].apply(Shard("weight", axis=0))'
     if not isinstance(value, Primitive):
         called = inspect.isclass(value) and issubclass(value, Primitive)
         got = f"the class {value.__name__}, not called" if called else repr(value)
-        raise ArgumentError(f"apply takes a primitive value (got {got})", hint=hint)
+        raise ArgumentError(
+            f"apply takes a primitive value (got {got})", hint='sch["fc"].apply(Shard("weight", axis=0))'
+        )
     cls = type(value)
-    parameters = getattr(cls, "__dataclass_params__", None)
-    if parameters is None or not parameters.frozen:
-        raise ArgumentError(
-            f"the primitive {cls.__qualname__} is not a frozen dataclass: it could change after it was recorded",
-            hint=f"write @dataclass(frozen=True) above class {cls.__name__}",
-        )
-    if not isinstance(inspect.getattr_static(cls, "name", None), str):
-        raise ArgumentError(f"the primitive {cls.__qualname__} has no name", hint='name = "my.freeze"')
-    if not isinstance(inspect.getattr_static(cls, "equivalence", None), (Equivalence, property)):
-        raise ArgumentError(
-            f"the primitive {cls.__qualname__} does not say how close it keeps the numbers",
-            hint="equivalence = Equivalence.EXACT",
-        )
-    if wrong := signature_violations(cls):
-        raise ArgumentError("; ".join(wrong), hint="def apply(self, node, edit): edit.set_parameter(node, ...)")
+    wrong = list(primitive_violations(cls))
+    if not isinstance(name := inspect.getattr_static(cls, "name", None), str):
+        wrong.append(f"{cls.__qualname__}.name must be a string (got {name!r})")
+    if wrong:
+        raise ArgumentError("; ".join(wrong), hint=PRIMITIVE_TEMPLATE.format(cls.__name__, cls.__name__.lower()))
 
+
+PRIMITIVE_TEMPLATE = (
+    "@dataclass(frozen=True) class {}(slapo.Primitive): name = 'my.{}', equivalence = slapo.Equivalence.EXACT, its "
+    "arguments as fields, and def apply(self, node, edit)"
+)
+"""Of a primitive's class, for a hint."""
 
 _METHODS = {
     "apply": "(self, node, edit)",
@@ -323,12 +320,12 @@ _METHODS = {
     "preconditions": "(self, node)",
     "postconditions": "(self, node)",
 }
-"""What a transaction calls, with the signature required."""
+"""The methods that a transaction calls, with their signatures."""
 
 
 @functools.cache
-def signature_violations(cls: type) -> tuple[str, ...]:
-    """Describe the methods of a primitive's class that a transaction cannot call."""
+def primitive_violations(cls: type) -> tuple[str, ...]:
+    """Describe the rules of `Primitive` that a class breaks."""
     found = []
     for method, required in _METHODS.items():
         function = getattr(cls, method)
@@ -339,6 +336,13 @@ def signature_violations(cls: type) -> tuple[str, ...]:
         except TypeError:
             got = f"{method}{inspect.signature(function)}" if callable(function) else repr(function)
             found.append(f"{cls.__qualname__}.{method} must be callable as {method}{required} (got {got})")
+    parameters = getattr(cls, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        got = "no dataclass" if parameters is None else "a dataclass that is not frozen"
+        found.append(f"class {cls.__qualname__} must be decorated with @dataclass(frozen=True) (got {got})")
+    equivalence = inspect.getattr_static(cls, "equivalence", None)
+    if not isinstance(equivalence, (Equivalence, property)):
+        found.append(f"{cls.__qualname__}.equivalence must be an Equivalence (got {equivalence!r})")
     return tuple(found)
 
 
@@ -351,7 +355,7 @@ def public_signature(cls: type[Primitive]) -> inspect.Signature:
 
 
 def _check_fields(primitive: Primitive) -> None:
-    """Freeze lists into tuples, and hold every field against its annotation.
+    """Freeze lists into tuples, and check every field against its annotation.
 
     Raises:
         ArgumentError: a field has another type than declared; the message names argument, type and value.
@@ -378,27 +382,17 @@ def _check_fields(primitive: Primitive) -> None:
 
 def _nearest(value: Any, expected: Any) -> str | None:
     """Suggest the closest string that a ``Literal`` of the annotation allows."""
-    allowed = [word for part in (expected, *typing.get_args(expected)) for word in _words(part)]
+    literals = [one for one in (expected, *typing.get_args(expected)) if typing.get_origin(one) is typing.Literal]
+    allowed = [text for literal in literals for text in typing.get_args(literal) if isinstance(text, str)]
     close = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
     return f"did you mean {close[0]!r}?" if close else None
 
 
-def _words(annotation: Any) -> list[str]:
-    if typing.get_origin(annotation) is not typing.Literal:
-        return []
-    return [word for word in typing.get_args(annotation) if isinstance(word, str)]
-
-
-_FIELDS_BY_CLASS: dict[type, dict[str, tuple[Any, Any]]] = {}  # a cache of a pure function, not a registry
-
-
+@functools.cache
 def _declared_fields(cls: type) -> dict[str, tuple[Any, Any]]:
-    """Name -> type and default of each field."""
-    if cls not in _FIELDS_BY_CLASS:
-        hints = typing.get_type_hints(cls)
-        fields = dataclasses.fields(cls)
-        _FIELDS_BY_CLASS[cls] = {field.name: (hints[field.name], field.default) for field in fields}
-    return _FIELDS_BY_CLASS[cls]
+    """Return the type and default of each field by name."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(cls)}
 
 
 def _freeze(value: Any) -> Any:
@@ -423,7 +417,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """One line for a value: a module or a tensor by its type, the rest in full."""
+    """Format a value in one line: a module or a tensor by its type, the rest in full."""
     if inspect.isclass(value):
         return value.__qualname__
     if isinstance(value, Selection):
@@ -449,7 +443,7 @@ class Record:
         distribution: the distribution that provides the primitive, e.g. ``"acme-slapo"``.
         version: that distribution's version, e.g. ``"0.1.0"``.
         location: the user's ``file:line`` that applied it, e.g. ``"bert_tp.py:41"``.
-        effects: what it changed, one line an edit; different on every rank, so no part of equality.
+        effects: one line for each edit; they differ between ranks, so that equality ignores them.
     """
 
     index: int
@@ -466,8 +460,7 @@ class Record:
         return self.primitive.name
 
     def __str__(self) -> str:
-        where = f"'{self.path}'" if self.path else "the root"
-        return f"#{self.index} {self.primitive} at {where}"
+        return f"#{self.index} {self.primitive} at {place(self.path)}"
 
 
 @dataclass(frozen=True)
@@ -476,7 +469,7 @@ class Change:
 
     Args:
         path: where, e.g. ``"encoder.layer.0.output.dense"``.
-        primitive: what is applied there; None leaves ``instead_of`` out.
+        primitive: the step there; None leaves ``instead_of`` out.
         instead_of: the step whose place it takes; None adds a step.
         first: of an added step: whether it goes before the other steps at this module, and not behind all steps.
     """

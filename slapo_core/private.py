@@ -43,17 +43,17 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def call_hooks_of(module: nn.Module) -> tuple[dict[int, Callable[..., Any]], ...]:
-    """Return the live tables of the hooks that run when a module is called, and in its backward pass."""
+    """Return the live tables of a module's forward and backward hooks."""
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
-    """Return the live table of the names of a module's buffers that state dicts leave out."""
+    """Return the live table of a module's non-persistent buffer names."""
     return module._non_persistent_buffers_set
 
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What every module has: tensors, children, hooks, flags."""
+"""The attributes of every module: tensors, children, hooks, flags."""
 
 TENSOR_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """The tables of a module's parameters, buffers and children, and of the buffers left out of its state dict."""
@@ -87,7 +87,7 @@ def hooks_of(module: nn.Module) -> dict[Any, dict[int, Callable[..., Any]]]:
 
 
 def function_of_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function registered, of a hook that torch wrapped to pass its module."""
+    """Return the registered function of a hook that torch wrapped to pass its module."""
     return getattr(hook, "hook", hook)
 
 
@@ -99,7 +99,7 @@ def pass_module(hook: Callable[..., Any], old: nn.Module, new: nn.Module) -> Non
 
 
 def full_backward_flag(module: nn.Module) -> bool | None:
-    """Return False if the backward hooks are of the deprecated kind; None if none was ever registered."""
+    """Return False for deprecated backward hooks; None if none was ever registered."""
     return module._is_full_backward_hook
 
 
@@ -112,7 +112,7 @@ def set_full_backward_flag(module: nn.Module, flag: bool | None) -> None:
 def module_calls_through(call: Callable[..., Any], root: nn.Module | None = None) -> Iterator[None]:
     """Let ``call(run, module, *args, **kwargs)`` make this thread's calls of modules while the block runs.
 
-    The methods are replaced for the whole process: hold ``observers.PATCHING``.
+    The methods are replaced for the process: hold ``observers.PATCHING``.
 
     Args:
         call: makes a call; ``run`` is the method that was called.
@@ -168,7 +168,7 @@ def overrides_of_call(cls: type) -> Iterator[type]:
 
 
 def write_count(tensor: torch.Tensor) -> int | None:
-    """Return a number that changes with every in-place write to a tensor or its views; None in inference mode."""
+    """Return a tensor's count of in-place writes, its views' included; None in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""``slapo doctor``: examine the installation, and show the command that fixes each problem."""
+"""``slapo doctor``: examine the installation, and show fixes of its problems."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from slapo_core.errors import HookError, PluginError
+from slapo_core.errors import PluginError
 from slapo_core.hookspecs import Fact, Problem
 from slapo_core.plugins.manager import HookManager
 from slapo_core.plugins.metadata import core_requirements
@@ -49,7 +49,7 @@ def print_report(report: Report) -> None:
 
 
 def diagnose(registry: Registry, *, ask: Sequence[str] = ()) -> Report:
-    """Look over this environment.
+    """Examine this environment.
 
     Args:
         registry: the installed plugins.
@@ -106,7 +106,7 @@ def _torch() -> Iterator[Fact | Problem]:
 
 
 def _torch_version(version: str) -> Iterator[Fact | Problem]:
-    """One that slapo-core does not admit is a problem, one that is newer than those tested a warning."""
+    """Report a version outside of the requirements as a problem, an untested newer one as a warning."""
     for required in map(Requirement, core_requirements()):
         if required.name == "torch" and not required.specifier.contains(version, prereleases=True):
             yield Problem(f"slapo-core needs {required}; installed is torch {version}", f'pip install "{required}"')
@@ -117,7 +117,7 @@ def _torch_version(version: str) -> Iterator[Fact | Problem]:
 
 
 def _processors() -> Iterator[Fact | Problem]:
-    """More threads a process than there are processors: several ranks on one machine then compete for them."""
+    """Report processors and threads; more threads than processors are a problem."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     value = os.environ.get("OMP_NUM_THREADS")
     yield Fact("cpus", str(cpus))
@@ -145,34 +145,19 @@ def _plugin(plugin: Plugin) -> Iterator[Fact | Problem]:
 
 
 def _answers(registry: Registry, distribution: str) -> Iterator[Fact | Problem]:
-    """Collect the answers of one distribution's ``slapo_doctor`` hook; a failing hook is a problem itself."""
+    """Ask one distribution's ``slapo_doctor`` hook; its failure is a problem too."""
     hooks = HookManager(registry)  # one manager each: one that fails must not silence another
     try:
         hooks.activate(distribution)
-        answers = [_checked(answer, distribution) for _, answer in hooks.call_each("slapo_doctor")]
+        items = hooks.collect("slapo_doctor", (Fact, Problem), _RIGHT)
     except PluginError as error:
         yield Problem(error.message, error.hint)
         return
-    for item in (item for answer in answers for item in answer):
+    for _, item in items:
         if isinstance(item, Fact):
             yield Fact(f"{distribution}: {item.what}", item.value)
-        else:
+        elif isinstance(item, Problem):
             yield Problem(f"{distribution}: {item.message}", item.hint)
 
 
-def _checked(answer: Any, distribution: str) -> list[Fact | Problem]:
-    """The facts and problems of one answer.
-
-    Raises:
-        HookError: it is anything else.
-    """
-    items = list(answer) if isinstance(answer, (list, tuple)) else [answer]
-    wrong = [item for item in items if not isinstance(item, (Fact, Problem))]
-    if not wrong:
-        return items
-    call = '"the problem", hint="the command that fixes it"'
-    raise HookError(
-        f"hook slapo_doctor of {distribution} must yield Fact and Problem objects (got {wrong[0]!r})",
-        plugin=distribution,
-        hint=f"yield slapo_core.Problem({repr(wrong[0]) if isinstance(wrong[0], str) else call})",
-    )
+_RIGHT = 'yield slapo_core.Problem("the problem", hint="the command that fixes it")'

@@ -1,8 +1,7 @@
-"""The command ``slapo``: its own commands, and those of plugins.
+"""The command ``slapo``: its own commands, and the commands of plugins.
 
-A file of this package adds its commands by a function ``register(root, plugins)``, listed in `_FAMILIES`; ``root`` is
-``slapo``, ``plugins`` is ``slapo plugins``. Plugins' commands come after them, listed by name and imported when called.
-Slow imports are inside the command that needs them.
+`make_app` lists the commands of this package. Plugins' commands come after them, listed by name and imported when
+called. Slow imports are inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ class Command(ABC):
         """
 
 
-class Words(TyperGroup):
-    """``slapo``: its own commands, and those of plugins of kind ``commands`` behind them."""
+class CommandGroup(TyperGroup):
+    """``slapo``: its own commands, then the plugins' commands (kind ``commands``)."""
 
     prefix: ClassVar[str] = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in self._contributed() if name not in own)]
+        return [*own, *(name for name in self._entries() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a name; one of a plugin is not imported yet.
+        """Look up a command; a plugin's is not imported yet.
 
         Raises:
             PluginError: the plugin that provides it cannot be used, or the project's own that does is not installed.
@@ -67,8 +66,8 @@ class Words(TyperGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None or "." in cmd_name:
             return own
-        if (entry := self._contributed().get(cmd_name)) is not None:
-            return _Contributed(entry)
+        if (entry := self._entries().get(cmd_name)) is not None:
+            return _LazyCommand(entry)
         try:
             current_registry().resolve("commands", self.prefix + cmd_name)
         except UnknownNameError as error:
@@ -77,10 +76,10 @@ class Words(TyperGroup):
             raise
 
     def contributed(self) -> dict[str, Any]:
-        """The commands of plugins by name, imported: for the documentation."""
-        return {name: _loaded(entry) for name, entry in self._contributed().items()}
+        """Import the plugins' commands, for the documentation."""
+        return {name: _loaded(entry) for name, entry in self._entries().items()}
 
-    def _contributed(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, Entry]:
         registry = current_registry()
         plugins = [plugin for plugin in registry.plugins if plugin.usable]
         usable = [entry for plugin in plugins for entry in plugin.entries if entry not in plugin.lost]
@@ -89,14 +88,14 @@ class Words(TyperGroup):
         return {name: entry for name, entry in known.items() if self.prefix + name == entry.name and "." not in name}
 
 
-class PluginsWords(Words):
-    """``slapo plugins``, whose further commands are published as ``plugins.<name>``."""
+class PluginsGroup(CommandGroup):
+    """``slapo plugins``: plugins publish further commands as ``plugins.<name>``."""
 
     prefix = "plugins."
 
 
-class _Contributed(TyperCommand):
-    """Load a command of a plugin when it is called."""
+class _LazyCommand(TyperCommand):
+    """Load a plugin's command when it is called."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry.bare, help=_summary(entry))
@@ -107,7 +106,7 @@ class _Contributed(TyperCommand):
 
 
 def _summary(entry: Entry) -> str:
-    """The first line of the class's docstring, read from its file: nothing is imported."""
+    """Read the first docstring line of a class from its file, without an import."""
     module, _, name = entry.value.partition(":")
     top, *below = module.split(".")
     with contextlib.suppress(AttributeError, ImportError, OSError, StopIteration, SyntaxError, TypeError, ValueError):
@@ -122,7 +121,7 @@ def _summary(entry: Entry) -> str:
 
 
 def _loaded(entry: Entry) -> Any:
-    """The command itself.
+    """Load a plugin's command.
 
     Raises:
         PluginError: it cannot be imported, or is not an app of typer.
@@ -143,7 +142,7 @@ def _loaded(entry: Entry) -> Any:
 
 
 def _family(app: typer.Typer, name: str) -> Any:
-    """An app as a part of another one, which has completion and looks as that one does."""
+    """Convert a typer app to a command with completion and style of the outer app."""
     outer = typer.Typer(add_completion=False, rich_markup_mode=_markup())
     if app.registered_callback is None and not app.registered_groups and len(app.registered_commands) == 1:
         outer.registered_commands = app.registered_commands  # a single command, as typer has it
@@ -155,25 +154,22 @@ def _family(app: typer.Typer, name: str) -> Any:
 
 
 def _markup() -> Literal["rich"] | None:
-    """Rich is slow to import, and a pipe cannot show it."""
+    """Choose rich, which is slow to import, for a terminal only."""
     return "rich" if sys.stdout.isatty() else None
 
 
-_FAMILIES = (plugins, vocabulary, stubs)
-
-
 def make_app() -> typer.Typer:
-    """The command line with all its commands."""
+    """Make the command line with all its commands."""
     root = typer.Typer(
         name="slapo",
-        cls=Words,
+        cls=CommandGroup,
         help="A schedule language for PyTorch training.",
         no_args_is_help=True,
         rich_markup_mode=_markup(),
         pretty_exceptions_enable=False,
     )
     about = "The installed plugins and their state."
-    family = typer.Typer(cls=PluginsWords, help=about, no_args_is_help=True, rich_markup_mode=_markup())
+    family = typer.Typer(cls=PluginsGroup, help=about, no_args_is_help=True, rich_markup_mode=_markup())
     root.add_typer(family, name="plugins")
 
     @root.callback()
@@ -184,8 +180,11 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    for module in _FAMILIES:
-        module.register(root, family)
+    family.command("list")(plugins.list_plugins)
+    family.command("show")(plugins.show)
+    root.command("primitives")(vocabulary.primitives)
+    root.command("dialects")(vocabulary.dialects)
+    root.command("stubs")(stubs.stubs)
     root.command("doctor")(_doctor)
     return root
 
@@ -213,7 +212,7 @@ def _doctor(
 
 
 def main() -> None:
-    """Run the command line of this process; a slapo error is printed without traceback, with exit status 1."""
+    """Run the command line; print a slapo error without traceback, with exit status 1."""
     try:
         make_app()()
     except SlapoError as error:

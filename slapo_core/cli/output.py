@@ -13,7 +13,7 @@ def print_json(value: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn with rich on a terminal, as aligned plain text otherwise.
+    """Print a table, with rich on a terminal, else as aligned plain text.
 
     Args:
         columns: the headings.
@@ -29,7 +29,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Without line breaks and control characters: the text may come from a plugin's files."""
+    """Remove line breaks and control characters, which a plugin's files may contain."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 
 

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
 
 
-def register(root: typer.Typer, plugins: typer.Typer) -> None:
-    """Add the commands of this file."""
-    plugins.command("list")(list_plugins)
-    plugins.command("show")(show)
-
-
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
     kind: Annotated[str | None, typer.Option("--kind", help="Only plugins that provide this kind.")] = None,

@@ -1,4 +1,4 @@
-"""``slapo stubs``: write typed stubs of the installed primitives for mypy, pyright and editors."""
+"""``slapo stubs``: write typed stubs of the installed primitives, for mypy, pyright, editors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slapo_core.errors import PluginError
+from slapo_core.errors import PluginError, Verbatim
 from slapo_core.plugins import current_registry
 from slapo_core.plugins.metadata import core_version
 
@@ -25,11 +25,6 @@ STUB_PACKAGE = "slapo_core-stubs"
 """The directory that type checkers look for (PEP 561)."""
 
 _VOCABULARY = "_vocabulary.pyi"
-
-
-def register(root: typer.Typer, plugins: typer.Typer) -> None:
-    """Add the command of this file."""
-    root.command("stubs")(stubs)
 
 
 def stubs(
@@ -101,7 +96,7 @@ def _install(source: str, site_packages: Path) -> Path:
 
 
 class AnnotationWriter:
-    """Writes types as source, and remembers the imports that the source needs.
+    """Writes types as source, and collects the imports for it.
 
     Modules are imported under names with an underscore (``import torch as _torch``), so that no primitive, whatever
     its name, hides one inside the class body.
@@ -120,7 +115,7 @@ class AnnotationWriter:
         return tuple(f"import {module} as {_alias(module)}" for module in sorted(self._modules))
 
     def argument(self, hint: Any) -> str:
-        """The type to accept for a field declared as ``hint``.
+        """Format the type of an argument for a field declared as ``hint``.
 
         Lists become tuples and sets frozen sets when a primitive is made, so both are accepted: the field
         ``tuple[str, ...]`` gives ``tuple[str, ...] | list[str]``.
@@ -178,18 +173,8 @@ _HEADER = """\
 """
 
 
-class _Source:
-    """Text that `inspect` prints as it is."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 def vocabulary_source(registry: Registry) -> tuple[str, tuple[str, ...]]:
-    """Return the stub of every usable primitive, and what is left out, each with the reason.
+    """Return the source of the stubs, and the reason for each primitive left out.
 
     Args:
         registry: the installed plugins; every primitive is imported, a broken one is left out.
@@ -225,9 +210,9 @@ def _arguments(cls: type, writer: AnnotationWriter) -> str:
     parameters = []
     for parameter in public_signature(cls).parameters.values():
         hint = hints.get(parameter.name, hints.get(f"{parameter.name}_", Any))
-        changes: dict[str, Any] = {"annotation": _Source(writer.argument(hint))}
+        changes: dict[str, Any] = {"annotation": Verbatim(writer.argument(hint))}
         if parameter.default is not inspect.Parameter.empty:
-            changes["default"] = _Source(_default(parameter.default))
+            changes["default"] = Verbatim(_default(parameter.default))
         parameters.append(parameter.replace(**changes))
     if any(parameter.name == "self" for parameter in parameters):
         raise TypeError("an argument is called 'self'")
@@ -237,7 +222,7 @@ def _arguments(cls: type, writer: AnnotationWriter) -> str:
 
 
 def _default(value: Any) -> str:
-    """Defaults that are literals are shown by editors; for others, `...` says that there is one."""
+    """Format a default: a literal in full, anything else as ``...``."""
     return repr(value) if value is None or type(value) in (bool, int, float, str) else "..."
 
 
@@ -247,7 +232,7 @@ def _method(arguments: str, documentation: str) -> tuple[str, str]:
 
 
 def _classes(methods: Mapping[str, tuple[str, str]], bare: Mapping[str, str]) -> list[str]:
-    """The namespaces, and the classes that selections and schedules have as bases."""
+    """Format the classes of namespaces, nodes and schedules."""
 
     def define(name: str, full: str, result: str) -> list[str]:
         arguments, documentation = methods[full]
@@ -260,7 +245,7 @@ def _classes(methods: Mapping[str, tuple[str, str]], bare: Mapping[str, str]) ->
         for full in methods:
             if full.startswith(f"{namespace}."):
                 lines += define(full.partition(".")[2], full, "_Result")
-    for cls, result in (("OnNodes", "_t.Self"), ("OnRoot", "_Node")):
+    for cls, result in (("NodePrimitives", "_t.Self"), ("SchedulePrimitives", "_Node")):
         lines += ["", f"class {cls}:", "    ..."]
         for namespace in namespaces:
             lines += ["    @property", f"    def {namespace}(self) -> _Namespace_{namespace}[{result}]: ..."]

@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
 
 
-def register(root: typer.Typer, plugins: typer.Typer) -> None:
-    """Add the commands of this file."""
-    root.command("primitives")(primitives)
-    root.command("dialects")(dialects)
-
-
 def primitives(
     name: Annotated[str | None, typer.Argument(help="One primitive, bare or full, e.g. pad or acme.pad.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slapo_core.plugins.current import current_registry, register_primitive, use_registry
 from slapo_core.plugins.metadata import (
     CORE_DISTRIBUTION,
     FIRST_PARTY,
@@ -18,7 +19,7 @@ from slapo_core.plugins.metadata import (
     owner_of,
     split_name,
 )
-from slapo_core.plugins.registry import Registry, class_violations, current_registry, register_primitive, use_registry
+from slapo_core.plugins.registry import Registry, class_violations
 
 __all__ = [
     "CORE_DISTRIBUTION",

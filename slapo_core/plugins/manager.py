@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 from packaging.utils import canonicalize_name
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
 
 
+_Item = TypeVar("_Item")
+
+
 class HookManager:
-    """Calls the hooks of the distributions named in one schedule, and of no other.
+    """Calls the hooks of the distributions that one schedule names.
 
     Args:
         registry: where the hooks modules are found.
@@ -36,7 +39,7 @@ class HookManager:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The distributions named so far, sorted, whether or not they have hooks."""
+        """The named distributions, sorted, with or without hooks."""
         return tuple(sorted(self._active))
 
     def activate(self, distribution: str, *, version: str | None = None) -> None:
@@ -49,7 +52,7 @@ class HookManager:
 
         Raises:
             PluginError: it is not installed, or not usable.
-            HookError: its hooks module is not as it must be.
+            HookError: its hooks module has an undecorated or unknown hook.
         """
         if version == LOCAL_VERSION:
             self._active[distribution] = f"{distribution} {version}"
@@ -64,7 +67,7 @@ class HookManager:
         self._active[name] = plugin.label
 
     def deactivate(self, distribution: str) -> None:
-        """Take a distribution out again, one of `active`."""
+        """Remove a distribution from `active`: its hooks are not called any more."""
         del self._active[distribution]
         if self._manager.has_plugin(distribution):
             self._manager.unregister(name=distribution)
@@ -74,7 +77,7 @@ class HookManager:
         return bool(self._implementations(name))
 
     def call(self, name: str, /, **arguments: Any) -> Any:
-        """Ask every active plugin: the answer of `single` for a first-result hook, else all answers of `call_each`."""
+        """Return the answer of `single` for a first-result hook, else all answers of `call_each`."""
         specification = getattr(self._manager.hook, name).spec
         if specification.opts["firstresult"]:
             answer = self.single(name, **arguments)
@@ -82,11 +85,11 @@ class HookManager:
         return [answer for _, answer in self.call_each(name, **arguments)]
 
     def single(self, name: str, /, **arguments: Any) -> tuple[str, Any] | None:
-        """Ask a first-result hook; a function with ``@hookimpl(trylast=True)`` is asked if no other answers.
+        """Ask a first-result hook; functions with ``@hookimpl(trylast=True)`` if no other answers.
 
         Args:
             name: the hook, e.g. ``"slapo_liveness"``.
-            arguments: those of the hook's specification.
+            arguments: of the hook's specification.
 
         Returns:
             the plugin that answered, e.g. ``"acme-slapo 1.0"``, and its answer; None if none did.
@@ -122,13 +125,44 @@ class HookManager:
         """
         return self._ask(name, self._implementations(name), arguments)
 
+    def collect(
+        self, name: str, kinds: tuple[type[_Item], ...], hint: str, /, **arguments: Any
+    ) -> list[tuple[str, _Item]]:
+        """Ask every active plugin for objects of some classes: one, or an iterable of them.
+
+        Args:
+            name: the hook, e.g. ``"slapo_check"``.
+            kinds: the classes, e.g. ``(Violation,)``.
+            hint: for an author whose hook answers with something else: a right ``yield``.
+            arguments: of the hook's specification.
+
+        Returns:
+            each distribution, sorted, with every object that it gave.
+
+        Raises:
+            HookError: an implementation raised, or gave something else.
+        """
+        found: list[tuple[str, _Item]] = []
+        for distribution, answer in self.call_each(name, **arguments):
+            several = isinstance(answer, Iterable) and not isinstance(answer, (str, Mapping))
+            for item in answer if several else (answer,):
+                if not isinstance(item, kinds):
+                    wanted = " and ".join(kind.__name__ for kind in kinds)
+                    raise HookError(
+                        f"hook {name} of {distribution} must yield {wanted} objects (got {item!r})",
+                        plugin=distribution,
+                        hint=hint,
+                    )
+                found.append((distribution, item))
+        return found
+
     def _implementations(self, name: str) -> list[pluggy.HookImpl]:
         hook: pluggy.HookCaller | None = getattr(self._manager.hook, name, None)
         found = [] if hook is None else hook.get_hookimpls()  # None: the distribution that specifies it is disabled
         return sorted(found, key=lambda each: each.plugin_name)
 
     def _ask(self, name: str, chosen: list[pluggy.HookImpl], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-        """The answers, one function after the other, so that each of them, and each exception, has an owner."""
+        """Call one function after the other, so that each answer and exception has an owner."""
         answers = []
         for each in chosen:
             may_raise = getattr(getattr(self._manager.hook, name).spec.function, "slapo_may_raise", KeyboardInterrupt)

@@ -1,4 +1,4 @@
-"""Read the installed distributions with their entries and states, importing none."""
+"""Read the installed distributions with their entries and states, without imports."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Plugin:
         remedy: what to do about the reason.
         source: its metadata directory, or ``"this process"``.
         entries: its readable entry points, sorted.
-        lost: those of ``entries`` that cannot be used because another distribution provides the same name.
+        lost: the ``entries`` that cannot be used because another distribution provides the same name.
         summary: one line about the distribution, of its metadata; None where there is none.
     """
 
@@ -178,7 +178,7 @@ class Plugin:
 
 
 def noun(kind: str) -> str:
-    """A kind in the singular, for messages: ``"primitives"`` as ``"primitive"``."""
+    """Return the singular of a kind, for messages: ``"primitive"`` of ``"primitives"``."""
     if kind in ("hooks", "hookspecs"):
         return f"{kind} module"
     return {"losses": "loss", "queries": "query"}.get(kind, kind.removesuffix("s"))
@@ -205,7 +205,7 @@ def owner_of(name: str, kind: str = "primitives") -> str:
 def read_plugins(
     path: Sequence[str] | None = None, *, disabled: Collection[str] = (), core: str | None = None
 ) -> tuple[Plugin, ...]:
-    """Every installed distribution of the project, or with an entry point in a group ``slapo.*``, sorted by name.
+    """Read the installed distributions of the project or with entry points ``slapo.*``, sorted.
 
     What cannot be read becomes the reason of a plugin that is unusable; nothing is imported, and nothing raises.
 
@@ -231,7 +231,7 @@ def read_plugins(
 
 
 def known_kinds(plugins: Iterable[Plugin]) -> dict[str, Kind]:
-    """The kinds of core, and those that distributions declare; of two that declare one, the project's own counts."""
+    """Return the kinds of core and of distributions; the project's own declaration of a kind wins."""
     declared = [entry for plugin in plugins for entry in plugin.entries if entry.kind == "kinds"]
     declared.sort(key=lambda entry: entry.distribution in FIRST_PARTY)
     return {**{entry.name: Kind.declared(entry.value) for entry in declared}, **KINDS}
@@ -239,7 +239,7 @@ def known_kinds(plugins: Iterable[Plugin]) -> dict[str, Kind]:
 
 @functools.cache
 def core_version() -> str | None:
-    """The version of the installed slapo-core; None when it runs from a bare source tree."""
+    """Return the version of the installed slapo-core; None in a bare source tree."""
     from importlib_metadata import PackageNotFoundError, version
 
     try:
@@ -259,19 +259,19 @@ def core_requirements() -> tuple[str, ...]:
 
 
 def close_matches(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> list[str]:
-    """Up to three of ``known`` that ``name`` may be a misspelling of, best first."""
+    """Return up to three close matches of a misspelled name, best first."""
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=cutoff)
 
 
 def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping[str, Kind] = KINDS) -> str | None:
-    """Why a name may not be provided by its distribution; None if it may.
+    """Return why a distribution may not provide a name; None if it may.
 
     A kind that no installed distribution declares is left alone, unless it is a misspelling.
 
     Args:
         entry: the name.
-        installed: the distributions whose namespaces are theirs, besides those of the project.
-        kinds: those of core, and those that are declared.
+        installed: further distributions that own their namespaces, besides the project's.
+        kinds: by name, of core and declared by distributions.
     """
     if entry.kind in _FREELY_NAMED:
         return None
@@ -282,12 +282,12 @@ def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping
         group = entry.kind if entry.kind.startswith("slapo.") else GROUP_PREFIX + entry.kind
         return f"unknown entry-point group '{group}'; did you mean '{GROUP_PREFIX}{(close or ['primitives'])[0]}'?"
     parts, namespaced = entry.name.split("."), kinds[entry.kind].namespaced
-    form = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
+    expected = "'<namespace>.<name>' in lowercase identifiers" if namespaced else "a lowercase identifier"
     is_formed = all(map(is_identifier, parts)) and len(parts) <= 2 and (len(parts) == 2 or not namespaced)
     if entry.kind == "commands" and len(parts) == 2 and parts[0] != "plugins":
-        is_formed, form = False, f"{form}, or 'plugins.<name>'"
+        is_formed, expected = False, f"{expected}, or 'plugins.<name>'"
     if not is_formed:
-        return f"{noun(entry.kind)} name {entry.name!r} must be {form}"
+        return f"{noun(entry.kind)} name {entry.name!r} must be {expected}"
     taken = MEMBERS.intersection(parts) if entry.kind in ("primitives", "queries") else ()
     if taken:
         return (
@@ -303,7 +303,7 @@ def name_violation(entry: Entry, installed: Collection[str] = (), kinds: Mapping
 
 
 def _identity(distribution: IDistribution) -> tuple[str, str]:
-    """The canonical name and the place of a distribution, from its directory's name: METADATA is not parsed."""
+    """Read a distribution's canonical name and place from its directory's name, not from METADATA."""
     place = getattr(distribution, "_path", None)
     if place is None:  # from a custom finder, which has no directory
         return canonicalize_name(distribution.name), f"{type(distribution).__module__} finder"
@@ -312,7 +312,7 @@ def _identity(distribution: IDistribution) -> tuple[str, str]:
 
 
 def _read(name: str, source: str, distribution: IDistribution, core: str | None) -> Plugin | None:
-    """One distribution as a plugin, alone; None if it has nothing to do with slapo."""
+    """Read one distribution as a plugin; None if it provides nothing to slapo."""
     version, entries, needs, reading = None, [], None, "entry_points.txt"
     try:
         text = distribution.read_text("entry_points.txt")
@@ -357,7 +357,7 @@ def _unmet_requirement(distribution: IDistribution, core: str | None) -> str | N
 
 
 def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str], kinds: Mapping[str, Kind]) -> Plugin:
-    """The state of a plugin as the user and the rules for names have it."""
+    """Set a plugin's state: disabled by the user, or unusable by a rule for names."""
     if plugin.name in disabled:
         remedy = f"remove {plugin.name} from {DISABLE}"
         return replace(plugin, state="disabled", reason=f"{DISABLE} names it", remedy=remedy)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import pkgutil
 import re
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from packaging.utils import canonicalize_name
 
 import slapo_core
-from slapo_core.errors import PluginError, SlapoError, UnknownNameError, UnusablePluginError
+from slapo_core.errors import PluginError, SlapoError, UnknownNameError, UnusablePluginError, warn_user
 from slapo_core.plugins.metadata import (
     CORE_DISTRIBUTION,
     DISABLE,
@@ -38,16 +34,11 @@ from slapo_core.plugins.metadata import (
     read_plugins,
 )
 
-if TYPE_CHECKING:
-    from slapo_core.primitive import Primitive
-
-
-_Class = TypeVar("_Class", bound="type[Primitive]")
 _Result = TypeVar("_Result")
 
 
 class Registry:
-    """Everything that plugins provide to one process, known from metadata; imported one by one when used.
+    """Everything that plugins provide to one process, known from metadata, imported on use.
 
     Make one with `discover`. The process's own is `slapo_core.plugins.current_registry()`.
 
@@ -99,7 +90,7 @@ class Registry:
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
-        """Every plugin, whatever its state, sorted by name; those of this process included."""
+        """Every plugin in any state, sorted by name, with the plugins of this process."""
         shown = {plugin.name: plugin for plugin in (*self._installed, *self._local_plugins())}
         for entry, (reason, _) in self._failures.items():
             failed, reason = shown[entry.distribution], f"{noun(entry.kind)} '{entry.name}': {reason}"
@@ -121,7 +112,7 @@ class Registry:
             raise error
 
     def plugin(self, distribution: str) -> Plugin:
-        """The plugin of a distribution, whatever its state.
+        """Return the plugin of a distribution, in any state.
 
         Raises:
             UnknownNameError: it is not installed, or provides nothing to slapo.
@@ -139,7 +130,7 @@ class Registry:
         return tuple(name for name, entry in self._index.full[kind].items() if entry not in self._failures)
 
     def has(self, kind: str, name: str) -> bool:
-        """Whether a usable plugin provides a full name, whether or not its object can be imported."""
+        """Return whether a usable plugin provides a full name, even one that fails to import."""
         return name in self._index.full[kind]
 
     def bare_names(self, kind: str) -> tuple[str, ...]:
@@ -154,7 +145,7 @@ class Registry:
     # -- using it -----------------------------------------------------------------------------------------
 
     def usable_plugin(self, distribution: str) -> Plugin:
-        """The plugin of a distribution, whose names can be used; single ones may have failed to be imported.
+        """Return the usable plugin of a distribution; single names may have failed to import.
 
         Raises:
             PluginError: it is not installed, disabled or unusable.
@@ -191,7 +182,7 @@ class Registry:
         return self._checked(index.full[kind][full])
 
     def load(self, entry_or_name: Entry | str, kind: str = "primitives") -> Any:
-        """The object behind a name, imported on first use and then kept.
+        """Load the object behind a name; later calls return the same.
 
         Raises:
             UnusablePluginError: its import failed (chained), or it breaks a rule of its kind; the same on later uses.
@@ -206,7 +197,7 @@ class Registry:
         return self._load(entry)
 
     def each(self, kind: str, use: Callable[[Any], _Result]) -> Iterator[_Result]:
-        """Use the object behind every name of a kind; a broken one is left out, with a warning, and unusable then.
+        """Use the object behind every name of a kind; leave a broken one out, with a warning.
 
         Args:
             kind: one whose objects are found without being named, e.g. ``"selectors"``.
@@ -218,7 +209,7 @@ class Registry:
             try:
                 loaded = self.load(entry)
             except PluginError as error:
-                warnings.warn(f"{error.message}; it is left out", stacklevel=2)
+                warn_user(f"{error.message}; it is left out")
                 continue
             try:
                 result = use(loaded)
@@ -226,7 +217,7 @@ class Registry:
                 raise
             except BaseException as error:  # noqa: BLE001 - as at an import
                 self._failures[entry] = (f"{type(error).__name__}: {error}", error)
-                warnings.warn(f"{self._failure(entry)}; it is left out", stacklevel=2)
+                warn_user(f"{self._failure(entry)}; it is left out")
                 continue
             yield result
 
@@ -241,7 +232,7 @@ class Registry:
                         self.load(entry)
 
     def provider(self, cls_or_instance: Any) -> tuple[str, str]:
-        """The distribution and version that a primitive's class comes from, e.g. ``("acme-slapo", "1.0")``.
+        """Return the distribution and version of a primitive's class, e.g. ``("acme-slapo", "1.0")``.
 
         A class of no installed distribution gives its top-level module and ``"local"``.
 
@@ -274,7 +265,10 @@ class Registry:
         unnamed = f"{owner.__qualname__} has no name" if getattr(cls, "name", None) is None else violation
         own = class_violations(cls, entry, self.kinds[kind], named=not unnamed)
         if violations := [*filter(None, [unnamed]), *own]:
-            hint = _FORM.format(owner.__name__, owner.__name__.lower()) if own and kind == "primitives" else None
+            from slapo_core.primitive import PRIMITIVE_TEMPLATE
+
+            is_class = own and kind == "primitives"
+            hint = PRIMITIVE_TEMPLATE.format(owner.__name__, owner.__name__.lower()) if is_class else None
             raise UnusablePluginError(
                 f"cannot register {value}: {'; '.join(violations)}", plugin=entry.label, hint=hint
             )
@@ -295,7 +289,7 @@ class Registry:
         return self._indexed[1]
 
     def _local_plugins(self) -> Iterator[Plugin]:
-        """Return the registered entries, as one plugin for each top-level module."""
+        """Yield locally registered entries, one plugin for each top-level module."""
         entries = sorted(self._local, key=lambda entry: (entry.kind, entry.name))
         for module in dict.fromkeys(entry.distribution for entry in entries):
             own = tuple(entry for entry in entries if entry.distribution == module)
@@ -322,7 +316,7 @@ class Registry:
         return loaded
 
     def _check_base(self, entry: Entry) -> None:
-        """Note a kind whose base class cannot be imported."""
+        """Record the failure of a kind whose base class cannot be imported."""
         base = Kind.declared(entry.value).base
         try:
             found = pkgutil.resolve_name(base or "builtins:object")
@@ -333,7 +327,7 @@ class Registry:
             self._failures[entry] = (reason, cause)
 
     def _checked(self, entry: Entry) -> Entry:
-        """``entry``, unless it could not be loaded before; each error is a new one, so that tracebacks stay short."""
+        """Return ``entry``; raise a new error, with a short traceback, if loading it has failed before."""
         if entry not in self._failures:
             return entry
         cause = self._failures[entry][1]
@@ -346,7 +340,7 @@ class Registry:
         return f"{noun(entry.kind)} '{entry.name}' of {entry.label} ({entry.value}) cannot be used: {reason}"
 
     def _missing(self, kind: str, name: str, path: str | None) -> PluginError:
-        """The error for a name that means nothing that can be used."""
+        """Make the error for a name that no usable plugin provides."""
         bare = self._index.bare[kind].get(name)
         if bare is not None:
             return self._ambiguity(kind, name, bare, path)
@@ -361,7 +355,7 @@ class Registry:
         if owner in absent:
             hint = f"pip install {owner}"
             return UnknownNameError(f"{message}; it is part of {owner}", path=path, plugin=owner, hint=hint)
-        if kind == "primitives" and name in slapo_core._PUBLIC and name.islower():
+        if kind == "primitives" and name in slapo_core.PUBLIC and name.islower():
             return UnknownNameError(message, path=path, hint=f"it is a function: slapo.{name}(sch, ...)")
         known = {*self._index.full[kind], *self._index.bare[kind]}
         close = close_matches(name, known) or close_matches(name.rpartition(".")[2], known)
@@ -384,7 +378,7 @@ class Registry:
         return UnusablePluginError(message, state="conflict", path=path, plugin=entries[0].label, hint=hint)
 
     def _meant(self, name: str) -> str | None:
-        """The plugins that ``name`` may mean: those whose namespace it is, else those of a similar name."""
+        """Suggest plugins for a mistyped name: the owners of that namespace, or close matches."""
         plugins = self.plugins
         owners = [plugin.name for plugin in plugins if any(entry.namespace == name for entry in plugin.entries)]
         close = owners or close_matches(name, [plugin.name for plugin in plugins])
@@ -428,15 +422,8 @@ class _Index:
         return full[0]
 
 
-_FORM = (
-    "@dataclass(frozen=True) class {}(slapo.Primitive): name = 'my.{}', equivalence = slapo.Equivalence.EXACT, its "
-    "arguments as fields, and def apply(self, node, edit)"
-)
-"""Of a primitive's class, for a hint."""
-
-
 def class_violations(loaded: Any, entry: Entry, kind: Kind, *, named: bool = True) -> list[str]:
-    """Every rule of its kind that a loaded object breaks, in words.
+    """Describe the rules of its kind that a loaded object breaks.
 
     Args:
         loaded: the object of the entry point.
@@ -463,81 +450,14 @@ def class_violations(loaded: Any, entry: Entry, kind: Kind, *, named: bool = Tru
         what = f"{loaded.__qualname__}.name"
         violations.append(f"{what} must be '{entry.name}', the name of its entry point (got {name!r})")
     if entry.kind == "primitives":
-        violations += _primitive_violations(loaded)
+        from slapo_core.primitive import primitive_violations
+
+        violations += primitive_violations(loaded)
+        if hasattr(loaded, "__dataclass_params__") and "__dataclass_params__" not in vars(loaded):
+            got = "no dataclass of its own"
+            violations.append(f"class {loaded.__qualname__} must be decorated with @dataclass(frozen=True) (got {got})")
     return violations
-
-
-def _primitive_violations(cls: type) -> Iterator[str]:
-    from slapo_core.primitive import Equivalence, signature_violations
-
-    yield from signature_violations(cls)
-    parameters = vars(cls).get("__dataclass_params__")
-    if parameters is None or not parameters.frozen:
-        got = "no dataclass of its own" if parameters is None else "a dataclass that is not frozen"
-        yield f"class {cls.__qualname__} must be decorated with @dataclass(frozen=True) (got {got})"
-    equivalence = inspect.getattr_static(cls, "equivalence", None)
-    if not isinstance(equivalence, (Equivalence, property)):
-        yield f"{cls.__qualname__}.equivalence must be an Equivalence (got {equivalence!r})"
 
 
 def _reinstall(distribution: str) -> str:
     return f"pip install --upgrade --force-reinstall {distribution}, or {DISABLE}={distribution}"
-
-
-# -- of this process --------------------------------------------------------------------------------------
-
-_chosen: ContextVar[Registry | None] = ContextVar("slapo_registry", default=None)
-_registered: dict[Entry, Any] = {}
-
-
-@functools.lru_cache(maxsize=1)
-def _discovered(path: tuple[str, ...], disabled: str) -> Registry:
-    return Registry.discover(path=path, environ={DISABLE: disabled}, local=_registered)
-
-
-def current_registry() -> Registry:
-    """The registry in force: the one chosen with `use_registry`, else the one of this process.
-
-    The process's registry is discovered at the first call, and again when ``sys.path`` or ``SLAPO_DISABLE_PLUGINS``
-    changed; entries registered in process stay.
-    """
-    return _chosen.get() or _discovered(tuple(sys.path), os.environ.get(DISABLE, ""))
-
-
-@contextlib.contextmanager
-def use_registry(registry: Registry) -> Iterator[Registry]:
-    """Make ``registry`` the current one within a ``with`` block of this thread or task: for tests."""
-    token = _chosen.set(registry)
-    try:
-        yield registry
-    finally:
-        _chosen.reset(token)
-
-
-@overload
-def register_primitive(cls: _Class, /) -> _Class: ...
-@overload
-def register_primitive() -> Callable[[_Class], _Class]: ...
-def register_primitive(cls: Any = None, /) -> Any:
-    """Add a primitive to the current registry: a decorator for scripts and notebooks.
-
-    Running the cell again replaces the class. A package declares an entry point instead::
-
-        @slapo.register_primitive()
-        @dataclass(frozen=True)
-        class Freeze(slapo.Primitive):
-            name = "my.freeze"
-            ...
-
-    ``@slapo.register_primitive`` without parentheses is the same.
-
-    Raises:
-        UnusablePluginError: the name is not ``<namespace>.<name>``, belongs to another distribution, or is provided by
-            an installed plugin or another class; or the class breaks a rule.
-    """
-
-    def register(cls: _Class) -> _Class:
-        current_registry().register(cls)
-        return cls
-
-    return register if cls is None else register(cls)

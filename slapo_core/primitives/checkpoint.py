@@ -26,7 +26,7 @@ class Checkpoint(Primitive):
 
     Args:
         match: recomputed, each as one region: a match or a list of matches, or a pattern, as for ``find``, of
-            which every match is. None: the module's whole forward.
+            which every match is. None: the module's entire forward.
         preserve_rng_state: whether the recompute uses the RNG state of the first run (dropout). False saves
             keeping the RNG state, and is right only for modules that do not use the RNG: other modules would get the
             gradients of another loss. The step then promises EXACT only if the RNG is unused, which ``verify`` checks.
@@ -49,12 +49,6 @@ class Checkpoint(Primitive):
 
     match: Any = None
     preserve_rng_state: bool = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.match, bool):  # checkpoint(False), as it was written before there were matches
-            object.__setattr__(self, "preserve_rng_state", self.match)
-            object.__setattr__(self, "match", None)
-        super().__post_init__()
 
     @property
     def equivalence(self) -> Equivalence:  # type: ignore[override]
@@ -92,12 +86,12 @@ class Checkpoint(Primitive):
 
 
 def checkpoints(node: Node) -> bool:
-    """Whether a step put the whole forward of the module under activation checkpointing."""
+    """Return whether a step put the entire forward of the module under activation checkpointing."""
     return any(isinstance(wrapper, functools.partial) and wrapper.func is checkpointed for wrapper in node.wrappers)
 
 
 def checkpointed(forward: Forward, *, preserve_rng_state: bool, path: str) -> Forward:
-    """``forward`` under activation checkpointing; both take the module first."""
+    """Put a forward under activation checkpointing; both take the module first."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -129,7 +123,7 @@ checkpointed.slapo_goes_around = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class CheckpointedRegion:
-    """Puts regions under activation checkpointing; equal ones make the same of the same.
+    """Puts regions under activation checkpointing; equal values give equal regions.
 
     Args:
         preserve_rng_state: as of :class:`Checkpoint`.

@@ -1,4 +1,4 @@
-"""Recompute a forward with the inputs and the state of its first run, and without a second change of either."""
+"""Recompute a forward with the inputs and state of its first run, changing neither again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_STATE = MODULE_ATTRIBUTES | {"forward"}
 
 
 class Recomputation:
-    """Call a forward: the first time as it is, then to recompute.
+    """Calls a forward: first as it is, then to recompute.
 
     A recompute sees the containers, buffers and attributes of the first run, and its changes to them are dropped.
     Buffers in the state dict are copied before the first run, and other tensors that the module changes in place. It
@@ -100,8 +100,8 @@ class Recomputation:
                 )
         if self._changed:
             raise InputError(
-                f"checkpoint at '{self._path}': its forward changed {self._changed} in place, and did not in its first "
-                "call, so that its value from before is lost for the recompute",
+                f"checkpoint at '{self._path}': its forward changed {self._changed} in place, but not in its first "
+                "call: the recompute lacks its former value",
                 path=self._path,
                 hint="register it as a buffer of the state dict, register_buffer(..., persistent=True), which is "
                 "always copied, or assign a new tensor",
@@ -109,7 +109,7 @@ class Recomputation:
 
 
 class ModuleState:
-    """The state of modules that their forwards read or change: buffers, and attributes that their code assigns.
+    """The state of modules for their forwards: buffers, and attributes that their code assigns.
 
     Args:
         modules: the modules, those below included.
@@ -189,7 +189,7 @@ class _Snapshot:
         return self._copies[id(value)] if is_copied else value
 
     def first_run_ended(self) -> str:
-        """Note which tensors the first run changed; return the name of one that was not copied before."""
+        """Note the tensors that the first run changed; name one that was not copied before."""
         lost = ""
         for module, name, tensor, count, is_copied in self._watched:
             names = self._changing.setdefault(module, set())
@@ -219,7 +219,7 @@ class _Snapshot:
 
 
 class _Copy:
-    """The values of a tensor; each recompute gets other memory, as autograd may have saved the original's."""
+    """The values of a tensor, in new memory for each recompute: autograd may have saved the original."""
 
     __slots__ = ("original", "values")
 
@@ -309,11 +309,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _refuse_cache(path: str, value: Any) -> None:
-    """A key-value cache is changed by forward, so that a second run would change it again."""
+    """Refuse a key-value cache: a second run would change it again."""
     if hasattr(value, "get_seq_length") and hasattr(value, "update"):
         raise InputError(
-            f"checkpoint at '{path}': the forward is given a {type(value).__name__}, which running it twice would "
-            "fill twice",
+            f"checkpoint at '{path}': the inputs contain a {type(value).__name__}, which the recompute would fill "
+            "again",
             path=path,
             hint="call the model with use_cache=False while training (or set model.config.use_cache = False)",
         )
@@ -324,7 +324,7 @@ def _refuse_cache(path: str, value: Any) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _names(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of attributes that the methods of a module's class assign, and all names in them.
+    """Return the attributes that a class's methods assign, and all names in them.
 
     Constructors are left out, and so are the classes of torch, which keep their state in buffers.
     """
@@ -339,7 +339,7 @@ def _names(cls: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _names_in(members: list[Any], module: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Search functions, what they wrap, and the functions of ``module`` that they name."""
+    """Search functions, their wrapped functions, and functions of ``module`` named in them."""
     written, read, seen, left = set[str](), set[str](), set[CodeType](), list(members)
     while left:
         member = left.pop()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ApplyError
+from slapo_core.errors import ApplyError, place
 from slapo_core.primitive import Equivalence, Primitive, Violation
 from slapo_core.primitives.replacement import TensorPlan, lost_changes, set_mode, set_tensor, signature_mismatches
 from slapo_core.tree.edit import Edit
@@ -118,7 +118,7 @@ class Replace(Primitive):
                 f"replace({new.__name__}(...)), or a function: replace(lambda old: {new.__name__}(...))",
             )
         elif isinstance(new, nn.Module):
-            # A function runs only once, inside apply: there its result is held against the same rules.
+            # A function runs only once, inside apply, where its result is checked by the same rules.
             yield from self._mismatches(node, new)
 
     def apply(self, node: Node, edit: Edit) -> None:
@@ -151,7 +151,7 @@ class Replace(Primitive):
         from torch import nn
 
         if self.match is None and isinstance(self.new_module, nn.Module) and node.module is not self.new_module:
-            yield Violation("another module stands there")
+            yield Violation("the module was not replaced")
 
     def _mismatches(self, node: Node, new: nn.Module) -> Iterator[Violation]:
         old = node.module
@@ -169,7 +169,7 @@ class Replace(Primitive):
         above: Any = node.parent
         while above is not None:
             if any(module is above.module for module in new.modules()):
-                yield Violation(f"the new module contains {_where(above)}, in which it is to stand")
+                yield Violation(f"the new module contains {place(above.path)}, which would contain it")
                 return
             above = above.parent
         yield from lost_changes(node, new)
@@ -178,7 +178,3 @@ class Replace(Primitive):
 
     def _plan(self, node: Node, new: nn.Module) -> TensorPlan:
         return TensorPlan(node, new, dict(self.params), tuple(self.drop))
-
-
-def _where(node: Node) -> str:
-    return f"'{node.path}'" if node.path else "the root"

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.observers import without
 from slapo_core.primitive import Violation
 from slapo_core.private import full_backward_flag, hooks_of
+from slapo_core.tree.assignment import hooks_of_user
 from slapo_core.tree.edit import Edit
 from slapo_core.tree.node import Node
 
@@ -57,11 +57,11 @@ class TensorPlan:
             return
         target = self.renamed.get(name) or held.get(id(tensor)) or name
         if target not in self.new:
-            buffer_lost = f"'{name}' {tuple(tensor.shape)} of the old module has no counterpart in the new one"
+            unaccounted = f"'{name}' {tuple(tensor.shape)} of the old module has no counterpart in the new one"
             others = ", ".join(f"'{new}' {tuple(t.shape)}" for new, t in self.new.items()) or "no parameters"
             self.violations.append(
                 Violation(
-                    buffer_lost,
+                    unaccounted,
                     f'write params={{"{name}": "its new name"}} or drop=["{name}"]; the new one has {others}',
                 )
             )
@@ -110,9 +110,9 @@ class TensorPlan:
 
 
 def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
-    """Forwards that were wrapped, and hooks below, that would silently go with the node's module.
+    """Yield a violation for each wrapped forward and hook below that a replacement would drop.
 
-    Steps without effect on this mesh count too: a schedule refused on two ranks is refused on one.
+    Steps inactive on this mesh count too: a schedule refused on two ranks is refused on one.
     """
     staying = {id(module) for module in new.modules()}
     for name, module in node.module.named_modules():
@@ -129,12 +129,13 @@ def lost_changes(node: Node, new: nn.Module) -> Iterator[Violation]:
                 "replace first, change then",
             )
         registered = [hook for hooks in hooks_of(module).values() for hook in hooks.values()]
-        of_user = without(registered, [function for _, function in below.hooks])
+        of_user = hooks_of_user(registered, [function for _, function in below.hooks])
         count = len(of_user) + len(below.hooks)
         if name and count:
             who = " and ".join([*([by] if below.hooks else []), *([_OUTSIDE] if of_user else [])])
             yield Violation(
-                f"'{place}' has {count} hooks, set {who}, and they would be lost", "replace first, add hooks then"
+                f"replacing '{node.path}' would drop hooks of '{place}' ({count} set {who})",
+                "replace first, add hooks then",
             )
         kinds = {full_backward_flag(each) for each in (module, new) if not name and hooks_of(each)["full_backward"]}
         if len(kinds) > 1:
@@ -149,7 +150,7 @@ _OUTSIDE = "outside of the schedule"
 
 
 def type_of(tensor: Any) -> str:
-    """``"parameter"`` or ``"buffer"``."""
+    """Return ``"parameter"`` or ``"buffer"``."""
     from torch import nn
 
     return "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -164,7 +165,7 @@ def named_tensors(module: nn.Module) -> dict[str, Any]:
 
 
 def signature_mismatches(old: nn.Module, new: nn.Module) -> Iterator[Violation]:
-    """Arguments that callers of the old forward may pass and the new one cannot take."""
+    """Yield a violation if the new forward cannot take arguments of the old one."""
     try:
         before, after = inspect.signature(old.forward), inspect.signature(new.forward)
     except (TypeError, ValueError):

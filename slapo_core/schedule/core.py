@@ -1,4 +1,4 @@
-"""What nodes, engines and the other distributions need of a schedule, behind the members that users see."""
+"""The core of a schedule, for nodes, engines and the other distributions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo_core.primitive import Primitive, Record, check_primitive
 from slapo_core.schedule.history import History
 from slapo_core.schedule.records import caller_location
 from slapo_core.schedule.sugar import bound_primitive, bound_query
-from slapo_core.schedule.transaction import Transaction, bound, divided
+from slapo_core.schedule.transaction import bound, divided, transact
 from slapo_core.tree.tree import Tree
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from slapo_core.plugins.registry import Registry
     from slapo_core.schedule.schedule import Schedule
-    from slapo_core.tree.journal import Entry
+    from slapo_core.tree.journal import JournalEntry
     from slapo_core.tree.node import Node
     from slapo_core.tree.selection import NodeGroup
 
@@ -81,7 +81,7 @@ class ScheduleCore:
 
     def mark_verified(self, passed: bool = True) -> None:
         """Record whether ``verify`` has passed; see ``is_verified``."""
-        self.history.kept["verified"] = passed
+        self.history.cache["verified"] = passed
 
     def apply_at(
         self,
@@ -91,7 +91,7 @@ class ScheduleCore:
         location: str | None = None,
         after_edit: Callable[[int], None] | None = None,
     ) -> Node:
-        """Apply ``primitive`` at ``node``: see :class:`slapo_core.schedule.transaction.Transaction`.
+        """Apply ``primitive`` at ``node``: see :func:`slapo_core.schedule.transaction.transact`.
 
         Args:
             node: where.
@@ -102,31 +102,18 @@ class ScheduleCore:
         check_primitive(primitive)
         self.check_open(f"apply {primitive}")
         self.history.check_start()
-        self.tree.look_again_if_changed(node)
+        self.tree.reindex_if_moved(node)
         if not self.history:
             self.tree.tensors.begin()
-        transaction = Transaction(
-            self.tree,
-            ask=self.hooks.call_each,
-            admit=self._admit,
-            bind=self.bound,
-            after_edit=after_edit,
-        )
         try:
-            result, step = transaction.run(
-                node, primitive, index=len(self.history) + 1, location=location or caller_location()
+            result, step = transact(
+                self, node, primitive, location=location or caller_location(), after_edit=after_edit
             )
         except BaseException:
             self.refresh()
             raise
         self.history.append(step)
         return result
-
-    def _admit(self, primitive: Primitive) -> tuple[str, str]:
-        """Return the primitive's provider, whose plugin must be usable, and activate its hooks."""
-        provider = self.registry.provider(primitive)
-        self.hooks.activate(provider[0], version=provider[1])
-        return provider
 
     def bound(self, node: Node, primitive: Primitive) -> Primitive:
         """Locate the primitive's selections at ``node``, and bind it."""
@@ -166,7 +153,7 @@ class ScheduleCore:
     def kept(self, what: str) -> dict[str, Any]:
         """Return a cache about the model, cleared when a step comes or goes; ``what`` is refused while rewound."""
         self.history.check_in_force(what)
-        return self.history.kept
+        return self.history.cache
 
     def member_named(self, name: str, target: Node | NodeGroup, where: str) -> Any:
         """Return ``target.<name>``, a query or a primitive; ``where`` is the path or pattern of the target."""
@@ -184,7 +171,7 @@ class ScheduleCore:
         """Load what a plugin provides under a name; see :meth:`slapo_core.tree.node.Node.plugin`."""
         return self.registry.load(self.registry.resolve(kind, name, path=path or None))
 
-    def entries(self) -> Iterator[tuple[Record, Entry]]:
+    def entries(self) -> Iterator[tuple[Record, JournalEntry]]:
         """What each step changed, in order; nothing any more once the originals were dropped."""
         return self.history.entries()
 

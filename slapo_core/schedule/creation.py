@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from slapo_core.errors import ArgumentError, ReplayError, SerializationError, SlapoError
+from slapo_core.errors import ArgumentError, ReplayError, SerializationError, SlapoError, warn_user
 from slapo_core.layout import Mesh, declare_mesh
 from slapo_core.primitive import Primitive
 from slapo_core.schedule.records import fingerprint, load_document, primitive_from_json, uncovered
@@ -80,8 +79,8 @@ def replay(
     """Apply a saved schedule to another instance of the model, or add its steps to a schedule.
 
     Args:
-        model: a fresh instance; or a schedule, which gets these steps behind its own (the arguments below are those
-            that it was created with, then).
+        model: a fresh instance; or a schedule, which gets these steps behind its own, and has fixed the arguments
+            below.
         document: what ``sch.to_json()`` or ``sch.document()`` gave, or the path of a file that holds it. A function
             in it is found by its name in a module that is imported already; replay imports none.
         mesh: as for :func:`create_schedule`; None takes the mesh that the schedule was saved with. Another world
@@ -98,13 +97,13 @@ def replay(
 
     Raises:
         ReplayError: not a schedule, a primitive is not installed, or a step was refused; the model is as it was before.
-        ArgumentError: a schedule and an argument that it was created with.
+        ArgumentError: a schedule, and an argument that it has fixed.
     """
     data = load_document(document)
     if isinstance(model, Schedule):
         if mesh is not None or example_inputs is not None or plugins or rank:
             raise ArgumentError(
-                "mesh=, plugins=, example_inputs= and rank= are those of the schedule",
+                "mesh=, plugins=, example_inputs= and rank= are fixed by the schedule",
                 hint="replay(sch, document)",
             )
         schedule = model
@@ -137,7 +136,7 @@ def replay(
             if "verified" in data and data["verified"] == fingerprint(schedule.document()):
                 schedule._core.mark_verified()
         for line in missing:
-            warnings.warn(f"{line}; give those their steps, or undo with sch.undo(to=0)", stacklevel=2)
+            warn_user(f"{line}; give those their steps, or undo with sch.undo(to=0)")
     except BaseException:
         schedule.undo(to=before)
         raise

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from slapo_core.errors import SealedError, UndoError
+from slapo_core.errors import SealedError, UndoError, warn_user
 from slapo_core.primitive import Record
 from slapo_core.schedule.scheduled_models import Claim, refuse_if_scheduled
 from slapo_core.schedule.transaction import Step
-from slapo_core.tree.journal import Entry, ReplaceModule
+from slapo_core.tree.journal import JournalEntry, ReplaceModule
 
 
 class History:
@@ -30,9 +29,9 @@ class History:
         self.in_force: int | None = None
         """While rewound: the number of steps in force."""
         self.guards: tuple[Any, ...] = ()
-        """Those of the kind ``guards``, of a live model: told of each step that is applied, undone or redone."""
-        self.kept: dict[str, Any] = {}
-        """Results of other layers about the model, kept until a step comes or goes."""
+        """Objects of kind ``guards``, of a live model: they follow each step applied, undone or redone."""
+        self.cache: dict[str, Any] = {}
+        """Results of other layers about the model, valid until a step comes or goes."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -42,7 +41,7 @@ class History:
         """Distributions whose primitives were applied."""
         return frozenset(name for step in self._steps for name in step.distributions)
 
-    def entries(self) -> Iterator[tuple[Record, Entry]]:
+    def entries(self) -> Iterator[tuple[Record, JournalEntry]]:
         """Yield each step's journal entries, in order."""
         return ((step.record, entry) for step in self._steps for entry in step.entries)
 
@@ -58,7 +57,7 @@ class History:
     def append(self, step: Step) -> None:
         self._steps.append(step)
         self.records = (*self.records, step.record)
-        self.kept.clear()
+        self.cache.clear()
         self._tell(step, is_new=True)
         self._claim.note(self._model, len(self._steps))
 
@@ -74,7 +73,7 @@ class History:
                 raise UndoError("nothing to undo: the schedule has no steps", hint="sch.records lists the steps")
             return count - 1
         if not isinstance(to, (Record, int)) or isinstance(to, bool):
-            raise UndoError(f"a step is named by its record or its index (got {to!r})", hint="see sch.records")
+            raise UndoError(f"to must be a record or the index of one (got {to!r})", hint="see sch.records")
         index = to.index if isinstance(to, Record) else to
         known = 0 <= index <= count and (not isinstance(to, Record) or (index > 0 and self.records[index - 1] == to))
         if not known:
@@ -89,7 +88,7 @@ class History:
                 self._undo(self._steps[-1])
                 undone.append(self._steps.pop().record)
                 self.records = self.records[: len(self._steps)]
-                self.kept.clear()
+                self.cache.clear()
         finally:  # also where a step cannot be taken back, after others that were
             self._claim.note(self._model, len(self._steps))
         return tuple(undone)
@@ -120,7 +119,7 @@ class History:
         self._steps = [Step(step.record, (), step.distributions) for step in self._steps]
 
     def check_in_force(self, what: str) -> None:
-        """Refuse ``what`` while the model is rewound.
+        """Refuse a call while the model is rewound.
 
         Raises:
             SealedError: it is.
@@ -128,7 +127,7 @@ class History:
         if self.in_force is not None:
             raise SealedError(
                 f"cannot {what}: the schedule is rewound to step {self.in_force} in a `with` block",
-                hint="leave the block of sch.reference() or sch.rewound() first",
+                hint="leave the block of sch.reference() or sch.rewound() first, or create a new schedule",
             )
 
     def _move(self, to: int) -> None:
@@ -158,7 +157,7 @@ class History:
     def _forget_after(self, count: int) -> None:
         """Drop the records of steps that are not in force."""
         self._steps, self.records = self._steps[:count], self.records[:count]
-        self.kept.clear()
+        self.cache.clear()
         self._claim.note(self._model, count)
 
     def _undo(self, step: Step) -> None:
@@ -176,17 +175,14 @@ class History:
         self._tell(step, undone=True)
 
     def _tell(self, step: Step, **how: bool) -> None:
-        """Tell the guards of a step; those that raise are not told of others."""
+        """Let the guards follow a step; remove those that raise."""
         for guards in self.guards:
             try:
                 guards.follow(step, **how)
             except Exception as error:  # noqa: BLE001 - a broken plugin breaks nothing but itself
                 self.guards = tuple(each for each in self.guards if each is not guards)
                 name = f"{type(guards).__module__}.{type(guards).__qualname__}"
-                warnings.warn(
-                    f"the guards {name} raised {type(error).__name__}: {error}; they are left out from now on",
-                    stacklevel=2,
-                )
+                warn_user(f"the guards {name} raised {type(error).__name__}: {error}; they are left out from now on")
 
 
 def _refused(step: Step, what: str, error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Which mesh dimensions the steps of a schedule use."""
+"""The mesh dimensions that the steps of a schedule use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def unused_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
-    """Name the mesh dimensions of several ranks that no step works along and no tensor is split over.
+    """Name the mesh dimensions of several ranks that no step and no tensor uses.
 
     Replicas (``dp``) and stages (``pp``), which the runtime uses, are left out.
     """
@@ -20,7 +20,7 @@ def unused_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
 
 
 def sharded_mesh_dims(schedule: Schedule) -> tuple[str, ...]:
-    """Name the mesh dimensions of several ranks along which a tensor is a shard or a partial sum."""
+    """Name the mesh dimensions of several ranks with shards or partial values."""
     found: set[str] = set()
     for node in schedule.root.walk():
         for name in (*node.parameters, *node.buffers):

@@ -1,4 +1,4 @@
-"""Records as data: a schedule saved as JSON and read again, and where in your code a step was written."""
+"""Records as data: schedules saved as JSON and read again, and lines of user code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from slapo_core.errors import ReplayError, SerializationError, SlapoError
+from slapo_core.errors import ReplayError, SerializationError, SlapoError, listed, user_frame
 from slapo_core.plugins import current_registry
 from slapo_core.primitive import Primitive, Record
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from slapo_core.plugins.registry import Registry
-
-_INSIDE = ("slapo_core", "contextlib")
 
 
 def caller_location(*inside: str) -> str:
@@ -36,10 +32,7 @@ def caller_location(*inside: str) -> str:
     Args:
         inside: further packages to look outside of.
     """
-    packages = (*_INSIDE, *inside)
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages:
-        frame = frame.f_back
+    frame = user_frame(*inside)
     file = frame.f_code.co_filename
     with contextlib.suppress(FileNotFoundError):  # the working directory was deleted
         file = file.removeprefix(os.getcwd() + os.sep)
@@ -53,7 +46,7 @@ def count_blocks(model: nn.Module, paths: Iterable[str]) -> dict[str, int]:
 
 
 def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) -> Iterator[str]:
-    """Describe each list of blocks of one class of which only some have steps.
+    """Describe each list of equal blocks where only some have steps.
 
     Args:
         model: the reference model.
@@ -72,8 +65,8 @@ def uncovered(model: nn.Module, paths: Iterable[str], saved: Mapping[str, int]) 
                 missing = [name for name in names if name not in covered]
                 written = f"; it was saved from a model with {saved[path]} there" if path in saved else ""
                 yield (
-                    f"of the {len(names)} {kind.__name__} in '{path}', the schedule has steps for {_shown(covered)} "
-                    f"and none for {_shown(missing)}{written}"
+                    f"of the {len(names)} {kind.__name__} in '{path}', the schedule has steps for {listed(covered)} "
+                    f"and none for {listed(missing)}{written}"
                 )
 
 
@@ -86,10 +79,6 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
 
 def _is_below(step: str, path: str) -> bool:
     return step == path or step.startswith(f"{path}.")
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:3])}, ..., {names[-1]} ({len(names)} in all)"
 
 
 _FUNCTION_NAME = re.compile(r"[^:]+:[^\W\d]\w*")
@@ -133,21 +122,21 @@ def find_function(name: str, *, where: str) -> Any:
 
 
 class Codec(ABC):
-    """Writes values of a distribution into saved schedules and reads them, whether or not the schedule names it.
+    """Writes values of a distribution into saved schedules, and reads them.
 
     Attributes:
-        name: that of the entry point in the group ``slapo.v1.codecs``.
+        name: of the entry point in the group ``slapo.v1.codecs``.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def encode(self, value: Any, document: dict[str, Any], registry: Registry | None) -> Any | None:
-        """Return a value as JSON; None if it is not one of this distribution's.
+        """Encode a value as JSON; None if this distribution does not know it.
 
         Args:
             value: of an argument that is not plain data.
-            document: of the schedule; what several values share may be put there, under a key of one's own.
+            document: of the schedule, where values may share data under the codec's own key.
             registry: of the schedule; None for a primitive alone, whose JSON holds everything itself.
 
         Raises:
@@ -156,7 +145,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: Any, document: Mapping[str, Any], registry: Registry | None, *, where: str) -> Any | None:
-        """Return what :meth:`encode` was given; None if ``data`` is not of its form.
+        """Decode a result of :meth:`encode`; None if ``data`` is something else.
 
         Raises:
             ReplayError: it is malformed.
@@ -201,14 +190,14 @@ def dump_records(
 
 
 def fingerprint(document: Mapping[str, Any]) -> str:
-    """Hash the scope of a verification: steps, versions, model class, its blocks, mesh sizes; not the locations."""
+    """Hash the scope of a verification: steps, versions, model class, blocks, mesh sizes."""
     records = [{key: value for key, value in one.items() if key != "location"} for one in document["records"]]
     held = {key: value for key, value in document.items() if key != "verified"} | {"records": records}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def load_document(document: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Read a document given as data, as JSON text, or as the path of a file.
+    """Read a document: data, JSON text, or the path of a file.
 
     Text that does not begin as a JSON object and names a file is a path.
 
@@ -256,7 +245,7 @@ def _is_file(text: str) -> bool:
 def primitive_to_json(
     primitive: Primitive, *, where: str, document: dict[str, Any] | None = None, registry: Registry | None = None
 ) -> dict[str, Any]:
-    """Return a primitive's arguments as JSON values; functions, where the primitive says so, as ``"module:name"``.
+    """Return a primitive's arguments as JSON; its named functions as ``"module:name"``.
 
     Args:
         primitive: the step.
@@ -292,7 +281,7 @@ def _encode_selection(value: Any, document: dict[str, Any], registry: Registry |
     encoded = _ask_codecs(registry, lambda codec: codec.encode(value, document, registry))
     if encoded is None:
         raise SerializationError(
-            f"the pattern {value!r} was not looked for yet", hint="save the schedule that the step was applied in"
+            f"the pattern {value!r} has not been matched yet", hint="save the schedule that the step was applied in"
         )
     return encoded
 
@@ -300,7 +289,7 @@ def _encode_selection(value: Any, document: dict[str, Any], registry: Registry |
 def _decode_selection(data: Any, document: Mapping[str, Any], registry: Registry | None, where: str) -> Any:
     decoded = _ask_codecs(registry, lambda codec: codec.decode(data, document, registry, where=where))
     if decoded is None:
-        raise ReplayError(f"{where} is not a part of a module that anything installed knows (got {data!r})")
+        raise ReplayError(f"{where}: no installed plugin can decode {data!r}", hint="pip install slapo-core[all]")
     return decoded
 
 

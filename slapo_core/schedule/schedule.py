@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from slapo_core._vocabulary import OnRoot
+from slapo_core._vocabulary import SchedulePrimitives
 from slapo_core.errors import ArgumentError
 from slapo_core.layout import Mesh
 from slapo_core.primitive import Primitive, Record
 from slapo_core.schedule.core import ScheduleCore
 from slapo_core.schedule.records import dump_records, fingerprint
-from slapo_core.tree.node import Node
 from slapo_core.tree.render import explain_records, render_tree
 
 if TYPE_CHECKING:
     from slapo_core.plugins.registry import Registry
     from slapo_core.tree.node import Node
-    from slapo_core.tree.selection import Selection
+    from slapo_core.tree.selection import NodeOrGroup
 
 
-class Schedule(OnRoot):
+class Schedule(SchedulePrimitives):
     """How one model runs; made by :func:`slapo_core.create_schedule`.
 
     ``sch["encoder.layer.0"]`` is a node, ``sch["encoder.layer.*"]`` a group; primitives are applied there and change
@@ -49,7 +48,7 @@ class Schedule(OnRoot):
 
     # -- the tree ---------------------------------------------------------------------------------------------
 
-    def __getitem__(self, path: str) -> Selection:
+    def __getitem__(self, path: str) -> NodeOrGroup:
         """The node at a path, or the group that a glob selects.
 
         Args:
@@ -70,7 +69,7 @@ class Schedule(OnRoot):
         return self._core.tree.has(path)
 
     def __iter__(self) -> NoReturn:
-        raise ArgumentError("a schedule has no order of its own", hint="for node in sch.root.walk(): ...")
+        raise ArgumentError("a schedule is not iterable", hint="for node in sch.root.walk(): ...")
 
     def _ipython_key_completions_(self) -> list[str]:
         return [path for path in self._core.tree.index.modules if path]
@@ -80,7 +79,7 @@ class Schedule(OnRoot):
         """The node of the model itself, whose path is ``""``."""
         return self._core.tree.node("")
 
-    if not TYPE_CHECKING:  # checkers see those of OnRoot
+    if not TYPE_CHECKING:  # checkers see SchedulePrimitives
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_") or "_core" not in self.__dict__:  # in the middle of __init__, or before it
@@ -124,12 +123,12 @@ class Schedule(OnRoot):
         """
         return self._core.undo(to)
 
-    def seal(self, by: str = "seal()") -> None:
+    def seal(self, by: str | None = None) -> None:
         """End the schedule: no more steps, no undo; the originals that undo needed are dropped (by ``by``)."""
         if not self.is_sealed:
             self._core.check_open("seal")
-        self._core.sealed_by = self._core.sealed_by or by
-        if by != "seal()":
+        self._core.sealed_by = self._core.sealed_by or by or "seal()"
+        if by is not None:
             for guards in self._core.history.guards:
                 guards.hand_over()
         self._core.history.drop_originals()
@@ -148,7 +147,7 @@ class Schedule(OnRoot):
         A saved schedule keeps it. :func:`replay` restores it where the class of the model, the mesh sizes and the
         versions of slapo-core and of the plugins are the same.
         """
-        return bool(self._core.history.kept.get("verified"))
+        return bool(self._core.history.cache.get("verified"))
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[nn.Module]:
@@ -172,7 +171,7 @@ class Schedule(OnRoot):
         Raises:
             UndoError: the schedule has no such step.
             SealedError: the originals were dropped.
-            ArgumentError: the model, without steps of this schedule, carries those of another one.
+            ArgumentError: the model, without steps of this schedule, carries steps of another one.
         """
         with self._core.rewound(to) as model:
             yield model

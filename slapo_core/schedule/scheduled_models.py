@@ -1,4 +1,4 @@
-"""Models that carry the steps of a schedule: a second schedule would take their shards for full tensors.
+"""Models with steps of a schedule, which a second schedule would take for reference models.
 
 A model is known by itself, while it lives, with all that it contains. A copy of it is known by a mark: steps leave one
 on the modules that they changed, which is copied and pickled with them, and goes away when the steps are undone.
@@ -59,7 +59,7 @@ def unmark(modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | None = None) -> None:
-    """Raise if ``model`` carries steps, whole or in part, or is a part of a model that does.
+    """Raise if a model carries steps, contains a module that does, or is contained in one.
 
     Args:
         model: the model.
@@ -79,13 +79,13 @@ def refuse_if_scheduled(model: nn.Module, modules: Mapping[str, nn.Module] | Non
         if id(other) in parts:
             raise ArgumentError(
                 f"'{parts[id(other)]}' of this {kind} {carries}",
-                hint=f"{_FRESH}; parts are scheduled through the whole: sch['{parts[id(other)]}']",
+                hint=f"{_FRESH}; a schedule of this model reaches it: sch['{parts[id(other)]}']",
             )
         for path, part in other.named_modules():
             if part is model:
                 raise ArgumentError(
                     f"this {kind} is '{path}' of a {type(other).__name__} that {carries}",
-                    hint=f"{_FRESH}; parts are scheduled through the whole: sch['{path}']",
+                    hint=f"{_FRESH}; the schedule of that model reaches it: sch['{path}']",
                 )
             if id(part) in parts and _holds_tensors(part):
                 raise ArgumentError(

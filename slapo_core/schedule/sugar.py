@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ArgumentError, SlapoError
+from slapo_core.errors import ArgumentError, SlapoError, Verbatim, place
 from slapo_core.plugins.metadata import close_matches
 from slapo_core.primitive import public_signature, shown
 
@@ -17,17 +18,17 @@ if TYPE_CHECKING:
     from slapo_core.primitive import Primitive
 
 
+@dataclass(frozen=True, repr=False)
 class BoundPrimitive:
     """A primitive at one node (or group), to be called with its arguments.
 
     Naming it imports nothing; ``__signature__``, ``__doc__`` and the call load the plugin.
     """
 
-    def __init__(self, registry: Registry, name: str, target: Any, where: str) -> None:
-        self._registry = registry
-        self._name = name
-        self._target = target
-        self._where = where
+    _registry: Registry
+    _name: str
+    _target: Any
+    _where: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cls = self._class()
@@ -38,7 +39,7 @@ class BoundPrimitive:
             unknown = next((name for name in kwargs if name not in signature.parameters), None)
             what = f"got an unexpected keyword argument '{unknown}'" if unknown is not None else error
             raise ArgumentError(
-                f"{cls.name} at {repr(self._where) if self._where else 'the root'}: {what}",
+                f"{cls.name} at {place(self._where)}: {what}",
                 path=self._where,
                 hint=_corrected(cls, args, kwargs) or f"{cls.name.rpartition('.')[2]}{_plain(signature)}",
             ) from None
@@ -66,14 +67,14 @@ class BoundPrimitive:
         return cls
 
 
+@dataclass(frozen=True, repr=False)
 class Namespace:
     """``node.tp``: the primitives of one namespace."""
 
-    def __init__(self, registry: Registry, namespace: str, target: Any, where: str) -> None:
-        self._registry = registry
-        self._namespace = namespace
-        self._target = target
-        self._where = where
+    _registry: Registry
+    _namespace: str
+    _target: Any
+    _where: str
 
     def __getattr__(self, name: str) -> BoundPrimitive:
         if name.startswith("_"):
@@ -90,9 +91,9 @@ class Namespace:
 
 
 def bound_query(schedule: Any, name: str, target: Any, where: str) -> Any:
-    """Look up ``target.<name>`` where a distribution publishes it as a query.
+    """Look up ``target.<name>``, a query.
 
-    The name of its first parameter says what a query is of: ``schedule``, one ``node``, or several ``nodes``. A query
+    The name of its first parameter decides its receiver: ``schedule``, one ``node``, or several ``nodes``. A query
     without further parameters is read like an attribute, the others are called.
 
     Args:
@@ -108,7 +109,7 @@ def bound_query(schedule: Any, name: str, target: Any, where: str) -> Any:
     nodes = tuple(getattr(target, "nodes", (target,)))
     first, *rest = inspect.signature(query).parameters
     if first == "node" and len(nodes) != 1:
-        raise ArgumentError(f"'{name}' is of one node; '{where}' is a group", hint=f"[each.{name} for each in group]")
+        raise ArgumentError(f"'{name}' takes one node; '{where}' is a group", hint=f"[each.{name} for each in group]")
     bound = functools.partial(query, {"schedule": schedule, "nodes": nodes}.get(first, nodes[0] if nodes else None))
     return functools.update_wrapper(bound, query) if rest else bound()
 
@@ -145,11 +146,11 @@ _SYNONYMS = {
     "sync_op_or_fn": "op",
     "type": "mode",
 }
-"""Keywords of torch and of the paper -> those of primitives, for hints."""
+"""Keywords of torch and of the paper -> keywords of primitives, for hints."""
 
 
 def _corrected(cls: type[Primitive], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the call with the keywords that were meant, and what else is wrong with it; None if they are not known."""
+    """Return the corrected call, with its next problem if there is one; None for unknown keywords."""
     signature, named = public_signature(cls), dict[str, Any]()
     for name, value in kwargs.items():
         free = sorted(signature.parameters.keys() - kwargs.keys() - named.keys())
@@ -174,19 +175,9 @@ def _corrected(cls: type[Primitive], args: Sequence[Any], kwargs: Mapping[str, A
 def _plain(signature: inspect.Signature) -> str:
     """Format a signature without return annotation and quotes."""
     parameters = [
-        parameter.replace(annotation=_Bare(parameter.annotation))
+        parameter.replace(annotation=Verbatim(parameter.annotation))
         if isinstance(parameter.annotation, str)
         else parameter
         for parameter in signature.parameters.values()
     ]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
-
-
-class _Bare:
-    """An annotation kept as text, shown without quotes."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text

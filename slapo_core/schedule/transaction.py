@@ -9,33 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import (
     ApplyError,
-    HookError,
     PostconditionError,
     PreconditionError,
     SlapoError,
     UndoError,
+    place,
 )
 from slapo_core.primitive import Primitive, Record, Selection, Selector, Violation
 from slapo_core.schedule.scheduled_models import mark, unmark
 from slapo_core.tree.edit import Edit
-from slapo_core.tree.journal import Entry
+from slapo_core.tree.journal import JournalEntry
 
 if TYPE_CHECKING:
     from torch import nn
 
     from slapo_core.plugins.registry import Registry
+    from slapo_core.schedule.core import ScheduleCore
     from slapo_core.tree.node import Node
-    from slapo_core.tree.tree import Tree
-
-
-Ask = Callable[..., Iterable[tuple[str, Any]]]
-"""Calls a plugin hook; returns all answers with their plugins: ``ask("slapo_preconditions", node=..., ...)``."""
-
-Admit = Callable[[Primitive], tuple[str, str]]
-"""Refuses the primitive of an unusable plugin; else activates its hooks and returns name and version."""
-
-Bind = Callable[["Node", Primitive], Primitive]
-"""Returns the primitive with its selections located, and bound."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +35,15 @@ class Step:
     Args:
         record: of the primitive.
         entries: they undo it.
-        distributions: whose primitives took part.
+        distributions: of its primitives.
     """
 
     record: Record
-    entries: tuple[Entry, ...]
+    entries: tuple[JournalEntry, ...]
     distributions: frozenset[str] = frozenset()
 
     def undo(self) -> None:
-        """Undo all entries; where your own changes prevent one, redo those undone so far."""
+        """Undo all entries, or none: where one cannot be undone, redo the others."""
         unmark(self._changed)
         try:
             self._all_or_none("undo", "redo", self.entries[::-1])
@@ -62,12 +52,12 @@ class Step:
             raise
 
     def redo(self) -> None:
-        """Redo all entries; where one cannot be, undo those redone so far."""
+        """Redo all entries, or none."""
         self._all_or_none("redo", "undo", self.entries)
         self.mark()
 
-    def _all_or_none(self, do: str, take_back: str, entries: tuple[Entry, ...]) -> None:
-        done: list[Entry] = []
+    def _all_or_none(self, do: str, take_back: str, entries: tuple[JournalEntry, ...]) -> None:
+        done: list[JournalEntry] = []
         try:
             for entry in entries:
                 getattr(entry, do)()
@@ -81,7 +71,7 @@ class Step:
                     left.append(f"{entry.describe()} ({type(again).__name__}: {again})")
             if left:
                 raise UndoError(
-                    f"step {self.record} is half in force: {do} failed ({type(error).__name__}: {error}), and of its "
+                    f"step {self.record} is partly in force: {do} failed ({type(error).__name__}: {error}), and of its "
                     f"{len(entries)} edits these could not be put back either: {'; '.join(left)}",
                     path=self.record.path,
                     hint="make a fresh model, and replay the schedule",
@@ -98,119 +88,113 @@ class Step:
         return iter({id(module): module for entry in self.entries for module in entry.changed}.values())
 
 
-class Transaction:
-    """Applies one primitive at one node: everything or nothing.
+def transact(
+    core: ScheduleCore,
+    node: Node,
+    primitive: Primitive,
+    *,
+    location: str,
+    after_edit: Callable[[int], None] | None = None,
+) -> tuple[Node, Step]:
+    """Apply ``primitive`` at ``node``: everything or nothing.
 
     Args:
-        tree: the tree that is changed.
-        ask: calls plugin hooks; see :data:`Ask`.
-        admit: see :data:`Admit`.
-        bind: see :data:`Bind`.
+        core: of the schedule.
+        node: where.
+        primitive: what.
+        location: the ``file:line`` to record.
         after_edit: called with the number of edits made so far after each; raising from it is a fault inside apply.
+
+    Returns:
+        the node on which a chained call continues, and the committed step.
+
+    Raises:
+        PluginError: the primitive's plugin is not usable.
+        PreconditionError: a precondition is not met; nothing was touched.
+        ApplyError: the primitive raised; the model is as before.
+        PostconditionError: the primitive did not take effect; the model is as before.
     """
-
-    def __init__(
-        self,
-        tree: Tree,
-        *,
-        ask: Ask,
-        admit: Admit,
-        bind: Bind,
-        after_edit: Callable[[int], None] | None = None,
-    ) -> None:
-        self._tree = tree
-        self._ask = ask
-        self._admit = admit
-        self._bind = bind
-        self._provider = ("", "")
-        self._edit = Edit(tree, after_edit=after_edit)
-
-    def run(self, node: Node, primitive: Primitive, *, index: int, location: str) -> tuple[Node, Step]:
-        """Apply ``primitive`` at ``node``.
-
-        Returns:
-            the node on which a chained call continues, and the committed step.
-
-        Raises:
-            PreconditionError: a rule is broken; nothing was touched.
-            ApplyError: the primitive raised; the model is as before.
-            PostconditionError: the primitive did not take effect; the model is as before.
-        """
-        self._provider = self._admit(primitive)
-        self._tree.open_edit = self._edit
+    provider = core.registry.provider(primitive)
+    core.hooks.activate(provider[0], version=provider[1])
+    plugin = " ".join(provider)
+    edit = core.tree.open_edit = Edit(core.tree, after_edit=after_edit)
+    try:
+        primitive = bound(primitive, node, core.registry)
+        _check(core, node, primitive, plugin)
         try:
-            primitive = self._bind(node, primitive)
-            self._check(node, primitive)
-            try:
-                result = self._change(node, primitive)
-                record = Record(index, primitive, node.path, *self._provider, location, self._edit.effects(node.path))
-            except BaseException as error:
-                self._take_back(node, primitive, error)
-                raise
-        finally:
-            self._tree.open_edit = None
-        step = Step(record, tuple(self._edit.close()), frozenset({record.distribution}))
-        step.mark()
-        return result, step
-
-    def _take_back(self, node: Node, primitive: Primitive, error: BaseException) -> None:
-        try:
-            self._edit.rollback()
-        except UndoError as left:
-            cause = error.__cause__ or error
-            raise UndoError(
-                f"{primitive} failed at {_where(node)} ({type(cause).__name__}), and {left.message}",
-                path=node.path,
-                plugin=self._plugin,
-                hint=left.hint,
-            ) from error.__cause__
-
-    def _check(self, node: Node, primitive: Primitive) -> None:
-        violations = _collect(primitive.preconditions(node), primitive, "preconditions", self._plugin)
-        for distribution, answer in self._ask("slapo_preconditions", node=node, primitive=primitive):
-            violations.extend(_answered(answer, distribution))
-        if violations:
-            raise PreconditionError(
-                _message(f"cannot apply {primitive} at {_where(node)}", violations),
-                violations=violations,
-                path=node.path,
-                plugin=self._plugin,
-            )
-
-    def _change(self, node: Node, primitive: Primitive) -> Node:
-        first, before = len(self._edit.entries), len(self._edit.entries) + len(self._edit.notes)
-        try:
-            result = primitive.apply(node, self._edit)
-            self._edit.follow(first)
-        except SlapoError:
+            result = _change(edit, node, primitive, plugin)
+            effects = edit.effects(node.path)
+            record = Record(len(core.history) + 1, primitive, node.path, *provider, location, effects)
+        except BaseException as error:
+            _roll_back(edit, node, primitive, plugin, error)
             raise
-        except Exception as error:
-            raise ApplyError(
-                f"{primitive} failed at {_where(node)} and was rolled back: {type(error).__name__}: {error}",
-                path=node.path,
-                plugin=self._plugin,
-            ) from error
-        violations = _collect(primitive.postconditions(node), primitive, "postconditions", self._plugin)
-        if not violations and len(self._edit.entries) + len(self._edit.notes) == before:
-            violations = [
-                Violation("nothing was changed and no reason was noted", "call edit.note(reason) if that is right")
-            ]
-        if violations:
-            raise PostconditionError(
-                _message(f"{primitive} at {_where(node)} did not take effect and was rolled back", violations),
-                violations=violations,
-                path=node.path,
-                plugin=self._plugin,
-            )
-        return node if result is None else result
+    finally:
+        core.tree.open_edit = None
+    step = Step(record, tuple(edit.close()), frozenset({record.distribution}))
+    step.mark()
+    return result, step
 
-    @property
-    def _plugin(self) -> str:
-        return " ".join(self._provider)
+
+def _check(core: ScheduleCore, node: Node, primitive: Primitive, plugin: str) -> None:
+    """Ask the primitive and every active plugin for reasons to refuse the step."""
+    violations = _violations(primitive.preconditions(node), primitive, "preconditions", plugin)
+    hint = 'yield slapo_core.Violation("weight is split twice", hint="undo the first split")'
+    found = core.hooks.collect("slapo_preconditions", (Violation,), hint, node=node, primitive=primitive)
+    violations += [violation for _, violation in found]
+    if violations:
+        raise PreconditionError(
+            _message(f"cannot apply {primitive} at {place(node.path)}", violations),
+            violations=violations,
+            path=node.path,
+            plugin=plugin,
+        )
+
+
+def _change(edit: Edit, node: Node, primitive: Primitive, plugin: str) -> Node:
+    """Let the primitive edit the model, and check that it took effect."""
+    first, before = len(edit.entries), len(edit.entries) + len(edit.notes)
+    try:
+        result = primitive.apply(node, edit)
+        edit.follow(first)
+    except SlapoError:
+        raise
+    except Exception as error:
+        raise ApplyError(
+            f"{primitive} failed at {place(node.path)} and was rolled back: {type(error).__name__}: {error}",
+            path=node.path,
+            plugin=plugin,
+        ) from error
+    violations = _violations(primitive.postconditions(node), primitive, "postconditions", plugin)
+    if not violations and len(edit.entries) + len(edit.notes) == before:
+        violations = [
+            Violation("nothing was changed and no reason was noted", "call edit.note(reason) if that is right")
+        ]
+    if violations:
+        raise PostconditionError(
+            _message(f"{primitive} at {place(node.path)} did not take effect and was rolled back", violations),
+            violations=violations,
+            path=node.path,
+            plugin=plugin,
+        )
+    return node if result is None else result
+
+
+def _roll_back(edit: Edit, node: Node, primitive: Primitive, plugin: str, error: BaseException) -> None:
+    """Undo the edits of a step that failed with ``error``."""
+    try:
+        edit.rollback()
+    except UndoError as left:
+        cause = error.__cause__ or error
+        raise UndoError(
+            f"{primitive} failed at {place(node.path)} ({type(cause).__name__}), and {left.message}",
+            path=node.path,
+            plugin=plugin,
+            hint=left.hint,
+        ) from error.__cause__
 
 
 def bound(primitive: Primitive, node: Node, registry: Registry) -> Primitive:
-    """Locate the selections of a primitive at a node, and bind it.
+    """Locate a primitive's selections at a node, and bind it.
 
     Raises:
         PreconditionError: nothing is selected there, or it lies elsewhere.
@@ -228,7 +212,7 @@ def bound(primitive: Primitive, node: Node, registry: Registry) -> Primitive:
         raise
     except Exception as error:
         raise ApplyError(
-            f"the bind of {primitive} at {_where(node)} raised {type(error).__name__}: {error}", path=node.path
+            f"the bind of {primitive} at {place(node.path)} raised {type(error).__name__}: {error}", path=node.path
         ) from error
     if type(made) is not type(primitive):
         raise ApplyError(
@@ -238,7 +222,7 @@ def bound(primitive: Primitive, node: Node, registry: Registry) -> Primitive:
 
 
 def divided(primitive: Primitive, nodes: tuple[Node, ...], registry: Registry) -> list[tuple[Node, Primitive]]:
-    """Divide a primitive over a group: selections that are given to the nodes they belong to, all else to every node.
+    """Divide a primitive over a group: each node gets its own part of the selections.
 
     Raises:
         PreconditionError: a part lies at none of the nodes.
@@ -290,7 +274,7 @@ def _select(primitive: Primitive, name: str, value: Any, node: Node, registry: R
     else:
         found = _ask_selectors(registry, lambda selector: selector.select(node, value), (Selection, Violation))
         if found is None:
-            found = Violation(f"nothing installed finds {value!r} in a module", "pip install slapo-core[all]")
+            found = Violation(f"no installed plugin can match {value!r}", "pip install slapo-core[all]")
         if isinstance(found, Violation):
             found = replace(found, message=f"{name}: {found.message}")
     if isinstance(found, Violation):
@@ -300,11 +284,11 @@ def _select(primitive: Primitive, name: str, value: Any, node: Node, registry: R
 
 def _refusal(primitive: Primitive, node: Node, violation: Violation) -> PreconditionError:
     return PreconditionError(
-        f"cannot apply {primitive.name} at {_where(node)}: {violation}", violations=[violation], path=node.path
+        f"cannot apply {primitive.name} at {place(node.path)}: {violation}", violations=[violation], path=node.path
     )
 
 
-def _collect(found: Iterable[Violation] | None, primitive: Primitive, method: str, plugin: str) -> list[Violation]:
+def _violations(found: Iterable[Violation] | None, primitive: Primitive, method: str, plugin: str) -> list[Violation]:
     try:
         violations = list(found or ())
     except SlapoError:
@@ -321,24 +305,7 @@ def _collect(found: Iterable[Violation] | None, primitive: Primitive, method: st
     return violations
 
 
-def _answered(answer: Any, distribution: str) -> list[Violation]:
-    """Return the violations of a plugin's hook."""
-    violations = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
-    wrong = [item for item in violations if not isinstance(item, Violation)]
-    if wrong:
-        raise HookError(
-            f"hook slapo_preconditions of {distribution} must yield Violation objects (got {wrong[0]!r})",
-            plugin=distribution,
-            hint='yield slapo_core.Violation("weight is split twice", hint="undo the first split")',
-        )
-    return violations
-
-
 def _message(start: str, violations: list[Violation]) -> str:
     if len(violations) == 1:
         return f"{start}: {violations[0]}"
     return "\n".join([f"{start}:", *(f"  - {violation}" for violation in violations)])
-
-
-def _where(node: Node) -> str:
-    return f"'{node.path}'" if node.path else "the root"

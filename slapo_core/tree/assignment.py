@@ -1,8 +1,9 @@
-"""Changes that undo exactly: an attribute that was set, a hook taken out, hooks that were moved."""
+"""Exactly undoable changes: a set attribute, a removed hook, moved hooks."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +138,19 @@ class GradientHooks:
         self._before.clear()
 
 
+def hooks_of_user(registered: Sequence[Callable[..., Any]], of_steps: Sequence[Callable[..., Any]]) -> list[Any]:
+    """Return the registered hooks without the steps' own, each of which counts once."""
+    left = list(of_steps)
+    found = []
+    for hook in registered:
+        position = next((index for index, other in enumerate(left) if other is hook), None)
+        if position is None:
+            found.append(hook)
+        else:
+            del left[position]
+    return found
+
+
 class TakenHook:
     """A hook removed from one of torch's ordered dictionaries, and its neighbors."""
 
@@ -164,9 +178,9 @@ _HOOK_TABLES = (*(table for tables in HOOK_TABLES.values() for table in tables),
 class ModuleHooks:
     """Moves the hooks of module ``old`` to ``new``, which replaces it.
 
-    The very same tables, so that handles still remove, and options, order and functions stay; what is registered or
-    removed meanwhile is so after :meth:`take_back` too. Hooks of the new module's own run first. Methods of the old
-    module among its state-dict hooks belong to its class and stay, and so do functions that the new one registered too.
+    The very same tables, so that handles still remove, and options, order and functions stay; hooks registered or
+    removed meanwhile are so after :meth:`take_back` too. Hooks of the new module's own run first. State-dict hooks
+    that are methods of the old module, or that the new one registered too, stay with the old one.
     """
 
     def __init__(self, old: nn.Module, new: nn.Module) -> None:

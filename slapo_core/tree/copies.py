@@ -1,4 +1,4 @@
-"""Copy a model so that functions within the copy use its own modules; find what such a function holds."""
+"""Copy a model with the functions that hold its modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     """Copy a model as ``copy.deepcopy``, and with it the functions that hold its modules.
 
     ``deepcopy`` shares functions, so that a ``forward`` set on a module, or a hook, whose closure, defaults or globals
-    hold modules of the model would go on to call those of the original.
+    hold modules of the model would go on to call the modules of the original.
 
     Args:
         model: only read.

@@ -18,8 +18,8 @@ from slapo_core.tree.index import full_name
 from slapo_core.tree.journal import (
     AddHook,
     AddModule,
-    Annotate,
-    Entry,
+    AnnotateParameter,
+    JournalEntry,
     ReplaceModule,
     SetAttribute,
     SetForward,
@@ -61,7 +61,7 @@ class Edit:
         self._tree = tree
         self._after_edit = after_edit
         self._open = True
-        self.entries: list[Entry] = []
+        self.entries: list[JournalEntry] = []
         self._paths: list[str] = []  # of the nodes that the entries change
         self.notes: list[str] = []
 
@@ -89,7 +89,7 @@ class Edit:
         old = _slot(node, "buffer", name)
         if isinstance(value, nn.Parameter):
             raise ApplyError(
-                f"buffer '{name}' of '{node.path}' was to become a parameter",
+                f"buffer '{name}' of '{node.path}' cannot be set to an nn.Parameter",
                 path=node.path,
                 hint="pass value.detach()",
             )
@@ -97,7 +97,7 @@ class Edit:
         self._do(node, SetTensor(self._tree, self._sites(node, name, old), old, value, layout))
 
     def set_requires_grad(self, node: Node, name: str, flag: bool) -> None:
-        """Freeze an own parameter or train it, everywhere it is tied, and in the reference model of ``verify``."""
+        """Freeze or train an own parameter, everywhere it is tied, also in ``verify``'s reference model."""
         parameter = _slot(node, "parameter", name)
         if not isinstance(parameter, nn.Parameter):
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and cannot be trained", path=node.path)
@@ -153,7 +153,7 @@ class Edit:
                 self.wrap_forward(node, wrapper, active=any(wrapper is one for one in active))
 
     def add_module(self, node: Node, name: str, module: nn.Module) -> Node:
-        """Give a module another child, for the forward that is set in place of its own to call.
+        """Add a child to a module, for a replaced forward to call.
 
         Args:
             node: the module.
@@ -191,9 +191,9 @@ class Edit:
             function: forward hooks are called with keyword arguments, ``function(module, args, kwargs)`` and
                 ``function(module, args, kwargs, output)``; backward hooks as torch calls them.
             prepend: before the hooks that are there, and not behind them.
-            active: False where it has nothing to do, such as a collective on a mesh of one rank: it is recorded, and
-                ``node.hooks`` gives it, but torch is not told of it, so that it costs nothing. What later steps may do
-                then does not depend on the size of the mesh.
+            active: False where it has nothing to do, e.g. a collective on a mesh of one rank: it is recorded, and
+                ``node.hooks`` gives it, but it is not registered, and costs nothing. So the mesh size does not decide
+                about later steps.
         """
         self._do(node, AddHook(self._tree.calls, node.module, kind, function, prepend, active))
 
@@ -218,12 +218,12 @@ class Edit:
         self._do(node, WrapForward(self._tree.calls, node.module, wrapper, active, inside))
 
     def set_forward(self, node: Node, forward: Forward) -> None:
-        """Run a function in place of the module's forward; what steps wrapped around the forward stays around it.
+        """Replace the module's forward by a function; the steps' wrappers stay around it.
 
         Args:
             node: the module.
             forward: takes the module first, and holds no module, so that a deep copy of the model runs on itself. A
-                :class:`~slapo_core.tree.forward.ReplacedForward` is told what later steps change below the module.
+                :class:`~slapo_core.tree.forward.ReplacedForward` follows later changes below the module.
         """
         self._do(node, SetForward(self._tree.calls, node.module, forward))
 
@@ -260,14 +260,14 @@ class Edit:
             raise ApplyError(f"parameter '{name}' of '{node.path}' is None and carries no attributes", path=node.path)
         if hasattr(torch.Tensor, key):
             raise ApplyError(
-                f"'{key}' is an attribute of every tensor, and no annotation of '{name}' of '{node.path}'",
+                f"'{key}' is an attribute of every tensor: it cannot annotate '{name}' of '{node.path}'",
                 path=node.path,
                 hint="use another key, or edit.set_requires_grad" if key == "requires_grad" else "use another key",
             )
-        self._do(node, Annotate(parameter, name, key, value))
+        self._do(node, AnnotateParameter(parameter, name, key, value))
 
     def note(self, text: str) -> None:
-        """Say why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
+        """Note why nothing was changed, e.g. ``"mesh_dim 'tp' has one rank"``; shown by ``explain``."""
         self.notes.append(text)
 
     # -- for the transaction ----------------------------------------------------------------------------------
@@ -288,14 +288,14 @@ class Edit:
                 left.append(f"'{path}': {entry.describe()} ({type(error).__name__}: {error})")
         if left:
             raise UndoError(
-                f"{len(left)} of its {count} edits could not be taken back, so that the model is not as before: "
+                f"{len(left)} of its {count} edits could not be undone, and the model is not as before: "
                 + "; ".join(left),
                 hint="make a fresh model: sch.undo() takes back earlier steps, and not these edits",
             )
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Undo the edits made so far during a ``with`` block, in which no other is made."""
+        """Undo the edits made so far during a ``with`` block without edits."""
         done, was_open = list(zip(self._paths, self.entries, strict=True)), self._open
         self.entries, self._paths, self._open = [], [], False
         count = len(done)
@@ -317,9 +317,9 @@ class Edit:
                 self._paths.append(path)
             self._open = was_open
             if left:
-                raise UndoError(f"{len(left)} of {len(done)} edits could not be made again: " + "; ".join(left))
+                raise UndoError(f"{len(left)} of {len(done)} edits could not be redone: " + "; ".join(left))
 
-    def close(self) -> list[Entry]:
+    def close(self) -> list[JournalEntry]:
         """End the edit and return its entries."""
         self._open = False
         return self.entries
@@ -338,7 +338,7 @@ class Edit:
         ]
         return (*described, *self.notes)
 
-    def _do(self, node: Node, entry: Entry) -> None:
+    def _do(self, node: Node, entry: JournalEntry) -> None:
         if not self._open:
             raise ApplyError(
                 "this edit is over: its primitive has been applied or rolled back",
@@ -351,7 +351,7 @@ class Edit:
             self._after_edit(len(self.entries))
 
     def follow(self, first: int) -> None:
-        """Tell the forwards that steps set above the modules changed since edit ``first``.
+        """Report the changes since edit ``first`` to the replaced forwards above them.
 
         Raises:
             ApplyError: one of them cannot take up the change.
@@ -377,7 +377,7 @@ class Edit:
                     forward.take_up(change, self._tree.node(above), self)
 
     def _keep_hooks(self, node: Node, name: str, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Refuse to lose hooks registered on ``old``: only a tensor of its shape takes them over."""
+        """Refuse to drop the hooks of a tensor: only a new tensor of its shape takes them over."""
         lost = gradient_hooks(old, but=new)
         if old is None or old is new or not lost:
             return
@@ -394,7 +394,7 @@ class Edit:
             f"'{full}' of shape {tuple(old.shape)} has hooks ({', '.join(lost)}), and this step {what}: they would be "
             "lost",
             path=node.path,
-            hint="remove them before the step, and register them after it on what stands there then",
+            hint="remove them before the step, and register them again after it",
         )
 
     def _sites(self, node: Node, name: str, old: torch.Tensor | None) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""Steps around the calls of modules: `Calls` (all), `ModuleForward` (those of this mesh), `ReplacedForward`."""
+"""Steps around calls of modules: `CallTable` has all, `ModuleForward` those active, and `ReplacedForward`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_core.errors import SerializationError
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORWARD",
-    "CallChange",
-    "Calls",
+    "AppliedWrapper",
+    "CallTable",
     "ChangeBelow",
+    "HookOrWrapper",
     "ModuleForward",
     "ReplacedForward",
-    "Wrapping",
     "overrides_of_call",
 ]
 
@@ -43,18 +42,18 @@ _NO_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
-class CallChange:
-    """A hook, or a wrapper around the forward; two with the same function are two."""
+class HookOrWrapper:
+    """A hook, or a wrapper around the forward, compared by identity."""
 
     kind: HookKind | Literal["wrapper"]
     function: Callable[..., Any]
 
 
-class Calls:
-    """Made with the tree, written by journal entries.
+class CallTable:
+    """Hooks, forward wrappers and state that steps put on modules, by module identity.
 
-    Kept by the module's identity and not on the module: what does not run on this mesh leaves no trace there. A module
-    that has no other reference is forgotten.
+    Written by journal entries only, and not kept on the modules: a step that is inactive on this mesh leaves no trace
+    there. A module without another reference is forgotten.
     """
 
     def __init__(self) -> None:
@@ -62,20 +61,20 @@ class Calls:
         self._state: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def wrappers(self, module: nn.Module) -> tuple[Callable[[Forward], Forward], ...]:
-        """The wrappers around the module's forward, innermost first."""
+        """Return the wrappers around the module's forward, innermost first."""
         return tuple(change.function for change in self._of(module) if change.kind == "wrapper")
 
     def hooks(self, module: nn.Module) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
-        """The module's hooks; those of one kind in the order in which they run."""
+        """Return the module's hooks, each kind in the order of the calls."""
         return tuple((change.kind, change.function) for change in self._of(module) if change.kind != "wrapper")
 
-    def of_copies(self, copies: Mapping[nn.Module, nn.Module]) -> Calls:
+    def of_copies(self, copies: Mapping[nn.Module, nn.Module]) -> CallTable:
         """Make the same record for copies of modules.
 
         Args:
             copies: module -> its copy.
         """
-        calls = Calls()
+        calls = CallTable()
         for module, copied in copies.items():
             if module in self._changes:
                 calls._changes[copied] = list(self._of(module))
@@ -83,11 +82,11 @@ class Calls:
                 calls._state[copied] = self.state(module)
         return calls
 
-    def add(self, module: nn.Module, change: CallChange, *, first: bool = False) -> None:
+    def add(self, module: nn.Module, change: HookOrWrapper, *, first: bool = False) -> None:
         changes = self._changes.setdefault(module, [])
         changes.insert(0 if first else len(changes), change)
 
-    def remove(self, module: nn.Module, change: CallChange) -> None:
+    def remove(self, module: nn.Module, change: HookOrWrapper) -> None:
         """Remove a change, if present."""
         left = [one for one in self._of(module) if one is not change]
         if left:
@@ -96,7 +95,7 @@ class Calls:
             self._changes.pop(module, None)
 
     def exchange_hooks(self, module: nn.Module, other: nn.Module) -> None:
-        """Exchange what is noted of the hooks of two modules."""
+        """Exchange the recorded hooks of two modules."""
         noted = self._of(module), self._of(other)
         for one, (own, others) in zip((module, other), (noted, noted[::-1]), strict=True):
             changes = [each for each in own if each.kind == "wrapper"]
@@ -112,7 +111,7 @@ class Calls:
         return len(self._state) > 0
 
     def state(self, module: nn.Module) -> Mapping[str, Any]:
-        """Return what steps keep for the module, by key; under ``FORWARD`` what they set in place of its forward."""
+        """Return the steps' state of the module by key; under ``FORWARD`` a replaced forward."""
         found: Mapping[str, Any] = self._state.get(module, _NO_STATE)
         return found
 
@@ -128,14 +127,14 @@ class Calls:
             self._state.pop(module, None)
         return before
 
-    def _of(self, module: nn.Module) -> list[CallChange]:
-        changes: list[CallChange] = self._changes.get(module, [])
+    def _of(self, module: nn.Module) -> list[HookOrWrapper]:
+        changes: list[HookOrWrapper] = self._changes.get(module, [])
         return changes
 
 
 @dataclass(frozen=True)
 class ChangeBelow:
-    """What a step changed at one module.
+    """A step's changes at one module.
 
     Args:
         path: of the module.
@@ -157,7 +156,7 @@ class ChangeBelow:
 
 
 class ReplacedForward(ABC):
-    """A forward for ``edit.set_forward`` that depends on the modules below it: it is told when steps change them."""
+    """A forward for ``edit.set_forward`` that depends on the modules below it and follows their changes."""
 
     @abstractmethod
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +171,7 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def take_up(self, change: ChangeBelow, node: Node, edit: Edit) -> None:
-        """Take up the change of a module below, at the end of the step that made it.
+        """Follow a change of a module below, at the end of its step.
 
         Args:
             change: what the step changed.
@@ -185,10 +184,10 @@ class ReplacedForward(ABC):
 
 
 class _Nothing:
-    """Marks that a module had no forward of its own; a class, the same one in copies and pickles."""
+    """Marks a module without a forward of its own; a class, which copies and pickles share."""
 
 
-class Wrapping:
+class AppliedWrapper:
     """One wrapper, and its result for the wrapped forward.
 
     Args:
@@ -233,7 +232,7 @@ class ModuleForward:
     _module: nn.Module
     _own: Any  # set on the instance, or _Nothing
     _base: Callable[..., Any] | None
-    _wrappings: list[Wrapping]
+    _wrappings: list[AppliedWrapper]
     _bottom: Forward
     _function: Forward
 
@@ -243,7 +242,7 @@ class ModuleForward:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleForward:
-        """Return the one of ``module``, or a new one around its forward, not installed yet."""
+        """Return the module's own, or a new one around its forward, not installed yet."""
         present = module.__dict__.get("forward")
         return present if isinstance(present, cls) and present._module is module else cls(module)
 
@@ -286,17 +285,17 @@ class ModuleForward:
         """Whether the module's ``__dict__`` holds this object's forward, not one set meanwhile."""
         return self._module.__dict__.get("forward", _Nothing) is (self._own if self._is_idle else self)
 
-    def add(self, wrapping: Wrapping, *, inside: bool = False) -> None:
+    def add(self, wrapping: AppliedWrapper, *, inside: bool = False) -> None:
         """Put ``wrapping`` around everything, or within everything that is around the base."""
         self._change([wrapping, *self._wrappings] if inside else [*self._wrappings, wrapping], self._base)
 
-    def remove(self, wrapping: Wrapping) -> None:
+    def remove(self, wrapping: AppliedWrapper) -> None:
         """Remove ``wrapping``, if present."""
         self._change([one for one in self._wrappings if one is not wrapping], self._base)
 
     def exchange_wrappers(self, wrappers: Sequence[Callable[[Forward], Forward]]) -> None:
         """Replace all wrappers, innermost first; undo does not know the new ones."""
-        self._change([Wrapping(wrapper) for wrapper in wrappers], self._base)
+        self._change([AppliedWrapper(wrapper) for wrapper in wrappers], self._base)
 
     def set_base(self, base: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Put the wrappings around another base.
@@ -316,7 +315,7 @@ class ModuleForward:
     def _is_idle(self) -> bool:
         return not self._wrappings and self._base is (None if self._own is _Nothing else self._own)
 
-    def _change(self, wrappings: Sequence[Wrapping], base: Callable[..., Any] | None) -> None:
+    def _change(self, wrappings: Sequence[AppliedWrapper], base: Callable[..., Any] | None) -> None:
         is_in_place = self.is_in_place
         bottom, function = self._composed(wrappings, base)  # first of all: a wrapper may raise
         self._wrappings[:] = wrappings
@@ -331,8 +330,10 @@ class ModuleForward:
         else:
             instance["forward"] = self._own
 
-    def _composed(self, wrappings: Sequence[Wrapping], base: Callable[..., Any] | None) -> tuple[Forward, Forward]:
-        """The base as a function that takes the module first, and the wrappings around it."""
+    def _composed(
+        self, wrappings: Sequence[AppliedWrapper], base: Callable[..., Any] | None
+    ) -> tuple[Forward, Forward]:
+        """Compose the base, as a function that takes the module first, and the wrappings around it."""
         if base is None:
             bottom: Forward = type(self._module).forward
         else:
@@ -407,13 +408,13 @@ class ModuleForward:
         wrappers: Sequence[Callable[[Forward], Forward]],
     ) -> None:
         self._module, self._own, self._base = module, own, base
-        self._wrappings = [Wrapping(wrapper) for wrapper in wrappers]
+        self._wrappings = [AppliedWrapper(wrapper) for wrapper in wrappers]
         self._bottom = _taking_the_module(module, base) if base is not None else type(module).forward
         self._bottom, self._function = self._composed(self._wrappings, base)
 
 
 def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:
-    """A base as a function of the module and its arguments; it holds this base, so that a copy makes its own."""
+    """Make a base a function that takes the module first."""
     if isinstance(base, MethodType) and base.__self__ is module:
         return base.__func__
 
@@ -430,13 +431,13 @@ def _taking_the_module(module: nn.Module, base: Callable[..., Any]) -> Forward:
 
 
 def _refuse_nameless(wrapper: Callable[..., Any], module: nn.Module) -> None:
-    """Return whether pickle finds a function by its name: at the top level of a module."""
+    """Raise if pickle cannot find a wrapper by its qualified name."""
     while isinstance(wrapper, functools.partial):
         wrapper = wrapper.func
     if isinstance(wrapper, FunctionType) and "<" in wrapper.__qualname__:  # <locals>, <lambda>
         raise SerializationError(
             f"a {type(module).__name__} cannot be pickled: its forward is wrapped by "
-            f"{wrapper.__module__}.{wrapper.__qualname__}, which has no name to be found by again",
+            f"{wrapper.__module__}.{wrapper.__qualname__}, which pickle cannot find by name",
             hint="save the state dict instead; or, in the primitive, give edit.wrap_forward a function that is "
             "defined at the top level of its module, with functools.partial for its arguments",
         )

@@ -1,4 +1,4 @@
-"""An index of a model: paths of modules, places of tied tensors; and modules compared by structure."""
+"""Paths of modules, places of tied tensors, and the structure of modules."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ModuleIndex:
 
 
 class TensorSites:
-    """Where each parameter and buffer object is registered: more than one place means tied.
+    """The places of each parameter and buffer object; several mean tied.
 
     Args:
         index: the modules to look at.
@@ -132,7 +132,7 @@ def full_name(path: str, name: str) -> str:
 
 
 def around(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's own forward and its hooks, to be compared."""
+    """Return a module's own forward and its hooks, for comparison."""
     forward = module.__dict__.get("forward")
     return (getattr(forward, "__func__", forward), *(tuple(hooks.values()) for hooks in call_hooks_of(module)))
 
@@ -168,7 +168,7 @@ def structure(root: nn.Module) -> Any:
             if tensor is None or isinstance(tensor, torch.Tensor)
         ]
         steps: tuple[Any, ...] = ()
-        if path:  # what is around the root runs outside of its graph
+        if path:  # hooks and forward of the root run outside of its graph
             steps = around(module)
         number = numbers.setdefault(id(module), len(numbers))
         found.append((path, type(module), number, module.training, tuple(children), tuple(tensors), steps))
@@ -183,11 +183,11 @@ def _tensor(tensor: torch.Tensor | None, numbers: dict[int, int]) -> tuple[Any, 
 
 
 def made_beforehand(model: nn.Module) -> dict[int, Any]:
-    """Copy what ``deepcopy`` refuses or takes long for.
+    """Copy the attributes that ``deepcopy`` refuses or is slow for.
 
     Tensors that earlier forwards left on modules, without their graphs: a router's ``self.aux_loss``, or the weight
-    that ``nn.utils.weight_norm`` computes before each forward. And containers with nothing in them, of which every
-    module has a dozen.
+    that ``nn.utils.weight_norm`` computes before each forward. And empty containers, of which every module has a
+    dozen.
 
     Returns:
         by the id of the object, for the memo of ``copy.deepcopy``.

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from slapo_core._vocabulary import OnNodes
-from slapo_core.errors import ArgumentError, PathError
+from slapo_core._vocabulary import NodePrimitives
+from slapo_core.errors import ArgumentError, PathError, place
 from slapo_core.layout import Layout
 from slapo_core.observers import goes_around
 from slapo_core.private import buffers_of, children_of, parameters_of
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from slapo_core.layout import Mesh
     from slapo_core.observers import Forward, HookKind
     from slapo_core.primitive import Primitive, Record
-    from slapo_core.tree.selection import Selection
+    from slapo_core.tree.selection import NodeOrGroup
     from slapo_core.tree.tree import Tree
 
 
-class Node(OnNodes):
+class Node(NodePrimitives):
     """One module of the model, addressed by its path.
 
     ``sch["encoder.layer.0"]`` and ``model.get_submodule("encoder.layer.0")`` are the same place, before and after any
@@ -94,7 +94,7 @@ class Node(OnNodes):
 
     @property
     def wrappers(self) -> tuple[Callable[[Forward], Forward], ...]:
-        """What steps wrapped around the module's forward, innermost first, the same on a mesh of any size.
+        """The wrappers of steps around the module's forward, innermost first, the same on a mesh of any size.
 
         Inactive ones, which have nothing to do on this mesh, are among them; a forward that the user set is not.
         """
@@ -102,7 +102,7 @@ class Node(OnNodes):
 
     @property
     def hooks(self) -> tuple[tuple[HookKind, Callable[..., Any]], ...]:
-        """The module's hooks that steps registered, those of one kind in the order in which they run.
+        """The hooks of steps on the module, each kind in the order of the calls.
 
         Inactive ones, which have nothing to do on this mesh, are among them; hooks of the user are not, unless a step
         carried them here from a module that it replaced.
@@ -121,12 +121,12 @@ class Node(OnNodes):
 
     @property
     def forward_is_replaced(self) -> bool:
-        """Whether a step set something in place of the module's forward."""
+        """Whether a step replaced the module's forward."""
         return FORWARD in self.state
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What primitives keep for the module by ``edit.set_state``; what they set as its forward is ``"forward"``."""
+        """The values that primitives keep for the module (``edit.set_state``); ``"forward"``: a forward they set."""
         return self._tree.calls.state(self.module)
 
     @property
@@ -153,7 +153,7 @@ class Node(OnNodes):
 
     @property
     def changed_attributes(self) -> frozenset[str]:
-        """The plain attributes of the module that stands here now which steps have set, e.g. ``{"num_heads"}``."""
+        """The plain attributes of the present module that steps have set, e.g. ``{"num_heads"}``."""
         module = self.module
         return frozenset(name for owner, name in self._tree.attributes if owner is module)
 
@@ -186,9 +186,8 @@ class Node(OnNodes):
             tensor = buffers_of(module).get(name)
         if tensor is None:
             tensors = {**parameters_of(module), **buffers_of(module)}
-            where = f"'{self.path}'" if self.path else "the root"
             raise PathError(
-                f"{where} has no parameter or buffer '{name}'",
+                f"{place(self.path)} has no parameter or buffer '{name}'",
                 path=self.path,
                 hint=f"it has {', '.join(name for name, t in tensors.items() if t is not None) or 'none'}",
             )
@@ -214,7 +213,7 @@ class Node(OnNodes):
             yield module
 
     def plugin(self, kind: str, name: str) -> Any:
-        """What a plugin provides under a name: the class, as the schedule's registry finds and checks it.
+        """Load the class that a plugin provides under a name, through the schedule's registry.
 
         Args:
             kind: e.g. ``"tracers"``.
@@ -247,14 +246,14 @@ class Node(OnNodes):
         ``node.shard("weight", axis=0)`` is short for ``node.apply(Shard("weight", axis=0))``.
 
         Raises:
-            PreconditionError: a rule is broken; the model is reference.
+            PreconditionError: a precondition is not met; the model is unchanged.
             ApplyError: the step failed halfway; the model is as it was before.
             PostconditionError: it took no effect, and was taken back.
             SealedError: the schedule was built or sealed.
         """
         return self._tree.owner.apply_at(self, primitive)  # type: ignore[return-value]
 
-    def __getitem__(self, path: str | int) -> Selection:
+    def __getitem__(self, path: str | int) -> NodeOrGroup:
         """The node at ``path`` below this one, or the group of nodes that a glob selects; ``0`` is the child ``"0"``.
 
         Raises:
@@ -277,7 +276,7 @@ class Node(OnNodes):
             raise ArgumentError(f"a path must be a string (got {path!r})", path=self.path, hint=hint)
         return full_name(self.path, str(path)) if path != "" else self.path
 
-    if not TYPE_CHECKING:  # checkers see those of OnNodes, and that a group is iterated
+    if not TYPE_CHECKING:  # checkers see NodePrimitives, and that a group is iterated
 
         def __iter__(self) -> NoReturn:
             where = f"sch['{self.path}']" if self.path else "sch.root"

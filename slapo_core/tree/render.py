@@ -1,4 +1,4 @@
-"""Schedules and values as text: the tree with repeated layers folded, what each step changed, values as facts."""
+"""Schedules as text: the tree with folded layers, and each step's changes; values as text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slapo_core.errors import place
 from slapo_core.layout import Layout
-from slapo_core.primitive import Record
 from slapo_core.private import children_of, parameters_of
 from slapo_core.tree.index import full_name, shape_of
 
@@ -147,7 +147,7 @@ def explain_records(records: Sequence[Record]) -> str:
 
 def _where(paths: list[str]) -> str:
     if len(paths) == 1:
-        return f"'{paths[0]}'" if paths[0] else "the root"
+        return place(paths[0])
     levels = list(zip(*(path.split(".") for path in paths), strict=True))
     shown = []
     count = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from slapo_core._vocabulary import OnNodes
+from slapo_core._vocabulary import NodePrimitives
 from slapo_core.errors import PathError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def is_glob(path: str) -> bool:
 
 
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Yield the ``paths`` that ``pattern`` matches; the root matches ``**`` only."""
+    """Return the paths that ``pattern`` matches; only ``**`` matches the root."""
     accept = _compile(pattern).fullmatch
     return [path for path in paths if accept(path) and (path or pattern == "**")]
 
@@ -57,7 +57,7 @@ def _translate(level: str) -> Iterator[str]:
 
 
 def refuse_number_ranges(pattern: str) -> None:
-    """Refuse ``[0-11]``, which in a glob is one character out of 0, 1: certainly not what was meant.
+    """Refuse ``[0-11]``, in a glob a set of the characters 0 and 1.
 
     Raises:
         PathError: a set of characters that is a range of numbers, or runs backwards.
@@ -81,12 +81,12 @@ def refuse_number_ranges(pattern: str) -> None:
 
 
 def is_regular_expression(text: str) -> bool:
-    """Return whether ``text`` has characters of regular expressions that no path, glob or name has."""
+    """Return whether ``text`` has characters that only regular expressions have."""
     return any(character in text for character in "\\()|^$+")
 
 
 def meant_as_regular_expression(text: str, paths: Iterable[str]) -> str | None:
-    """Return the glob in place of a regular expression over paths, for a hint; None if ``text`` is not one.
+    """Return a glob in place of a regular expression, for a hint; None for other text.
 
     Args:
         text: that matches nothing as a glob.
@@ -129,7 +129,7 @@ def _as_glob(text: str, some: str) -> Iterator[str]:
             yield made[str(kind)]
 
 
-def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:
+def close_paths(path: str, paths: Iterable[str], *, limit: int = 3) -> list[str]:
     """Return close matches of a mistyped ``path``, best first.
 
     The longest prefix that exists is kept, so that ``encoder.layer.0.atention`` is compared with the children of
@@ -147,15 +147,15 @@ def close_matches(path: str, paths: Iterable[str], *, limit: int = 3) -> list[st
         found = difflib.get_close_matches(".".join(levels[: depth + 1]), siblings, n=limit, cutoff=0.6)
         if found:
             rest = ".".join(levels[depth + 1 :])
-            whole = [f"{hit}.{rest}" for hit in found if rest and f"{hit}.{rest}" in members]
-            return whole or found
+            complete = [f"{hit}.{rest}" for hit in found if rest and f"{hit}.{rest}" in members]
+            return complete or found
         break
     tails = [p for p in known if p and p.rpartition(".")[2] == levels[-1]]
     return tails[:limit] or difflib.get_close_matches(path, known, n=limit, cutoff=0.5)
 
 
 def close_patterns(pattern: str, paths: Iterable[str]) -> str | None:
-    """Suggest what a glob without a match may mean: the first level that matches nothing, corrected, or the choices."""
+    """Suggest a correction of a glob without a match, or list the names at its first wrong level."""
     known, levels = list(paths), pattern.split(".")
     indexed = re.sub(r"\[(\d+)\]", r".\1", pattern)
     if indexed in known:
@@ -178,7 +178,7 @@ def close_patterns(pattern: str, paths: Iterable[str]) -> str | None:
     return None
 
 
-class NodeGroup(OnNodes):
+class NodeGroup(NodePrimitives):
     """Nodes in the model's order; ``group.checkpoint()`` applies to each, all or none.
 
     Args:
@@ -206,7 +206,7 @@ class NodeGroup(OnNodes):
     @overload
     def __getitem__(self, key: slice | str) -> NodeGroup: ...
     def __getitem__(self, key: int | slice | str) -> Node | NodeGroup:
-        """Return a node by position, a sub-group by slice, or the nodes at a path below every node."""
+        """Return a node by position, a sub-group by slice, or the nodes at a path below each."""
         if isinstance(key, int):
             return self.nodes[key]
         if isinstance(key, slice):
@@ -237,7 +237,7 @@ class NodeGroup(OnNodes):
             )
         return NodeGroup(tuple(found.values()), f"{self.pattern}.{key}")
 
-    if not TYPE_CHECKING:  # checkers see those of OnNodes
+    if not TYPE_CHECKING:  # checkers see NodePrimitives
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             if name.startswith("_"):
@@ -253,7 +253,7 @@ class NodeGroup(OnNodes):
 
 if TYPE_CHECKING:
 
-    class Selection(Node, NodeGroup):
+    class NodeOrGroup(Node, NodeGroup):
         """The type of ``sch[...]``: a node for a path, a group for a glob.
 
         A type checker cannot tell which, so this type has the members of both.
@@ -264,5 +264,5 @@ if TYPE_CHECKING:
         @overload
         def __getitem__(self, key: slice) -> NodeGroup: ...
         @overload
-        def __getitem__(self, key: str) -> Selection: ...
+        def __getitem__(self, key: str) -> NodeOrGroup: ...
         def __getitem__(self, key: Any) -> Any: ...

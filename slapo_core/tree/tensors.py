@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TensorTable:
-    """Made with the tree; written by journal entries only.
+    """Reference name and layout of every tensor, by tensor identity; written by journal entries only.
 
     Args:
         tree: whose tensors these are.
@@ -106,7 +106,7 @@ class TensorTable:
         return table
 
     def replicated(self, mesh_dim: str) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers, by full name, of which all ranks along ``mesh_dim`` hold a replica."""
+        """Return the parameters and persistent buffers with replicas along ``mesh_dim``, by full name."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for path, name, tensor in _live(self._tree):
             if not self.is_known(tensor):
@@ -160,7 +160,7 @@ class TensorTable:
             self._modules[id(module)] = (module, full_name(path, name) if name else path)
 
     def check_unchanged(self) -> None:
-        """Refuse a model whose modules were replaced, added or resized outside of the schedule since its first step.
+        """Refuse modules replaced, added or resized outside of the schedule since its first step.
 
         Wrappers that hold the same tensors are fine. Without steps the model is looked at again.
 
@@ -226,7 +226,7 @@ def _identities(root: nn.Module) -> dict[str, int]:
 
 
 def _own(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of a module, without those of its children."""
+    """Return the parameters and buffers of a module, without its children's."""
     tables = (parameters_of(module), buffers_of(module))
     return (tensor for table in tables for tensor in table.values() if tensor is not None)
 

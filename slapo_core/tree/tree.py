@@ -8,12 +8,12 @@ from torch import nn
 
 from slapo_core.errors import ApplyError, ArgumentError, PathError, StaleError
 from slapo_core.private import children_of
-from slapo_core.tree.forward import Calls
+from slapo_core.tree.forward import CallTable
 from slapo_core.tree.index import ModuleIndex, TensorSites
 from slapo_core.tree.node import Node
 from slapo_core.tree.selection import (
     NodeGroup,
-    close_matches,
+    close_paths,
     close_patterns,
     is_glob,
     matching,
@@ -46,7 +46,7 @@ class Tree:
         self._former_sites: TensorSites | None = None
         self._nodes: dict[str, Node] = {}
         self.tensors = TensorTable(self)
-        self.calls = Calls()
+        self.calls = CallTable()
         self.open_edit: Edit | None = None  # of the primitive that is being applied
         self.attributes: list[tuple[nn.Module, str]] = []  # those that steps have set, on the modules that they saw
 
@@ -69,7 +69,7 @@ class Tree:
         self._index = self._sites = None
 
     def forget_former_tensors(self) -> None:
-        """Look at the tensors of the model again, and let go of those that were replaced."""
+        """Index the tensors of the model again, and drop the replaced ones."""
         self._former_sites = None
         if self._sites is not None:
             self._sites = TensorSites(self.index)
@@ -155,7 +155,7 @@ class Tree:
             raise ApplyError(
                 f"the module '{path}' is gone: an earlier edit of the same primitive replaced '{removal.path}'",
                 path=path,
-                hint=f"edit it before '{removal.path}' is replaced, or edit what stands there now",
+                hint=f"edit it before '{removal.path}' is replaced, or edit the new module",
             )
         record = self.owner.removal_of(path)
         reason = (
@@ -182,8 +182,8 @@ class Tree:
         tree.attributes = [(copies[module], name) for module, name in self.attributes if module in copies]
         return tree
 
-    def look_again_if_changed(self, node: Node) -> None:
-        """Notice modules added or removed outside of the schedule: never change one that is gone."""
+    def reindex_if_moved(self, node: Node) -> None:
+        """Forget the index if a module at or above ``node`` was replaced outside of the schedule."""
         if self._walk_to(node.path) is not self.index.modules.get(node.path):
             self.structure_changed()
 
@@ -204,9 +204,9 @@ class Tree:
         record = self.owner.removal_of(path)
         if record is not None:
             raise PathError(
-                f"the model has no module '{path}' any more: step {record}, at {record.location}, removed it",
+                f"module '{path}' was removed by step {record}, at {record.location}",
                 path=path,
-                hint=f"address what stands at '{record.path}' now, or sch.undo(to={record.index - 1})",
+                hint=f"address the new module at '{record.path}', or sch.undo(to={record.index - 1})",
             )
         self._refuse_regular_expression(path)
         raise PathError(f"the model has no module '{path}'", path=path, hint=self._suggest(path))
@@ -219,7 +219,7 @@ class Tree:
             )
 
     def _suggest(self, path: str) -> str:
-        found = close_matches(path, self.index.modules)
+        found = close_paths(path, self.index.modules)
         if not found:
             return "print(sch) shows the tree"
         return "did you mean " + " or ".join(f"sch['{match}']" for match in found) + "?"

@@ -134,29 +134,26 @@ def test_a_fact_of_a_plugin_is_no_problem(fake_distributions: FakeEnvironment) -
     assert report["problems"] == [{"message": "sick-slapo: the network is slow", "hint": "pip install fast-network"}]
 
 
-ADVICE = 'yield slapo_core.Problem("the problem", hint="the command that fixes it")'
-
-
 @pytest.mark.parametrize(
-    ("answer", "got", "hint"),
+    ("answer", "got"),
     [
-        ("'no network'", "'no network'", "yield slapo_core.Problem('no network')"),
-        ("['no network']", "'no network'", "yield slapo_core.Problem('no network')"),
-        ("iter([Fact('network', 'eth0'), 'slow'])", "'slow'", "yield slapo_core.Problem('slow')"),
-        ("5", "5", ADVICE),
-        ("[None]", "None", ADVICE),
-        ("{'network': 'eth0'}", "{'network': 'eth0'}", ADVICE),
+        ("'no network'", "'no network'"),
+        ("['no network']", "'no network'"),
+        ("iter([Fact('network', 'eth0'), 'slow'])", "'slow'"),
+        ("5", "5"),
+        ("[None]", "None"),
+        ("{'network': 'eth0'}", "{'network': 'eth0'}"),
     ],
 )
-def test_an_answer_that_is_neither_fact_nor_problem_shows_the_line_to_write(
-    fake_distributions: FakeEnvironment, answer: str, got: str, hint: str, message: Messages
+def test_doctor_answer_of_another_class_is_refused_with_the_correct_line(
+    fake_distributions: FakeEnvironment, answer: str, got: str, message: Messages
 ) -> None:
     source = f"from slapo_core import Fact\n@hookimpl\ndef slapo_doctor():\n    return {answer}\n"
     fake_distributions.install(with_hooks("odd-slapo", source))
     report = diagnose(fake_distributions.registry(core="0.1.0"), ask=("odd-slapo",))
     (problem,) = report.problems
     message(problem.message, "slapo_doctor of odd-slapo", f"got {got}")
-    assert problem.hint == hint
+    assert problem.hint == 'yield slapo_core.Problem("the problem", hint="the command that fixes it")'
     assert Fact("odd-slapo: network", "eth0") not in report.facts
 
 

@@ -18,7 +18,7 @@ from tests.messages import Messages
 from tests.support.edits import Call
 
 
-class Stubborn(journal.Entry):
+class Stubborn(journal.JournalEntry):
     """An edit that fails where it is told to."""
 
     def __init__(self, *fails: str) -> None:
@@ -38,7 +38,7 @@ class Stubborn(journal.Entry):
             raise RuntimeError("not today")
 
 
-def _change(*edits: journal.Entry, error: Exception | None = None) -> Call:
+def _change(*edits: journal.JournalEntry, error: Exception | None = None) -> Call:
     """Change the weights of two layers, with ``edits`` between, and raise ``error``."""
 
     def apply(node: slapo.Node, edit: slapo.Edit) -> None:
@@ -74,7 +74,7 @@ def test_rollback_takes_back_what_it_can_and_names_the_rest(sch: slapo.Schedule,
     sch.apply(_change())
 
 
-def test_a_step_that_cannot_be_undone_stays_in_force_whole(sch: slapo.Schedule, message: Messages) -> None:
+def test_step_that_cannot_be_undone_stays_in_force(sch: slapo.Schedule, message: Messages) -> None:
     before, stubborn = ModelSnapshot(sch.model), Stubborn("undo")
     sch.apply(_change(stubborn))
     sch["1"].annotate("weight", "key", 1)
@@ -92,7 +92,7 @@ def test_a_step_that_can_be_neither_undone_nor_put_back_says_so(sch: slapo.Sched
     late = Stubborn()
     sch.apply(_change(Stubborn("undo"), late))
     late.fails = ("redo",)
-    message(_error(sch.undo), "half in force", "undo failed", "a stubborn edit", "fresh model")
+    message(_error(sch.undo), "partly in force", "undo failed", "a stubborn edit", "fresh model")
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -126,7 +126,7 @@ def test_edits_that_cannot_be_made_again_after_the_reference_are_named(sch: slap
         with node.schedule.reference():
             stubborn.fails = ("redo",)
 
-    message(_error(lambda: sch.apply(Call(apply))), "1 of 3 edits could not be made again", "a stubborn edit")
+    message(_error(lambda: sch.apply(Call(apply))), "1 of 3 edits could not be redone", "a stubborn edit")
     assert_bit_identical(before, sch.model)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_core.tree.forward import ModuleForward, Wrapping
+from slapo_core.tree.forward import AppliedWrapper, ModuleForward
 from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.support.edits import Call
 
@@ -212,7 +212,7 @@ def test_forward_that_the_user_takes_away_stays_away() -> None:
     assert "forward" not in model[0].__dict__
 
 
-def test_in_any_order_of_steps_and_forwards_of_the_user_the_last_one_he_set_is_there_at_the_end() -> None:
+def test_last_forward_of_the_user_survives_any_order_of_steps() -> None:
     for seed in range(150):
         draw, model = random.Random(seed), _model(random.Random(seed).choice([None, *OWN]))
         module, sch = model[0], slapo.create_schedule(model)
@@ -283,11 +283,13 @@ def test_a_saved_model_comes_back_on_itself_whatever_forward_the_user_had_set(ow
     assert _ran(model) == -20
 
 
-def test_every_wrapper_must_be_one_that_pickle_finds_again() -> None:
+def test_pickle_refuses_a_wrapper_without_a_qualified_name() -> None:
     model = _model()
     sch = slapo.create_schedule(model)
     _wrap(sch, lambda forward: forward, _plus(1))
-    with pytest.raises(slapo.SerializationError, match=r"wrapped by tests\.core\.test_forwards\.test_every.*<lambda>"):
+    with pytest.raises(
+        slapo.SerializationError, match=r"wrapped by tests\.core\.test_forwards\.test_pickle_refuses.*<lambda>"
+    ):
         pickle.dumps(model)
     sch.undo(to=0)
     _wrap(sch, _plus(1))
@@ -338,7 +340,7 @@ def test_verify_agrees_on_a_sound_schedule_around_a_forward_of_the_user() -> Non
 # -- like a bound method --------------------------------------------------------------------------------------------
 
 
-def test_signature_is_that_of_what_is_wrapped() -> None:
+def test_wrapped_forward_has_the_signature_of_its_base() -> None:
     for own, text in ((None, "(x: 'torch.Tensor')"), ("partial", "(x: 'torch.Tensor', *, times: 'float' = 1.0)")):
         model = _model(own)
         _wrap(slapo.create_schedule(model), _plus(1), _plus(2))
@@ -350,7 +352,7 @@ def test_signature_is_that_of_what_is_wrapped() -> None:
 
 
 @pytest.mark.parametrize("own", [None, "partial", "method of the module"])
-def test_a_wrapped_model_compiles_whole_and_again_after_undo(own: str | None) -> None:
+def test_wrapped_model_compiles_in_one_graph_and_again_after_undo(own: str | None) -> None:
     model, x = _model(own), torch.randn(3)
     sch = slapo.create_schedule(model)
     _wrap(sch, _plus(1), _times(10))
@@ -409,7 +411,7 @@ def test_a_base_of_its_own_stays_when_the_last_wrapper_goes() -> None:
     sch.undo()
     assert _ran(model) == 100
     with pytest.raises(ZeroDivisionError):
-        forward.add(Wrapping(lambda inner: 1 / 0))
+        forward.add(AppliedWrapper(lambda inner: 1 / 0))
     assert _ran(model) == 100
     forward.set_base(None)
     assert_bit_identical(before, model)

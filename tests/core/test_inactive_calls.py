@@ -78,7 +78,7 @@ def _schedule(size: int, model: nn.Module | None = None) -> slapo.Schedule:
 # -- what is there, and what is not ---------------------------------------------------------------------------------
 
 
-def test_what_is_inactive_leaves_no_trace_on_the_module_and_never_runs() -> None:
+def test_inactive_hooks_and_wrappers_leave_no_trace_and_never_run() -> None:
     model, x = MLP(), torch.randn(2, 8)
     before, expected = ModelSnapshot(model), model(x)
     sch = _schedule(1, model)
@@ -135,7 +135,7 @@ def test_a_step_that_fails_leaves_no_hook_or_wrapper_behind(size: int) -> None:
         assert_bit_identical(before, sch.model)
 
 
-def test_explain_says_what_is_inactive() -> None:
+def test_explain_marks_inactive_calls() -> None:
     sch = _schedule(1)
     sch["head"].apply(Collective())
     assert sch.records[0].effects == (
@@ -154,7 +154,7 @@ def test_explain_says_what_is_inactive() -> None:
 
 
 @pytest.mark.usefixtures("isolated_registry")
-def test_replay_on_another_mesh_makes_active_what_was_not() -> None:
+def test_replay_on_a_larger_mesh_activates_calls() -> None:
     slapo.register_primitive()(Collective)
     sch = _schedule(1)
     sch["head"].collective()
@@ -165,7 +165,7 @@ def test_replay_on_another_mesh_makes_active_what_was_not() -> None:
         assert ("forward" in again["head"].module.__dict__) == bool(count)
 
 
-def test_copies_of_a_model_with_inactive_calls_are_whole() -> None:
+def test_copies_keep_inactive_calls() -> None:
     model, x = MLP(), torch.randn(2, 8)
     sch = _schedule(1, model)
     sch["head"].apply(Collective())
@@ -236,8 +236,8 @@ def test_hooks_and_forwards_below_are_never_lost_silently(size: int, message: Me
     text = _refusal(lambda: sch["0"].replace(Block(4)))
     message(
         text,
-        "'0.conv1' has 1 hooks, set by #1 hook(",
-        "'0.bn1' has 2 hooks, set by #2 collective()",
+        "drop hooks of '0.conv1' (1 set by #1 hook(",
+        "drop hooks of '0.bn1' (2 set by #2 collective()",
         "the forward of '0.bn1'",
     )
     sch["0.conv1"].module.register_forward_hook(lambda *_: None)
@@ -257,7 +257,7 @@ def test_a_forward_or_hooks_that_no_step_set_are_the_users(message: Messages) ->
     model[0].conv1.forward = functools.partial(nn.Conv2d.forward, model[0].conv1)
     model[0].conv1.register_forward_hook(lambda *_: None)
     text = _refusal(lambda: sch["0"].replace(Block(4)))
-    message(text, "the forward of '0.conv1'", "'0.conv1' has 1 hooks, set outside")
+    message(text, "the forward of '0.conv1'", "drop hooks of '0.conv1' (1 set outside")
 
 
 @SIZES

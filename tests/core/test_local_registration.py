@@ -91,7 +91,7 @@ def test_a_class_that_is_no_primitive_is_refused(isolated_registry: Registry) ->
         isolated_registry.register(Thing)
 
 
-def test_what_one_registry_learns_no_other_knows(isolated_registry: Registry) -> None:
+def test_registries_do_not_share_registrations(isolated_registry: Registry) -> None:
     isolated_registry.register(make("my.freeze"))
     with use_registry(Registry.discover(environ={})) as other:
         assert current_registry() is other

@@ -94,11 +94,12 @@ def test_value_does_not_follow_what_it_was_made_of() -> None:
 
 def test_equality_hash_repr_and_str() -> None:
     assert Annotate("weight", "k", 1) == Annotate("weight", "k", 1) != Annotate("weight", "k", 2)
-    assert len({Checkpoint(), Checkpoint(True), Checkpoint(False)}) == 2
+    plain = Checkpoint(preserve_rng_state=False)
+    assert len({Checkpoint(), Checkpoint(preserve_rng_state=True), plain}) == 2
     assert Checkpoint() != Typed("a")
     assert repr(Checkpoint()) == "Checkpoint(match=None, preserve_rng_state=True)"
     assert str(Checkpoint()) == "checkpoint()"
-    assert str(Checkpoint(False)) == "checkpoint(preserve_rng_state=False)"
+    assert str(plain) == "checkpoint(preserve_rng_state=False)"
     assert str(Typed("w", axis=1)) == "typed('w', axis=1)"
     assert str(Typed("w", axis=True)) == "typed('w', axis=True)"
     assert str(Replace(nn.Sequential(nn.ReLU()))) == "replace(Sequential(...))"
@@ -175,7 +176,7 @@ class Promiseless(slapo.Primitive):
     [
         (Mutable, "class Mutable"),
         (Bare, "class Bare"),
-        (Nameless, "no name"),
+        (Nameless, "Nameless.name must be a string"),
         (Promiseless, "Equivalence.EXACT"),
     ],
 )

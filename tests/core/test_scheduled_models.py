@@ -99,7 +99,7 @@ def test_of_two_schedules_of_a_model_only_one_takes_steps(message: Messages) -> 
         first["1"].apply(Halve())
 
 
-def test_a_part_of_a_scheduled_model_and_what_contains_one_are_refused(message: Messages) -> None:
+def test_submodule_and_container_of_a_scheduled_model_are_refused(message: Messages) -> None:
     model, part = nn.Sequential(two_layers(), nn.ReLU()), nn.Sequential(nn.Linear(4, 4))
     inner, whole, other = slapo.create_schedule(model[0]), slapo.create_schedule(model), slapo.create_schedule(part)
     whole["0.1"].apply(Halve())
@@ -108,7 +108,7 @@ def test_a_part_of_a_scheduled_model_and_what_contains_one_are_refused(message: 
         with pytest.raises(slapo.ArgumentError) as refused:
             use()
         told.add(str(refused.value))
-    message(*told, "is '0' of a Sequential", "through the whole")
+    message(*told, "is '0' of a Sequential", "reaches it: sch")
     whole.undo()
     inner["0"].apply(Halve())
     told.clear()
@@ -116,7 +116,7 @@ def test_a_part_of_a_scheduled_model_and_what_contains_one_are_refused(message: 
         with pytest.raises(slapo.ArgumentError) as refused:
             use()
         told.add(str(refused.value))
-    message(*told, "'0' of this Sequential", "through the whole")
+    message(*told, "'0' of this Sequential", "reaches it: sch")
     other["0"].apply(Halve())  # has nothing to do with the others
 
 
@@ -204,7 +204,7 @@ def test_a_copy_after_undo_is_as_good_as_the_model(kind: str) -> None:
     }
 
 
-def test_what_changes_nothing_on_a_mesh_of_one_rank_leaves_no_mark() -> None:
+def test_inactive_step_leaves_no_mark() -> None:
     model = real("mlp")
     names = [list(module.__dict__) for module in model.modules()]
     sch = slapo.create_schedule(model, mesh={"tp": 1})

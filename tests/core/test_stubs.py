@@ -55,7 +55,7 @@ reveal_type(sch["x"].pad("weight"))
 reveal_type(sch["layers.*"][0].acme.pad("weight"))
 """
 REVEALED = """\
-accepted.py:16: note: Revealed type is "slapo_core.tree.selection.Selection"
+accepted.py:16: note: Revealed type is "slapo_core.tree.selection.NodeOrGroup"
 accepted.py:17: note: Revealed type is "slapo_core.tree.node.Node"
 Success: no issues found in 1 source file
 """
@@ -74,11 +74,12 @@ sch["x"].acme.pad("weight", axes=0)
 sch.chekpoint()
 """
 COMPLAINTS = """\
-rejected.py:6: error: Argument "axis" to "pad" of "OnNodes" has incompatible type "str"; expected "int"  [arg-type]
-rejected.py:7: error: "Selection" has no attribute "pda"  [attr-defined]
-rejected.py:8: error: "_Namespace_acme[Selection]" has no attribute "pda"  [attr-defined]
-rejected.py:9: error: Missing positional argument "names" in call to "pad" of "OnNodes"  [call-arg]
-rejected.py:10: error: Argument "mode" to "pad" of "OnNodes" has incompatible type "Literal['wrap']"; \
+rejected.py:6: error: Argument "axis" to "pad" of "NodePrimitives" has incompatible type "str"; \
+expected "int"  [arg-type]
+rejected.py:7: error: "NodeOrGroup" has no attribute "pda"  [attr-defined]
+rejected.py:8: error: "_Namespace_acme[NodeOrGroup]" has no attribute "pda"  [attr-defined]
+rejected.py:9: error: Missing positional argument "names" in call to "pad" of "NodePrimitives"  [call-arg]
+rejected.py:10: error: Argument "mode" to "pad" of "NodePrimitives" has incompatible type "Literal['wrap']"; \
 expected "Literal['zeros', 'edge']"  [arg-type]
 rejected.py:11: error: Unexpected keyword argument "axes" for "pad" of "_Namespace_acme"  [call-arg]
 rejected.py:11: note: "pad" defined in "slapo_core._vocabulary"
@@ -189,9 +190,10 @@ def test_every_stub_is_python_and_every_method_has_its_first_line(world: World) 
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef)
     }
-    pads = [item for item in classes["OnNodes"].body if isinstance(item, ast.FunctionDef) and item.name == "pad"]
+    methods = [item for item in classes["NodePrimitives"].body if isinstance(item, ast.FunctionDef)]
+    pads = [item for item in methods if item.name == "pad"]
     assert [ast.get_docstring(pad) for pad in pads] == ["Do nothing. [acme.pad, acme-slapo 1.0]"]
-    assert "__getattr__" not in {item.name for item in classes["OnNodes"].body if isinstance(item, ast.FunctionDef)}
+    assert "__getattr__" not in {item.name for item in methods}
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_method_is_apply_with_the_value() -> None:
     one["layers.*"].core.checkpoint()
     other["layers.*"].apply(Checkpoint())
     one.checkpoint(preserve_rng_state=False)
-    other.apply(Checkpoint(False))
+    other.apply(Checkpoint(preserve_rng_state=False))
     assert one.records == other.records
 
 

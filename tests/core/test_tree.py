@@ -179,7 +179,13 @@ def test_removed_path_names_the_step(message: Messages) -> None:
     parent = sch["layers.0"]
     sch["head"].checkpoint()
     parent.replace(nn.Sequential(nn.Identity()), drop=["0.weight", "0.bias", "3.weight", "3.bias"])
-    message(_error(lambda: sch["layers.0.3"]), "'layers.0.3'", "step #2 replace(", "'layers.0' now", "sch.undo(to=1)")
+    message(
+        _error(lambda: sch["layers.0.3"]),
+        "'layers.0.3'",
+        "step #2 replace(",
+        "new module at 'layers.0'",
+        "sch.undo(to=1)",
+    )
     text = _error(lambda: kept.module, StaleError)
     message(text, "'layers.0.3'", "step #2 replace(", "sch.undo(to=1)")
     assert f" at 'layers.0', at {sch.records[1].location}, " in text

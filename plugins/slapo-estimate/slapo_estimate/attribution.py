@@ -210,7 +210,7 @@ def name_causes(schedule: Schedule, place: Place) -> None:
             forward.exchange_wrappers([first, *rest])
 
 
-def _modules(model: nn.Module, entries: list[tuple[Record, journal.Entry]], place: Place) -> None:
+def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], place: Place) -> None:
     """Attribute modules that steps put in to the latest step; the others stay the model's own."""
     old = {
         id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()

@@ -119,7 +119,7 @@ def _countable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _runs_hooks_of_steps(module: nn.Module, calls: forwards.Calls) -> bool:
+def _runs_hooks_of_steps(module: nn.Module, calls: forwards.CallTable) -> bool:
     functions = [function for _, function in calls.hooks(module)]
     tables = [getattr(module, tables[0]).values() for tables in HOOK_TABLES.values()] if functions else []
     return any(hook in functions for table in tables for hook in table)

@@ -18,7 +18,7 @@ from slapo_runtime.correspondence.storage import is_distributed, sharding_groups
 from slapo_runtime.flat_shards import buckets
 
 if TYPE_CHECKING:
-    from slapo_core.layout import Mesh, Part
+    from slapo_core.layout import Mesh, ShardRange
     from slapo_runtime.correspondence import Correspondence
     from slapo_runtime.correspondence.storage import LiveTensor
 
@@ -147,7 +147,7 @@ class _Counted:
 
     groups: list[tuple[dist.ProcessGroup, torch.device]]
     parameters: list[nn.Parameter]
-    parts: dict[int, list[Part]] = field(default_factory=dict)
+    parts: dict[int, list[ShardRange]] = field(default_factory=dict)
     """Those that this rank counts, of parameters that it does not count as a whole."""
 
     @torch.no_grad()

@@ -166,7 +166,7 @@ class Guards:
                     table: journal.TakenHook(held, own) for table, held in hooks.items() if own in held
                 }
 
-    def _note_layouts(self, entry: journal.Entry, *, undone: bool) -> bool:
+    def _note_layouts(self, entry: journal.JournalEntry, *, undone: bool) -> bool:
         """Note the shards that an edit makes; return whether it splits anything."""
         found = False
         for name, tensor, layout in _layouts(entry):
@@ -337,7 +337,7 @@ class Guards:
                 synchronize_and_warn(replica, "differs", stacklevel=7)
 
 
-def _layouts(entry: journal.Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]:
+def _layouts(entry: journal.JournalEntry) -> Iterator[tuple[str, torch.Tensor, Layout]]:
     """Yield each tensor whose layout an edit sets, with its full name where known."""
     if isinstance(entry, journal.SetTensor):
         if entry.new is not None and entry.layout is not None:
@@ -348,7 +348,7 @@ def _layouts(entry: journal.Entry) -> Iterator[tuple[str, torch.Tensor, Layout]]
         yield "", entry.tensor, entry.layout
 
 
-def _changed_forward(entry: journal.Entry) -> nn.Module | None:
+def _changed_forward(entry: journal.JournalEntry) -> nn.Module | None:
     """Return the module whose forward an edit changed on this mesh."""
     if isinstance(entry, journal.WrapForward):
         return entry.module if entry.active else None
@@ -514,7 +514,7 @@ class _Exchanges:
         self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self.count = 0
 
-    def note(self, model: nn.Module, entry: journal.Entry, *, undone: bool) -> None:
+    def note(self, model: nn.Module, entry: journal.JournalEntry, *, undone: bool) -> None:
         """Note which parameters an edit of ``model`` exchanged, when it is made (again) or undone."""
         for name, old, new in _exchanged(entry):
             out, into = (new, old) if undone else (old, new)
@@ -590,7 +590,7 @@ def _warn_of_shards(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _exchanged(entry: journal.Entry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:
+def _exchanged(entry: journal.JournalEntry) -> list[tuple[str, nn.Parameter | None, nn.Parameter | None]]:
     """Yield ``(full name, old, new)`` of each exchanged parameter."""
     if isinstance(entry, journal.SetTensor):
         old, new = (tensor if isinstance(tensor, nn.Parameter) else None for tensor in (entry.old, entry.new))

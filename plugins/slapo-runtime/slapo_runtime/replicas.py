@@ -16,7 +16,7 @@ import torch
 
 from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.internals import describe
-from slapo_core.layout import DATA_DIMS, Part
+from slapo_core.layout import DATA_DIMS, ShardRange
 from slapo_runtime._exchange import exchange_device, spread
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.correspondence.storage import InPlace, TorchOptimizer, is_distributed, optimizer_storage
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage, TensorStorage
 
 _Among = tuple[tuple[str, tuple[int, ...]], ...]
-_Copied = tuple[LiveTensor, tuple[str, ...], _Among, Part | None]
+_Copied = tuple[LiveTensor, tuple[str, ...], _Among, ShardRange | None]
 
 
 @dataclass(frozen=True)
@@ -155,17 +155,17 @@ def _copied(correspondence: Correspondence) -> Iterator[_Copied]:
                 yield live, (part.mesh_dim,), ((part.mesh_dim, part.places),), part
 
 
-def _named(live: LiveTensor, part: Part | None) -> str:
+def _named(live: LiveTensor, part: ShardRange | None) -> str:
     if part is None:
         return live.name
     return f"{live.name}[{':, ' * part.axis}{part.start}:{part.start + part.length}]"
 
 
-def _part(value: Any, part: Part | None) -> Any:
+def _part(value: Any, part: ShardRange | None) -> Any:
     return value if part is None else part.of(value.detach())
 
 
-def _stored_part(stored: Stored, part: Part | None) -> Stored:
+def _stored_part(stored: Stored, part: ShardRange | None) -> Stored:
     if part is None:
         return stored
 

@@ -205,4 +205,4 @@ def test_another_hook_is_not_a_collective_that_would_go_on() -> None:
     sch["block.up"].replace(lambda old: nn.Sequential(old)).apply(Looks())  # the collective stays with the layer inside
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["block.up"].replace(nn.Sequential(nn.Linear(8, 16)), drop=["0.weight", "0.bias"])
-    assert ["hooks, set by a step" in each.message for each in refused.value.violations] == [True]
+    assert ["set by a step at another module)" in each.message for each in refused.value.violations] == [True]

@@ -18,7 +18,7 @@ from tests.integration.zoo.subjects import Subject, call
 __all__ = ["CHECKS", "NotApplicable", "blocks", "run_checks"]
 
 
-_FILLS_A_CACHE = "which running it twice would fill twice"  # checkpoint's refusal; some models always hand one over
+_FILLS_A_CACHE = "which the recompute would fill again"  # checkpoint's refusal; some models always hand one over
 
 
 class NotApplicable(Exception):  # noqa: N818

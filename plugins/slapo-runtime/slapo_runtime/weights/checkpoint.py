@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
-from slapo_core.layout import DATA_DIMS, Layout, Part
+from slapo_core.layout import DATA_DIMS, Layout, ShardRange
 from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, optimizer_storage
 from slapo_runtime.weights.files import MANIFEST, SafetensorsSource, Source, Wider, Writer, checksums, located, placed
@@ -458,7 +458,7 @@ class _Writer:
             copy = own.to("cpu", copy=True).contiguous()
             self.shards.append(TensorShard(kind, name, tuple(layout.shape), offset, copy))
 
-    def _is_first(self, part: Part) -> bool:
+    def _is_first(self, part: ShardRange) -> bool:
         return self._mesh is None or self._mesh.rank(part.mesh_dim) == part.places[0]
 
     def _writes(self, layout: Layout, holders: Mapping[str, tuple[int, ...]]) -> bool:

@@ -1,12 +1,7 @@
-"""Layouts of sharded tensors over a device mesh, meshes, and the devices of this process."""
+"""`Layout`: how the reference tensor of a parameter or buffer becomes local shards, and back."""
 
 from __future__ import annotations
 
-import atexit
-import math
-import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,244 +9,13 @@ from slapo_core.errors import MeshError
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = [
-    "DATA_DIMS",
-    "MESH_DIMS",
-    "Layout",
-    "Mesh",
-    "accelerator",
-    "check_sizes",
-    "declare_mesh",
-    "device_of",
-    "fork_rng",
-    "start_single_process_group",
-    "type_of_ranks",
-]
-
-MESH_DIMS = ("dp", "pp", "cp", "ep", "tp")
-"""Names a mesh dimension may have: data, pipeline, context, expert and tensor parallelism."""
-
-DATA_DIMS = ("dp", "cp", "ep")
-"""Those along which ranks see other samples, so that running statistics and dropout are each rank's own."""
+    from slapo_core.layout.mesh import Mesh
 
 
-class Mesh:
-    """Named dimensions, their sizes, and this process's place in each.
-
-    Args:
-        sizes: mesh_dim -> number of ranks, outermost dimension first, e.g. ``{"dp": 2, "tp": 4}``.
-        rank: the global rank whose place this is, row-major over ``sizes``.
-        device_mesh: torch's mesh; None for a trivial mesh (one rank) and for an abstract one.
-    """
-
-    def __init__(self, sizes: Mapping[str, int], *, rank: int = 0, device_mesh: DeviceMesh | None = None) -> None:
-        self._sizes = dict(sizes)
-        self._device_mesh = device_mesh
-        self._rank = rank
-        self._coordinate: dict[str, int] = {}
-        remainder = rank
-        for mesh_dim, size in reversed(self._sizes.items()):
-            remainder, self._coordinate[mesh_dim] = divmod(remainder, size)
-        if device_mesh is not None:
-            self._coordinate = {mesh_dim: device_mesh.get_local_rank(mesh_dim) for mesh_dim in self._sizes}
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """mesh_dim -> number of ranks, e.g. ``{"dp": 2, "tp": 4}``."""
-        return dict(self._sizes)
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes the mesh needs, e.g. 8."""
-        return math.prod(self._sizes.values())
-
-    @property
-    def global_rank(self) -> int:
-        """This process's place among all, from 0."""
-        return self._rank
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this process is the first one in every dimension."""
-        return not any(self._coordinate.values())
-
-    @property
-    def is_abstract(self) -> bool:
-        """Whether the mesh is declared without processes: several ranks, none running."""
-        return self._device_mesh is None and self.world_size > 1
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """Torch's mesh; None for a mesh of one rank and for an abstract one."""
-        return self._device_mesh
-
-    def __contains__(self, mesh_dim: object) -> bool:
-        return mesh_dim in self._sizes
-
-    def size(self, mesh_dim: str) -> int:
-        """Number of ranks along ``mesh_dim``; 1 for a dimension that the mesh does not have."""
-        return self._sizes.get(mesh_dim, 1)
-
-    def rank(self, mesh_dim: str) -> int:
-        """This process's place along ``mesh_dim``, from 0."""
-        return self._coordinate.get(mesh_dim, 0)
-
-    def group(self, mesh_dim: str) -> ProcessGroup | None:
-        """The process group along ``mesh_dim``; None where the dimension has one rank.
-
-        Raises:
-            MeshError: the mesh is abstract: there are no process groups.
-        """
-        if self.size(mesh_dim) == 1:
-            return None
-        if self._device_mesh is None:
-            raise MeshError(
-                f"the mesh {self} is abstract: this process has no process group for mesh_dim '{mesh_dim}'",
-                hint=self.launch_hint(),
-            )
-        return self._device_mesh.get_group(mesh_dim)
-
-    def launch_hint(self) -> str:
-        """Return what gives an abstract mesh its processes: the launch command, or, where torchrun ran, the call."""
-        import torch.distributed as dist
-
-        if dist.is_available() and (dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1"):
-            return "call torch.distributed.init_process_group() before create_schedule(): torchrun started this process"
-        return self.launch_command()
-
-    def launch_command(self) -> str:
-        """Return the launch command for the mesh, with at most 8 processes a node."""
-        nodes, rest = divmod(self.world_size, 8)
-        if nodes < 2 or rest:
-            return f"torchrun --nproc-per-node {self.world_size} your_script.py"
-        return f"torchrun --nnodes {nodes} --nproc-per-node 8 your_script.py"
-
-    def __str__(self) -> str:
-        return "{" + ", ".join(f"{mesh_dim!r}: {size}" for mesh_dim, size in self._sizes.items()) + "}"
-
-    def __repr__(self) -> str:
-        return f"Mesh({self}{', abstract' if self.is_abstract else ''}, rank={self._rank})"
-
-    def __deepcopy__(self, memo: object) -> Mesh:
-        return self  # process groups are handles of the process, not values
-
-
-def declare_mesh(mesh: Mesh | DeviceMesh | Mapping[str, int] | None, *, rank: int = 0) -> Mesh | None:
-    """Make a ``Mesh`` of whatever ``create_schedule(mesh=...)`` accepts.
-
-    Args:
-        mesh: None, ``{"dp": 2, "tp": 2}`` (outermost first), or torch's ``DeviceMesh`` with named dimensions; names of
-            its own, e.g. ``"model"``, are used by steps that say so (``mesh_dim="model"``), and refused by ``build``.
-            A dictionary makes torch's mesh at once where torch.distributed is initialized; otherwise the mesh is
-            abstract, unless it has one rank.
-        rank: for an abstract mesh, this process's global rank.
-
-    Raises:
-        MeshError: an unknown dimension, a size that is not a positive integer, another world size, or a rank
-            outside of the mesh.
-    """
-    if mesh is None or isinstance(mesh, Mesh):
-        return mesh
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(mesh, DeviceMesh):
-        return _adopt(mesh)
-    if not isinstance(mesh, Mapping):
-        raise MeshError(
-            f"mesh must be a dictionary of sizes or a DeviceMesh (got {mesh!r})",
-            hint='create_schedule(model, mesh={"tp": 2})',
-        )
-    check_sizes(mesh)
-    return _realize(dict(mesh), rank)
-
-
-def _adopt(device_mesh: DeviceMesh) -> Mesh:
-    names = device_mesh.mesh_dim_names
-    if names is None:
-        raise MeshError(
-            "the DeviceMesh has no dimension names",
-            hint='init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))',
-        )
-    sizes = {name: device_mesh.size(position) for position, name in enumerate(names)}
-    return Mesh(sizes, rank=device_mesh.get_rank(), device_mesh=device_mesh)
-
-
-def check_sizes(sizes: Mapping[str, int]) -> None:
-    """Refuse dimensions that slapo does not know, and sizes that are none.
-
-    Raises:
-        MeshError: the first one.
-    """
-    for mesh_dim, size in sizes.items():
-        if mesh_dim not in MESH_DIMS:
-            raise MeshError(
-                f"unknown mesh dimension {mesh_dim!r}; the known ones are {', '.join(MESH_DIMS)}",
-                hint='create_schedule(model, mesh={"dp": 1, "tp": 2})',
-            )
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise MeshError(
-                f"the size of mesh dimension '{mesh_dim}' must be a positive integer (got {size!r})",
-                hint=f'create_schedule(model, mesh={{"{mesh_dim}": 2}})',
-            )
-
-
-def _realize(sizes: dict[str, int], rank: int) -> Mesh:
-    import torch.distributed as dist
-
-    world_size = math.prod(sizes.values())
-    if not (dist.is_available() and dist.is_initialized()):
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise MeshError(
-                f"rank must be an integer (got {rank!r})", hint=f"create_schedule(model, mesh={Mesh(sizes)}, rank=0)"
-            )
-        if not 0 <= rank < world_size:
-            raise MeshError(
-                f"rank {rank} is outside of the mesh {Mesh(sizes)}, which has ranks 0 to {world_size - 1}",
-                hint=f"create_schedule(model, mesh={Mesh(sizes)}, rank=0)",
-            )
-        return Mesh(sizes, rank=rank)
-    if world_size != dist.get_world_size():
-        raise MeshError(
-            f"the mesh {Mesh(sizes)} needs {world_size} processes, but torch.distributed runs {dist.get_world_size()}",
-            hint=f"launch with `{Mesh(sizes).launch_command()}`, or declare sizes whose product is "
-            f"{dist.get_world_size()}",
-        )
-    if world_size == 1:
-        return Mesh(sizes)
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device_mesh = init_device_mesh(type_of_ranks(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return Mesh(sizes, rank=dist.get_rank(), device_mesh=device_mesh)
-
-
-def start_single_process_group(device_type: str, backend: str | None = None) -> None:
-    """Make a process group of one; it stays until the process ends.
-
-    Args:
-        device_type: of the model, e.g. ``"cpu"``.
-        backend: None: gloo for CPUs, and torch's own choice for other devices.
-    """
-    import torch.distributed as dist
-
-    if backend is None:
-        backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    atexit.register(_end_alone)
-
-
-def _end_alone() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class Part(NamedTuple):
-    """A range of a shard, in elements of the shard, and the places along ``mesh_dim`` that hold it."""
+class ShardRange(NamedTuple):
+    """A range of a shard, in its elements, and its holders along ``mesh_dim``."""
 
     mesh_dim: str
     places: tuple[int, ...]
@@ -265,7 +29,7 @@ class Part(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A range of a reference tensor, and the places that hold it along the mesh dimension of the last split."""
+    """A range of a reference tensor, and its holders along the mesh dimension of the last split."""
 
     start: int
     length: int
@@ -274,7 +38,7 @@ class _Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one parameter or buffer: how its reference tensor becomes local shards, and back.
+    """The layout of one parameter or buffer: its reference tensor, and how that is sharded.
 
     Args:
         origin: its name in the reference model, e.g. ``"encoder.layer.0.output.dense.weight"``; ``""`` for a tensor
@@ -335,7 +99,7 @@ class Layout:
         return tuple(mesh_dim for mesh_dim, placement in self.placements if placement.is_partial())
 
     def holders(self, mesh: Mesh | None, mesh_dim: str) -> tuple[int, ...]:
-        """Return the places along a mesh dimension with the same shard as this rank, itself among them.
+        """Return the places along a mesh dimension with this rank's shard, its own included.
 
         Of 8 ranks and 2 shards, ranks 0 to 3 hold the first one; all ranks hold what the dimension does not split.
 
@@ -348,23 +112,23 @@ class Layout:
         found = [self._segments(mesh, mesh_dim)[axis] for one, axis in self.shards() if one == mesh_dim]
         return tuple(sorted(set(range(size)).intersection(*(one.places for ranges in found for one in ranges))))
 
-    def parts(self, mesh: Mesh | None) -> list[Part]:
-        """Return the parts of this rank's shard of which the holders differ; empty where those of all are the same.
+    def parts(self, mesh: Mesh | None) -> list[ShardRange]:
+        """Return the ranges of this rank's shard that differ in their holders; empty where none differ.
 
-        Such as the queries, and the keys and values, of a fused weight with fewer KV heads than ranks.
+        Of a fused weight with fewer KV heads than ranks: the queries, and the keys and values.
         """
         for mesh_dim, axis in self.shards():
             ranges = self._segments(mesh, mesh_dim)[axis]
             if len({one.places for one in ranges}) > 1:
                 starts = [sum(one.length for one in ranges[:index]) for index in range(len(ranges))]
                 return [
-                    Part(mesh_dim, one.places, axis, start, one.length)
+                    ShardRange(mesh_dim, one.places, axis, start, one.length)
                     for start, one in zip(starts, ranges, strict=True)
                 ]
         return []
 
     def holds_values(self, mesh: Mesh | None) -> bool:
-        """Return whether this rank's shard has the reference values; of partial values, all but one are zeros.
+        """Return whether this rank's shard has the reference values; other partial values are zeros.
 
         The first rank along each partial mesh dimension has the values, so that they add up to the reference tensors.
         """
@@ -379,7 +143,7 @@ class Layout:
         return [[(one.start, one.length) for one in ranges] for ranges in self._segments(mesh)]
 
     def _segments(self, mesh: Mesh | None, until: str | None = None) -> list[list[_Segment]]:
-        """Return this rank's ranges for each axis, with the places along the mesh dimension that split it last.
+        """Return this rank's ranges for each axis, with their holders.
 
         Args:
             mesh: of the ranks.
@@ -398,7 +162,7 @@ class Layout:
         return found
 
     def _split(self, ranges: list[_Segment], axis: int, mesh: Mesh | None, mesh_dim: str, place: int) -> list[_Segment]:
-        """Return what the rank at a place along a mesh dimension takes of some ranges."""
+        """Return the ranges of the rank at a place along a mesh dimension, of given ranges."""
         size, first = mesh.size(mesh_dim) if mesh is not None else 1, 0
         given = dict(self.shard_counts).get(mesh_dim)
         counts = given if isinstance(given, tuple) else (given,) * len(ranges)
@@ -465,7 +229,7 @@ class Layout:
             local: this rank's shard, of shape ``local_shape(mesh)``; or its partial value.
 
         Returns:
-            a new tensor of shape ``shape`` on every rank; ``local`` itself where every rank has the whole tensor.
+            a new tensor of shape ``shape`` on every rank; ``local`` itself where every rank has the full tensor.
         """
         tensor, layout = local.detach(), self
         while layout.placements:
@@ -479,7 +243,7 @@ class Layout:
         return self._unpad(tensor)
 
     def _gathered(self, tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, axis: int) -> torch.Tensor:
-        """The tensor before its last split, which was over ``mesh_dim``."""
+        """Gather a tensor over ``mesh_dim``, the mesh dimension of its last split."""
         import torch
         import torch.distributed as dist
 
@@ -524,50 +288,10 @@ def _counts(given: int | tuple[int | None, ...]) -> str:
 
 
 def _summed(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str) -> torch.Tensor:
-    """The sum over ``mesh_dim``, as new memory."""
+    """Sum over ``mesh_dim``, into new memory."""
     import torch
     import torch.distributed as dist
 
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=mesh.group(mesh_dim))
     return total
-
-
-def accelerator() -> torch.device | None:
-    """Give the current accelerator with its index, once the process uses it; None: nothing but the CPU so far."""
-    import torch
-
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
-        return None
-    return device_of(kind.type)
-
-
-def device_of(kind: str) -> torch.device:
-    """Give the current device of a kind, e.g. ``"cuda"``, with its index; ``"cpu"`` has none."""
-    import torch
-
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-
-
-def type_of_ranks() -> str:
-    """Give the device type that torch.distributed runs on: an accelerator with its own backend, e.g. NCCL, else CPU."""
-    import torch
-    import torch.distributed as dist
-
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
-    own = backends.get(kind.type) if kind is not None else None
-    return "cpu" if kind is None or own in (None, "gloo", "mpi", "fake") else kind.type
-
-
-def fork_rng() -> AbstractContextManager[None]:
-    """Fork the RNG states of the CPU and of the accelerators in use; without names, torch creates a context on each."""
-    import torch
-
-    current = accelerator()
-    if current is None:
-        return torch.random.fork_rng(devices=[])
-    count = torch.accelerator.device_count()
-    used = [index for index in range(count) if index == current.index or torch.accelerator.memory_reserved(index)]
-    return torch.random.fork_rng(devices=used, device_type=current.type)
