@@ -1,4 +1,4 @@
-"""The command ``slapo``; and the output of commands, for those of plugins."""
+"""The command ``slapo``, and the output functions of plugins' commands."""
 
 from __future__ import annotations
 
