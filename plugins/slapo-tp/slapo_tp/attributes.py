@@ -13,17 +13,11 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_tp.heads import HEAD_GROUPS, KV_HEAD_COUNTS
 from slapo_tp.layers import layer_type_of
-from slapo_tp.preconditions import Distributed, Divisible
-from slapo_tp.splits import (
-    HEAD_GROUPS,
-    KV_HEAD_COUNTS,
-    as_tuple,
-    mesh_size,
-    shards_violations,
-    sized_tensor,
-    split_axis,
-)
+from slapo_tp.preconditions import Divisible, needs_mesh
+from slapo_tp.split_state import as_tuple, mesh_size, sized_tensor, split_axis
+from slapo_tp.splits import shards_violations
 
 
 @dataclass(frozen=True)
@@ -60,11 +54,8 @@ class ShardAttribute(Primitive):
     shards: int | None = dataclasses.field(default=None, kw_only=True)
     holders_of: int | None = dataclasses.field(default=None, kw_only=True)
 
+    @needs_mesh
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        unplaced = list(Distributed(self.mesh_dim)(node))
-        if unplaced:
-            yield from unplaced
-            return
         names = as_tuple(self.names)
         if not names:
             yield Violation("it names no attribute", 'write shard_attribute("num_heads")')

@@ -193,10 +193,11 @@ class CollectiveCall:
 
 
 def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
-    # While a graph is recorded, a parameter has values and its results have none.
-    if group.name is None and (tensor.is_meta or detect_fake_mode(tensor) is not None):
-        return _TABLE[name].shapes(tensor, group.size, axis, length)
-    group.running()
+    if group.name is None:
+        # While a graph is recorded, a parameter has values and its results have none.
+        if tensor.is_meta or detect_fake_mode(tensor) is not None:
+            return _TABLE[name].shapes(tensor, group.size, axis, length)
+        group.running()
     if name == "all_reduce_" and (is_compiling() or not tensor.is_contiguous()):
         name = "all_reduce"
     return _Collective.apply(tensor, name, group, axis, length)
@@ -243,7 +244,8 @@ def _sum_in_place(tensor: Tensor, group: RankGroup, axis: int, length: int | Non
 
 def _sum_of_holders(tensor: Tensor, group: RankGroup) -> Tensor:
     """Exchange among some of the ranks over the group of all, each adding in the order of the ranks."""
-    assert group.name is not None and group.holders is not None
+    assert group.name is not None
+    assert group.holders is not None
     if tensor.is_cuda and is_gloo(group.name):
         return _sum_of_holders(tensor.cpu(), group).to(tensor.device)
     first, length = group.rank - group.rank % group.holders, tensor.numel()

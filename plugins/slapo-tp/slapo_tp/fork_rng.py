@@ -15,9 +15,9 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.layout import accelerator
 from slapo_core.observers import Forward
-from slapo_tp.preconditions import Distributed
+from slapo_tp.preconditions import needs_mesh
 from slapo_tp.private import FakeTensor
-from slapo_tp.splits import mesh_size
+from slapo_tp.split_state import mesh_size
 
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that the ranks' seeds differ in their low 32 bits, all that CPU seeding uses
 
@@ -54,11 +54,8 @@ class ForkRng(Primitive):
 
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
 
+    @needs_mesh
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        unplaced = list(Distributed(self.mesh_dim)(node))
-        if unplaced:
-            yield from unplaced
-            return
         module = node.module
         if type(module).forward is torch.nn.Module.forward and "forward" not in module.__dict__:
             yield Violation(
@@ -74,15 +71,15 @@ class ForkRng(Primitive):
         if not active:
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: there is one stream")
         rank = node.mesh.rank(self.mesh_dim) if node.mesh is not None else 0
-        edit.wrap_forward(node, functools.partial(drawing_on_its_own, rank=rank, own=type(node.module)), active=active)
+        edit.wrap_forward(node, functools.partial(with_own_rng, rank=rank, own=type(node.module)), active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not node.wrappers:
             yield Violation("the module's forward is not wrapped")
 
 
-def drawing_on_its_own(forward: Forward, *, rank: int, own: type) -> Forward:
-    """``forward`` with other random numbers on each rank; both take the module first.
+def with_own_rng(forward: Forward, *, rank: int, own: type) -> Forward:
+    """Wrap a forward to use an RNG stream of this rank; both take the module first.
 
     Args:
         forward: of the module.
@@ -92,7 +89,7 @@ def drawing_on_its_own(forward: Forward, *, rank: int, own: type) -> Forward:
     return _Forked(forward, rank, own)
 
 
-drawing_on_its_own.slapo_goes_around = True  # type: ignore[attr-defined]
+with_own_rng.slapo_goes_around = True  # type: ignore[attr-defined]
 
 
 class _Forked:

@@ -14,7 +14,7 @@ from slapo_tp.obligations import (
     missing_reductions,
     repeated_shards,
 )
-from slapo_tp.splits import split_axis
+from slapo_tp.split_state import split_axis
 from slapo_tp.suggestions import suggestions
 from slapo_tp.sync import Sync
 

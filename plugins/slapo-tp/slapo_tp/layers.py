@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import ArgumentError, Violation
+from slapo_core.internals import children_of, parameters_of
 from slapo_core.observers import Forward
 from slapo_tp.forwards import fresh
-from slapo_tp.private import children_of, convolution, parameters_of
+from slapo_tp.private import convolution
 
 Role = Literal["output", "input", "hidden", "vocabulary", "channel"]
 

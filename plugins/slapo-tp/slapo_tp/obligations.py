@@ -8,17 +8,17 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Node, Record, Schedule, Violation
+from slapo_core.internals import children_of, hooks_of
 from slapo_core.observers import only_looks
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
+from slapo_tp.heads import KV_HEAD_COUNTS, heads_of
 from slapo_tp.layers import layer_type_of
-from slapo_tp.private import children_of, has_global_forward_hooks, has_gradient_hooks, hooks_of
-from slapo_tp.splits import (
-    KV_HEAD_COUNTS,
+from slapo_tp.private import has_global_forward_hooks, has_gradient_hooks
+from slapo_tp.split_state import (
     as_tuple,
     bias_is_left_out,
     gathers_itself,
-    heads_of,
     holders,
     makes_gradient_partial,
     most_holders,
@@ -28,9 +28,9 @@ from slapo_tp.splits import (
     weight_name,
 )
 from slapo_tp.sync_gradient import summed_among_holders
-from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
+from slapo_tp.sync_hooks import InputHook, OutputHook
 
-OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
+OWN_HOOKS = (AddBias, FunctionHook, InputHook, OutputHook)
 _SUMS = ("all_reduce", "reduce_scatter")
 
 
@@ -174,8 +174,8 @@ def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) ->
 
 def _changes_gradients(node: Node) -> bool:
     """Whether code that this plugin does not know may reduce gradients here."""
-    module = node.module
-    return _is_unknown_code(node) or any(hooks_of(module)[2:])
+    hooks = hooks_of(node.module)
+    return _is_unknown_code(node) or bool(hooks["full_backward_pre"] or hooks["full_backward"])
 
 
 def _mesh_dims(node: Node, name: str) -> tuple[str, ...]:
@@ -184,8 +184,9 @@ def _mesh_dims(node: Node, name: str) -> tuple[str, ...]:
 
 
 def _reduces_gradients(node: Node, group: RankGroup) -> bool:
-    """Whether the gradients of all inputs are summed."""
-    return any(isinstance(hook, GradientHook) and hook.group == group and hook.inputs is None for _, hook in node.hooks)
+    """Return whether the gradients of all inputs are summed."""
+    hooks = [hook for _, hook in node.hooks if isinstance(hook, InputHook)]
+    return any(hook.op == "copy" and hook.group == group and hook.inputs is None for hook in hooks)
 
 
 def _is_at_or_below(node: Node, place: Node) -> bool:
@@ -286,12 +287,12 @@ def _is_known(schedule: Schedule, record: Record) -> bool:
 
 def _is_unknown_code(node: Node) -> bool:
     """Whether hooks or a forward were set on the module outside of the schedule."""
-    module = node.module
     by_steps = {id(function) for _, function in node.hooks}
-    hooks = [hook for table in hooks_of(module)[:2] for hook in table.values()]
-    if any(id(function) not in by_steps and not only_looks(function) for function in hooks):
-        return True
-    forward = module.__dict__.get("forward")
+    hooks = hooks_of(node.module)
+    for function in (*hooks["forward_pre"].values(), *hooks["forward"].values()):
+        if id(function) not in by_steps and not only_looks(function):
+            return True
+    forward = node.module.__dict__.get("forward")
     return forward is not None and (not node.wrappers or getattr(forward, "base", forward) is not None)
 
 

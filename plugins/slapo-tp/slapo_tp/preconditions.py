@@ -1,9 +1,10 @@
-"""Preconditions that many primitives share (paper section 3.5, "a set of predefined rules in each primitive")."""
+"""Share preconditions among primitives (paper section 3.5, "a set of predefined rules in each primitive")."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.layout import MESH_DIMS
 from slapo_core.primitive import Violation
@@ -38,6 +39,16 @@ class Distributed:
                 f"it is distributed over mesh_dim '{self.mesh_dim}', but the mesh is {node.mesh}",
                 f"{name}add the dimension: {call}, N=1 included",
             )
+
+
+def needs_mesh(preconditions: Callable[[Any, Node], Iterator[Violation]]) -> Callable[[Any, Node], Iterator[Violation]]:
+    """Check the mesh dimension of a primitive before its other preconditions, which may rely on it."""
+
+    @functools.wraps(preconditions)
+    def checked(self: Any, node: Node) -> Iterator[Violation]:
+        yield from list(Distributed(self.mesh_dim)(node)) or preconditions(self, node)
+
+    return checked
 
 
 class After:

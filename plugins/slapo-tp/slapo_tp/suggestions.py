@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Change, Node, Record, Schedule, Suggestion
+from slapo_core.internals import children_of
 from slapo_tp.attributes import ShardAttribute
 from slapo_tp.layers import layer_type_of
-from slapo_tp.private import children_of
 from slapo_tp.shard import Shard
-from slapo_tp.splits import (
+from slapo_tp.split_state import (
     as_tuple,
     bias_is_left_out,
     makes_gradient_partial,

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.internals import children_of
 from slapo_core.observers import HookKind
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
 from slapo_tp.overlap import can_overlap, under_weight_gradient
-from slapo_tp.preconditions import Distributed
-from slapo_tp.private import children_of
-from slapo_tp.splits import (
+from slapo_tp.preconditions import needs_mesh
+from slapo_tp.split_state import (
     bias_is_left_out,
     gathers_itself,
     has_split_below,
@@ -25,7 +25,7 @@ from slapo_tp.splits import (
     output_state,
     own_tensor,
 )
-from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
+from slapo_tp.sync_hooks import InputHook, OutputHook
 
 
 def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | None, int]:
@@ -345,9 +345,9 @@ class Sync(Primitive):
     outputs: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
     overlap: bool = dataclasses.field(default=False, kw_only=True)
 
+    @needs_mesh
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        unplaced = list(Distributed(self.mesh_dim)(node))
-        yield from unplaced or argument_violations(self, node) or place_violations(self, node)
+        yield from argument_violations(self, node) or place_violations(self, node)
 
     def apply(self, node: Node, edit: Edit) -> None:
         active = mesh_size(node, self.mesh_dim) > 1
@@ -403,7 +403,6 @@ class Sync(Primitive):
                     unpadded_features(node) if op == "all_gather" else None,
                 ),
             )
-        elif mode == "fwd_pre":
-            yield "forward_pre", InputHook(str(op), axis, group, node.path, self.inputs, parameters, self.overlap)
         else:
-            yield "forward_pre", GradientHook(group, node.path, self.inputs, parameters, self.overlap)
+            op = str(op) if mode == "fwd_pre" else "copy"
+            yield "forward_pre", InputHook(op, axis, group, node.path, self.inputs, parameters, self.overlap)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import slapo_core as slapo
 from slapo_testing import run_ranks
 from slapo_tp import ForkRng
-from slapo_tp.fork_rng import drawing_on_its_own
+from slapo_tp.fork_rng import with_own_rng
 from tests.messages import Messages
 
 SIZE = 64
@@ -204,7 +204,7 @@ def test_it_draws_the_same_when_it_is_compiled_watched_or_not() -> None:
         torch.manual_seed(0)
         return run(None, torch.ones(3, 4)), torch.rand(2)
 
-    forked = drawing_on_its_own(dropped, rank=1, own=nn.Dropout)
+    forked = with_own_rng(dropped, rank=1, own=nn.Dropout)
     compiled = torch.compile(forked, backend="eager")
     for mode in (contextlib.nullcontext(), Watching()):
         with mode:
@@ -216,7 +216,7 @@ def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 1})
     sch["split"].fork_rng()
     assert sch.records[-1].effects == (
-        "forward wrapped by drawing_on_its_own, inactive (nothing to do on this mesh)",
+        "forward wrapped by with_own_rng, inactive (nothing to do on this mesh)",
         "mesh_dim 'tp' has one rank: there is one stream",
     )
     assert "forward" not in sch.model.split.__dict__
