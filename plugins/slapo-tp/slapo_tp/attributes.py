@@ -1,4 +1,4 @@
-"""Divide a module's integer attributes (its number of heads) by the number of ranks: ``shard_attribute``."""
+"""Divide a module's integer attributes by the number of ranks: ``shard_attribute``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo_tp.splits import shards_violations
 
 @dataclass(frozen=True)
 class ShardAttribute(Primitive):
-    """Divide integer attributes of the module by the number of ranks, to fit the shards that its children hold.
+    """Divide integer attributes of the module by the number of ranks.
 
     Args:
         names: e.g. ``"num_heads"``, or ``["num_attention_heads", "all_head_size"]``; ``"config.num_attention_heads"``
@@ -61,7 +61,7 @@ class ShardAttribute(Primitive):
             yield Violation("it names no attribute", 'write shard_attribute("num_heads")')
         if self.shards is not None and self.holders_of is not None:
             yield Violation(
-                f"it divides by one number (got shards={self.shards} and holders_of={self.holders_of})",
+                f"shards and holders_of exclude each other (got shards={self.shards} and holders_of={self.holders_of})",
                 "write one call for each",
             )
             return
@@ -146,7 +146,7 @@ class ShardAttribute(Primitive):
         return size if self.shards is None else min(size, self.shards)
 
     def _divided_by(self, node: Node, name: str) -> str | None:
-        """The step that divided the attribute before."""
+        """Return the step that divided the attribute before."""
         for record in node.records if name.partition(".")[0] in node.changed_attributes else ():
             before = record.primitive
             if (
@@ -168,7 +168,7 @@ class ShardAttribute(Primitive):
 
 
 def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return the object with an attribute, the module or its configuration, and the attribute's name there."""
+    """Return the module, or its configuration, that has an attribute, and its name there."""
     before, _, own = name.rpartition(".")
     configuration = getattr(module, before, None) if before else None
     if configuration is None or isinstance(configuration, nn.Module) or not hasattr(configuration, "__dict__"):

@@ -43,7 +43,7 @@ Parts = tuple[int, tuple[int, ...], tuple[bool, ...]]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks along one mesh dimension, as plain data: it can be copied, compared and compiled.
+    """Describe the ranks along a mesh dimension as plain data.
 
     Args:
         name: torch's name of the process group; None where the mesh is only declared.
@@ -96,12 +96,12 @@ def all_reduce(tensor: Tensor, group: RankGroup, *, overwrite: bool = False) -> 
 
 
 def copy(tensor: Tensor, group: RankGroup) -> Tensor:
-    """Return the tensor; its gradient is summed over the ranks, or over the holders of the same shard."""
+    """Return the tensor; its gradient is summed over the ranks or holders."""
     return _call("copy", tensor, group)
 
 
 def all_gather(tensor: Tensor, axis: int, group: RankGroup, length: int | None = None) -> Tensor:
-    """Concatenate the ranks' shards along ``axis``; the gradient is this rank's shard.
+    """Concatenate the ranks' shards along ``axis``; take this rank's shard of the gradient.
 
     Args:
         tensor: this rank's shard.
@@ -114,18 +114,18 @@ def all_gather(tensor: Tensor, axis: int, group: RankGroup, length: int | None =
 
 
 def split(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """Take this rank's shard of ``axis``; the gradient is gathered."""
+    """Take this rank's shard of ``axis``; gather the gradient."""
     extent = tensor.shape[axis]
     return _call("split", tensor, group, axis, extent if extent % group.size else None)
 
 
 def gather_sum(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """Concatenate the ranks' shards along ``axis``; the gradient is summed, then this rank's shard taken."""
+    """Concatenate the ranks' shards along ``axis``; sum the gradient and take this rank's shard."""
     return _call("gather_sum", tensor, group, axis)
 
 
 def reduce_scatter(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """Sum over the ranks, and take this rank's shard of ``axis``; the gradient is gathered."""
+    """Sum over the ranks, take this rank's shard of ``axis``; gather the gradient."""
     return _call("reduce_scatter", tensor, group, axis)
 
 
@@ -163,7 +163,7 @@ def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0, length: in
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective as the target of a call in a graph: plain data, and a function of one tensor.
+    """Call a collective from a graph: plain data, and a function of one tensor.
 
     Args:
         name: of one of the functions above; ``"all_reduce_"`` overwrites its tensor.
@@ -204,7 +204,7 @@ def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | N
 
 
 class _Collective(Function):
-    """Run a collective of the table; its backward is another one of the table."""
+    """Run a collective of the table, and in backward its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str, group: RankGroup, axis: int, length: int | None) -> Tensor:
@@ -243,7 +243,7 @@ def _sum_in_place(tensor: Tensor, group: RankGroup, axis: int, length: int | Non
 
 
 def _sum_of_holders(tensor: Tensor, group: RankGroup) -> Tensor:
-    """Exchange among some of the ranks over the group of all, each adding in the order of the ranks."""
+    """Sum among the ranks with the same shard, in the order of the ranks."""
     assert group.name is not None
     assert group.holders is not None
     if tensor.is_cuda and is_gloo(group.name):
@@ -256,7 +256,7 @@ def _sum_of_holders(tensor: Tensor, group: RankGroup) -> Tensor:
 
 
 def _sum_of_parts(tensor: Tensor, group: RankGroup) -> Tensor:
-    """Sum among the holders the parts of a shard that several ranks hold."""
+    """Sum the shared parts of a shard among the ranks that hold them."""
     assert group.parts is not None
     axis, lengths, are_shared = group.parts
     found = list(tensor.split(lengths, dim=axis))
@@ -288,7 +288,7 @@ def _cut(shards: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor
 
 
 def _own_shard(tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
-    """Return this rank's shard; the last ranks' ends with zeros where the ranks do not divide ``length``."""
+    """Return this rank's shard, padded with zeros if ``length`` is not divisible."""
     extent = tensor.shape[axis]
     share = -(-extent // group.size)
     start = min(group.rank * share, extent)
@@ -317,7 +317,7 @@ def _shard_shapes(tensor: Tensor, size: int, axis: int, length: int | None) -> T
 
 
 class _Row(NamedTuple):
-    """A row of the table of collectives.
+    """Describe a row of the table of collectives.
 
     Args:
         run: the forward, of a tensor, the ranks, an axis, and its length without padding.

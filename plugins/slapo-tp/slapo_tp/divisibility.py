@@ -1,4 +1,4 @@
-"""Refuse splits of sizes, packed matrices, attention heads and groups that do not come out even."""
+"""Refuse uneven splits: of sizes, packed matrices, attention heads and groups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def size_violations(node: Node, split: Split) -> Iterator[Violation]:
 
 
 def _matrix_violations(node: Node, split: Split, part: str, length: int) -> Iterator[Violation]:
-    """Refuse a matrix, one shard a rank, whose elements or heads the ranks do not divide."""
+    """Refuse a matrix whose elements or heads the ranks do not divide."""
     mesh_dim, size, heads = split.mesh_dim, split.ranks, heads_of(node, length)
     if isinstance(split.shards, tuple) and heads and all(own % size for _, own in heads):
         yield Violation(
@@ -65,7 +65,7 @@ def _matrix_violations(node: Node, split: Split, part: str, length: int) -> Iter
 
 
 def _shared_matrix_violations(node: Node, split: Split, part: str, length: int, shards: int) -> Iterator[Violation]:
-    """Refuse a matrix whose ``shards`` are uneven, or are not one head each where ranks share them."""
+    """Refuse uneven shards of a matrix, and shared ones of other than one head."""
     mesh_dim, size, heads = split.mesh_dim, split.ranks, heads_of(node, length)
     if length % shards:
         yield Violation(f"{part} has {length} elements, not divisible by shards={shards}", "a divisor of its size")
@@ -96,7 +96,7 @@ def _shared_matrix_violations(node: Node, split: Split, part: str, length: int, 
 
 
 def _group_violations(node: Node, split: Split, what: str) -> Iterator[Violation]:
-    """Refuse groups, each a KV head with its queries, whose ranks cannot divide the queries by heads."""
+    """Refuse groups (a KV head and its queries) whose ranks cut a head."""
     groups = len(split.sizes) // len(split.counts)
     holders = max(1, split.ranks // groups)
     for number, (length, count) in enumerate(zip(split.sizes, split.counts, strict=False), start=1):
@@ -110,7 +110,7 @@ def _group_violations(node: Node, split: Split, what: str) -> Iterator[Violation
 
 
 def padding_violations(node: Node, split: Split) -> Iterator[Violation]:
-    """Refuse padding of shared or packed shards, and of other axes than rows and outputs."""
+    """Refuse padding of shared or packed shards, and of unsupported axes."""
     if split.shards is not None:
         yield Violation(f"pad=True is for one shard a rank (got shards={split.shards})", "leave one of them out")
     elif split.packed != 1 or not can_be_padded(node, split):
@@ -123,7 +123,7 @@ def padding_violations(node: Node, split: Split) -> Iterator[Violation]:
 
 
 def can_be_padded(node: Node, split: Split) -> bool:
-    """Return whether the axis is the rows or outputs of every known layer with the tensor, and there is one."""
+    """Return whether the axis is the rows or outputs of all known layers."""
     types = [(layer_type_of(place.module), own) for place, own in sites(node, split.name)]
     known = [(kind, own) for kind, own in types if kind is not None]
     return (
@@ -140,7 +140,7 @@ def _is_vocabulary(node: Node, rows: int) -> bool:
 
 
 def channel_violations(place: Node, kind: LayerType, split: Split) -> Iterator[Violation]:
-    """Refuse to split inside of a group of a convolution, or to leave a rank a single group."""
+    """Refuse to split inside of a convolution's group, or one group a rank."""
     module, size, packed = place.module, split.ranks, split.packed
     groups, channels = int(module.groups), int(module.out_channels)  # type: ignore[arg-type]
     if isinstance(packed, int) and (packed < 1 or channels % packed):

@@ -24,16 +24,16 @@ _STRIDE = 0x9E3779B97F4A7C15  # odd, so that the ranks' seeds differ in their lo
 
 @dataclass(frozen=True)
 class ForkRng(Primitive):
-    """Run the module (dropout) on an RNG stream that differs from rank to rank.
+    """Run the module (dropout) on an RNG stream of each rank's own.
 
-    For what works on a shard between two split layers: there the ranks, which start from the same seed, would drop the
-    same elements of different heads or features. Everywhere else the ranks must use equal RNG states: around a dropout
-    of what every rank has whole, the ranks' activations, and with them their whole parameters, would drift apart.
-    ``verify`` finds that, and names the module where the call belongs; where one is missing, it notes it.
+    For modules on shards, between two split layers: there the ranks, which start from the same seed, would drop the
+    same elements of different heads or features. Everywhere else the ranks must use equal RNG states: around dropout
+    of a full tensor, the ranks' activations, and with them their unsharded parameters, would diverge. ``verify`` finds
+    that, and names the module where the call belongs; a missing call it notes.
 
     The stream is seeded at each call by a number of the generator that all ranks share and by the rank.
-    So it needs no state of its own in a checkpoint, and a recompute uses the same stream, whichever of
-    the two is around the other.
+    So it needs no state of its own in a checkpoint, and a recompute uses the same stream, be the recompute around this
+    step or inside of it.
 
     Args:
         mesh_dim: the mesh dimension whose ranks get different RNG streams.
@@ -42,7 +42,7 @@ class ForkRng(Primitive):
         PreconditionError: no mesh, the module has no forward of its own, or has an RNG stream already.
 
     rewrite: (``g`` the generator that all ranks share, ``g[r]`` one seeded by a number of ``g`` and by the rank)
-        ``y = module(x)`` drawing from ``g`` -> ``y = module(x)`` drawing from ``g[r]``; ``g`` moves on by one number
+        ``y = module(x)`` with ``g`` -> ``y = module(x)`` with ``g[r]``; ``g`` moves on by one number
 
     On a mesh dimension of one rank nothing changes.
 
@@ -79,7 +79,7 @@ class ForkRng(Primitive):
 
 
 def with_own_rng(forward: Forward, *, rank: int, own: type) -> Forward:
-    """Wrap a forward to use an RNG stream of this rank; both take the module first.
+    """Wrap a forward to run on this rank's own RNG stream.
 
     Args:
         forward: of the module.
@@ -115,7 +115,7 @@ class _Forked:
 
 @dataclass(frozen=True)
 class _Switch:
-    """Switch torch's RNG state of the CPU and the current GPU: the target of a call in a graph."""
+    """Switch the RNG state of the CPU and the current GPU."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__name__", type(self).__name__.lower())
@@ -134,7 +134,7 @@ class _Switch:
 
 @dataclass(frozen=True)
 class Fork(_Switch):
-    """Seed the generators for this rank, by a number that all ranks share; gives their states before."""
+    """Seed the generators by a shared number and this rank; return their states."""
 
     rank: int
 
@@ -149,7 +149,7 @@ class Fork(_Switch):
 
 @dataclass(frozen=True)
 class Restore(_Switch):
-    """The generators go on from these states."""
+    """Set the generators to earlier states."""
 
     def _switch(self, tensor: Tensor) -> None:
         if tensor.is_meta or isinstance(tensor, FakeTensor):

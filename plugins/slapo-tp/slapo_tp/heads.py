@@ -20,7 +20,7 @@ def heads_of(node: Node, extent: int) -> list[tuple[str, int]]:
 
 
 def queries_and_keys(node: Node, extent: int) -> tuple[int, int, int] | None:
-    """Return query heads, KV heads and head size of fused projections of ``extent`` features."""
+    """Return query heads, KV heads and head size of a fused projection."""
     counts, widths = _heads_around(node)
     keys = [heads for name, heads in counts if name in KV_HEAD_COUNTS]
     queries = [heads for name, heads in counts if name not in KV_HEAD_COUNTS]
@@ -34,7 +34,7 @@ def head_sizes(node: Node) -> list[int]:
 
 
 def _heads_around(node: Node) -> tuple[list[tuple[str, int]], list[int]]:
-    """Return the numbers of heads, by attribute, and the head sizes of the attention around a layer."""
+    """Return head counts, by attribute, and head sizes of the attention around."""
     attention = node.parent.module if node.parent is not None else nn.Identity()
     known = {**vars(getattr(attention, "config", None) or nn.Identity()), **vars(attention)}
     widths = [known[name] for name in _HEAD_SIZES if type(known.get(name)) is int]
@@ -43,7 +43,7 @@ def _heads_around(node: Node) -> tuple[list[tuple[str, int]], list[int]]:
 
 
 def head_groups(node: Node) -> dict[str, int]:
-    """Return the attributes of the attention around a layer that count query heads for each KV head.
+    """Return the attention's attributes that count query heads for each KV head.
 
     Attributes changed by a step are left out.
     """

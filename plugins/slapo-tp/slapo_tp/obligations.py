@@ -35,7 +35,7 @@ _SUMS = ("all_reduce", "reduce_scatter")
 
 
 def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Each partial sum over ``mesh_dim`` that no step reduces, and each left-out bias that no step adds."""
+    """Yield unreduced partial sums over ``mesh_dim``, and left-out biases never added."""
     assert schedule.mesh is not None
     nodes = list(schedule.root.walk())
     partial = [node for node in nodes if output_state(node, mesh_dim) == "partial"]
@@ -56,7 +56,7 @@ def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
 
 
 def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer whose weight is split on its output axis, and whose bias is not: it cannot run."""
+    """Yield layers split on their output axis whose bias is still full."""
     for node in schedule.root.walk():
         if output_state(node, mesh_dim) != "split" or "bias" not in node.parameters:
             continue
@@ -83,7 +83,7 @@ def _runs_own_forward(node: Node) -> bool:
 
 
 def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each ``bwd_post`` reduction around layers that all reduce the gradients of their inputs themselves.
+    """Yield ``bwd_post`` reductions around layers that reduce their input gradients themselves.
 
     Only if every layer below is split: an unsharded layer may give a partial gradient, which the outer one reduces.
     """
@@ -112,7 +112,7 @@ def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
 
 
 def missing_gradient_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer with a split output whose partial input gradient reaches a trained weight unreduced.
+    """Yield layers whose partial input gradient reaches a trained weight unreduced.
 
     Only within an nn.Sequential, where it is certain which layer gets which output; otherwise ``verify`` finds it.
     """
@@ -139,7 +139,7 @@ def missing_gradient_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[V
 
 
 def _in_order(node: Node) -> list[Node]:
-    """The members of an nn.Sequential as they are called, those of nested ones too; empty for any other module."""
+    """Return the members of an nn.Sequential in the order of their calls."""
     if type(node.module) is not nn.Sequential or _is_unknown_code(node):
         return []
     found = []
@@ -151,7 +151,7 @@ def _in_order(node: Node) -> list[Node]:
 
 
 def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) -> Node | None:
-    """The layer with a trained weight whose output goes into the last member; None if the gradient may be reduced."""
+    """Return the trained layer before the last member whose gradient is not reduced."""
     *others, last = members
     if _changes_gradients(last) or any(kind != "forward" for kind, _ in last.hooks):
         return None
@@ -173,7 +173,7 @@ def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) ->
 
 
 def _changes_gradients(node: Node) -> bool:
-    """Whether code that this plugin does not know may reduce gradients here."""
+    """Return whether unknown code may reduce gradients here."""
     hooks = hooks_of(node.module)
     return _is_unknown_code(node) or bool(hooks["full_backward_pre"] or hooks["full_backward"])
 
@@ -194,7 +194,7 @@ def _is_at_or_below(node: Node, place: Node) -> bool:
 
 
 def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer of an attention whose output is split inside of a head and not gathered."""
+    """Yield attention layers whose output is split inside of a head."""
     assert schedule.mesh is not None
     size = schedule.mesh.size(mesh_dim)
     for node in schedule.root.walk():
@@ -203,9 +203,9 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
         weight, axis = node.parameters.get("weight"), split_axis(node, "weight", mesh_dim)
         if weight is None or axis is None:
             continue  # a norm of channels without one
-        held = holders(node, "weight", mesh_dim)
-        whole = weight.shape[axis] * size // held
-        found = ((name, heads) for name, heads in heads_of(node, whole) if heads % (size // held))
+        repeats = holders(node, "weight", mesh_dim)
+        features = weight.shape[axis] * size // repeats
+        found = ((name, heads) for name, heads in heads_of(node, features) if heads % (size // repeats))
         name, heads = next(found, (None, 1))
         if name is not None:
             hint = f"a {mesh_dim} size that divides {heads}"
@@ -213,25 +213,25 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
                 hint += f", or the same head on several ranks: {_address(node.path)}.shard(..., shards={heads})"
             yield Violation(
                 f"{_cause(node, mesh_dim)} cuts a head: 'weight' holds {heads} heads ('{name}') of "
-                f"{whole // heads} elements, not divisible by {mesh_dim} size {size}",
+                f"{features // heads} elements, not divisible by {mesh_dim} size {size}",
                 hint,
             )
 
 
 def repeated_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer whose shards several ranks hold, and whose output a step all-gathers."""
+    """Yield layers with shards on several ranks whose output a step all-gathers."""
     for node in schedule.root.walk():
-        held = most_holders(node, weight_name(node), mesh_dim)
-        if held > 1 and any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
+        repeats = most_holders(node, weight_name(node), mesh_dim)
+        if repeats > 1 and any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
             yield Violation(
-                f"{_cause(node, mesh_dim)} leaves each shard of {_where(node.path)} on {held} ranks, and sync "
+                f"{_cause(node, mesh_dim)} leaves each shard of {_where(node.path)} on {repeats} ranks, and sync "
                 "all-gathers the output, which would repeat them",
                 "leave that sync out, or shards=",
             )
 
 
 def _gathers(node: Node) -> bool:
-    """Whether the module or one around it has a collective at its output that puts shards together."""
+    """Return whether a collective here or around gathers the module's output."""
     if gathers_itself(node):
         return True
     around: Node | None = node
@@ -243,8 +243,8 @@ def _gathers(node: Node) -> bool:
 
 
 def _unreduced(node: Node, mesh_dim: str, *, in_sequence: bool) -> Violation:
-    """``in_sequence``: where some layers work on shards of the sequence."""
-    also = ", and whose bias, which the layer leaves out, no step adds" if bias_is_left_out(node, mesh_dim) else ""
+    """Report a partial sum; ``in_sequence``: some layers work on sequence shards."""
+    also = ", and its bias is skipped but never added" if bias_is_left_out(node, mesh_dim) else ""
     hint = f'add {_address(node.path)}.sync("fwd_post", "all_reduce")'
     if in_sequence:
         hint += ', or "reduce_scatter" with the axis of the sequence where the layers behind it work on shards of that'
@@ -264,7 +264,7 @@ def _bias_lost(node: Node, reducer: Node | None, mesh_dim: str) -> Violation:
 
 
 def _others_may_reduce(schedule: Schedule, nodes: Sequence[Node], partial: Sequence[Node], group: RankGroup) -> bool:
-    """Whether an unknown hook or forward at or around the partial outputs may reduce one of them."""
+    """Return whether unknown hooks or forwards may reduce a partial output."""
     if has_global_forward_hooks():
         return True
     if any(not _is_known(schedule, record) for record in schedule.records):
@@ -273,7 +273,7 @@ def _others_may_reduce(schedule: Schedule, nodes: Sequence[Node], partial: Seque
 
 
 def _is_known(schedule: Schedule, record: Record) -> bool:
-    """Whether a step is none that may have brought a sum over the ranks of its own."""
+    """Return whether a step cannot have added a reduction of its own."""
     if record.name.startswith(("tp.", "loss.")) or record.primitive.equivalence.is_exact:
         return True
     if record.name != "core.replace":
@@ -286,7 +286,7 @@ def _is_known(schedule: Schedule, record: Record) -> bool:
 
 
 def _is_unknown_code(node: Node) -> bool:
-    """Whether hooks or a forward were set on the module outside of the schedule."""
+    """Return whether hooks or a forward were set outside of the schedule."""
     by_steps = {id(function) for _, function in node.hooks}
     hooks = hooks_of(node.module)
     for function in (*hooks["forward_pre"].values(), *hooks["forward"].values()):
@@ -297,7 +297,7 @@ def _is_unknown_code(node: Node) -> bool:
 
 
 def _may_reduce_elsewhere(node: Node, partial: Sequence[Node], group: RankGroup) -> bool:
-    """Whether a collective here may sum what reaches the module as an input."""
+    """Return whether a collective here may reduce the module's input."""
     for kind, hook in node.hooks:
         if kind == "forward_pre" and not isinstance(hook, OWN_HOOKS):
             return True
@@ -312,7 +312,7 @@ def _may_reduce_elsewhere(node: Node, partial: Sequence[Node], group: RankGroup)
 
 
 def _reducer(root: Node, node: Node, group: RankGroup) -> Node | None:
-    """The module, this one or one around it, at whose output the partial sum may be reduced."""
+    """Return the module, this or one around it, that reduces the partial sum."""
     for path in (node.path, *node.aliases):
         levels = path.split(".") if path else []
         for depth in range(len(levels), -1, -1):
@@ -338,7 +338,7 @@ def _adds_bias(node: Node) -> bool:
 
 
 def _cause(node: Node, mesh_dim: str) -> str:
-    """The step that split the weight, with the user's line."""
+    """Format the step that split the weight, with the user's line."""
     for place, name in sites(node, weight_name(node)):
         for record in reversed(place.records):
             arguments: Any = record.primitive

@@ -1,4 +1,4 @@
-"""Wrap the private names of torch that this distribution uses; its tests check them against the installed version."""
+"""Wrap the private names of torch that this distribution uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUNCTIONAL = torch.ops._c10d_functional
 
 
 def is_gloo(name: str) -> bool:
-    """Return whether the process group of a name has gloo as its backend."""
+    """Return whether a named process group's backend is gloo."""
     from torch.distributed.distributed_c10d import _resolve_process_group, get_backend
 
     return bool(get_backend(_resolve_process_group(name)) == "gloo")  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from slapo_tp.sync_gradient import gradients_summed
 
 @dataclass(frozen=True)
 class Shard(Primitive):
-    """Keep only this rank's shard of a parameter or buffer, split evenly along one axis.
+    """Keep this rank's shard of a parameter or buffer, split along one axis.
 
     Every place that is tied to the tensor changes with it. Of nn.Linear, nn.Embedding, nn.Conv1d/2d/3d,
     nn.BatchNorm1d/2d/3d, transformers' Conv1D and what ``slapo_tp.register_layer`` names, the size attributes and the
@@ -157,7 +157,7 @@ class Shard(Primitive):
                 yield Violation(f"'{name}' must have shape {layout.local_shape(node.mesh)} (got {shape})")
 
     def _split(self, node: Node, name: str) -> Split | None:
-        """Resolve the arguments for one tensor; None if it has no such axis."""
+        """Resolve the arguments for one tensor; None without such an axis."""
         tensor, axis = own_tensor(node, name), tensor_axis(node, name, as_tuple(self.names), self.axis)
         if tensor is None or axis is None:
             return None
@@ -165,7 +165,7 @@ class Shard(Primitive):
         return Split(name, axis, tensor.shape[axis], self.mesh_dim, ranks, self.packed, self.pad, self.shards)
 
     def _update_layer(self, node: Node, edit: Edit, name: str, split: Split) -> None:
-        """Adapt the size attributes and the forward of a module with the tensor to its shard."""
+        """Adapt a module's size attributes and forward to the shard."""
         kind = layer_type_of(node.module)
         if kind is None:
             edit.note(
@@ -200,7 +200,7 @@ class Shard(Primitive):
                 edit.note(f"the bias of '{node.path}' is still full: shard('bias', axis=0{shards}) belongs to this")
 
     def _sum_among_holders(self, node: Node, edit: Edit, names: list[str], holders: int) -> None:
-        """Sum parameters' gradients from a module over the ranks with the same shard."""
+        """Sum parameters' gradients over the ranks with the same shard."""
         assert node.mesh is not None
         along = RankGroup.along(node.mesh, self.mesh_dim)
         by_group: dict[RankGroup, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Refuse calls of ``shard`` that a module, its tensors, or earlier steps do not allow."""
+"""Refuse calls of ``shard`` that modules, tensors or earlier steps do not allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slapo_tp.splits import Split
 
 
 def names_violations(node: Node, names: tuple[str, ...]) -> Iterator[Violation]:
-    """Refuse no names, repeated names, and some of the tensors that only one step can split (a norm's)."""
+    """Refuse no names, repeated names, and an incomplete set of a norm's tensors."""
     if not names:
         yield Violation("it names no parameter", 'write shard("weight", axis=0)')
     for name, count in Counter(names).items():
@@ -68,7 +68,7 @@ def _missing(node: Node, name: str) -> Violation:
 
 
 def no_such_axis(node: Node, name: str, axis: int) -> Violation:
-    """Refuse an axis that the tensor does not have; name the axes that it has."""
+    """Refuse an axis that the tensor does not have; name its axes."""
     kind, weight, tensor = layer_type_of(node.module), own_tensor(node, weight_name(node)), own_tensor(node, name)
     assert tensor is not None
     if name == "bias" and kind is not None and weight is not None and -weight.dim() <= axis < weight.dim():
@@ -84,7 +84,7 @@ def no_such_axis(node: Node, name: str, axis: int) -> Violation:
 
 
 def split_violations(node: Node, split: Split) -> Iterator[Violation]:
-    """Refuse a split that earlier steps, the modules with the tensor, or its size do not allow."""
+    """Refuse a split that earlier steps, modules or sizes do not allow."""
     refusals = list(_split_already(node, split)) or [
         refusal for place, own in sites(node, split.name) for refusal in _module_violations(node, place, own, split)
     ]
@@ -121,7 +121,7 @@ def _split_already(node: Node, split: Split) -> Iterator[Violation]:
 
 
 def _module_violations(node: Node, place: Node, name: str, split: Split) -> Iterator[Violation]:
-    """Refuse a shard that the module at ``place``, with the tensor as ``name``, could not run with."""
+    """Refuse a shard that the module at ``place`` cannot run with."""
     attention = place if isinstance(place.module, nn.MultiheadAttention) else place.parent
     if attention is not None and reads_weights_itself(attention.module, place.module):
         what = f", so '{place.path}' is never called" if attention is not place else ""
@@ -155,7 +155,7 @@ def _module_violations(node: Node, place: Node, name: str, split: Split) -> Iter
 
 
 def _splits_other_axis(place: Node, kind: LayerType, mesh_dim: str) -> bool:
-    """Return whether the weight is split over ``mesh_dim`` on another axis than the bias's."""
+    """Return whether the weight is split on another axis than the bias's."""
     if own_tensor(place, kind.weight) is None:
         return False
     axis = split_axis(place, kind.weight, mesh_dim)
@@ -163,7 +163,7 @@ def _splits_other_axis(place: Node, kind: LayerType, mesh_dim: str) -> bool:
 
 
 def _forward_violations(place: Node, kind: LayerType, split: Split) -> Iterator[Violation]:
-    """Refuse a split of the weight that the layer's forward, as it is now, cannot follow."""
+    """Refuse a split of the weight that the layer's forward cannot follow."""
     role, bias = kind.role(split.axis), own_tensor(place, "bias")
     if role == "channel" and hasattr(place.module, "groups"):
         yield from channel_violations(place, kind, split)
@@ -183,7 +183,7 @@ def _forward_violations(place: Node, kind: LayerType, split: Split) -> Iterator[
 
 
 def _sharing_violations(node: Node, split: Split) -> Iterator[Violation]:
-    """Refuse one shard on several ranks where a layer sums over the shards, or looks ids up in them."""
+    """Refuse shards on several ranks where the axis is not output features."""
     for place, own in sites(node, split.name):
         kind = layer_type_of(place.module)
         if kind is None or own not in (kind.weight, *kind.together) or kind.role(split.axis) == "output":

@@ -1,4 +1,4 @@
-"""Read from layouts which tensors are split, and whether outputs and gradients are partial.
+"""Read from layouts which tensors are split, and which outputs are partial.
 
 Layouts are recorded on a mesh of size 1 too: a schedule that is right there is right everywhere.
 """
@@ -28,14 +28,14 @@ def root_of(node: Node) -> Node:
 
 
 def own_tensor(node: Node, name: str) -> Tensor | None:
-    """Return the module's own parameter or buffer of a name; None if it has none."""
+    """Return the module's own parameter or buffer; None if missing."""
     module = node.module
     tensor = parameters_of(module).get(name)
     return buffers_of(module).get(name) if tensor is None else tensor
 
 
 def sites(node: Node, name: str) -> tuple[tuple[Node, str], ...]:
-    """Return every module with the tensor, and its name there; ``node`` itself first."""
+    """Return every module with the tensor, ``node`` first, and its name there."""
     places = node.ties(name)
     if len(places) < 2:
         return ((node, name),)
@@ -46,7 +46,7 @@ def sites(node: Node, name: str) -> tuple[tuple[Node, str], ...]:
 
 
 def sized_tensor(node: Node, kind: LayerType) -> str | None:
-    """Return the name of the tensor whose axes the layer type describes; None if missing."""
+    """Return the name of the tensor that the layer type's axes describe."""
     return next((name for name in (kind.weight, *kind.together) if own_tensor(node, name) is not None), None)
 
 
@@ -57,13 +57,13 @@ def weight_name(node: Node) -> str:
 
 
 def split_together(node: Node) -> tuple[str, ...]:
-    """Return the tensors that one step must split together; empty for most layer types."""
+    """Return the tensors that one step must split together, if any."""
     kind = layer_type_of(node.module)
     return tuple(name for name in kind.together if own_tensor(node, name) is not None) if kind is not None else ()
 
 
 def split_axis(node: Node, name: str, mesh_dim: str) -> int | None:
-    """Return the axis of an own tensor that is split over ``mesh_dim``; None if unsplit."""
+    """Return the axis of an own tensor that ``mesh_dim`` splits; None if unsplit."""
     tensor = own_tensor(node, name)
     if tensor is None or is_lazy(tensor):
         return None
@@ -71,7 +71,7 @@ def split_axis(node: Node, name: str, mesh_dim: str) -> int | None:
 
 
 def holders(node: Node, name: str, mesh_dim: str) -> int:
-    """Return the number of ranks with the same shard of an own tensor; 1 if unsplit."""
+    """Return the number of ranks with the same shard; 1 if unsplit."""
     if split_axis(node, name, mesh_dim) is None:
         return 1
     return len(node.layout(name).holders(node.mesh, mesh_dim))
@@ -86,7 +86,7 @@ def most_holders(node: Node, name: str, mesh_dim: str) -> int:
 
 
 def has_split_below(node: Node, mesh_dim: str) -> bool:
-    """Return whether a tensor here or below is split over ``mesh_dim``, be it through a tie."""
+    """Return whether a tensor here or below is split over ``mesh_dim``."""
     return any(
         split_axis(below, name, mesh_dim) is not None
         for below in node.walk()
@@ -95,7 +95,7 @@ def has_split_below(node: Node, mesh_dim: str) -> bool:
 
 
 def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | None:
-    """Return whether the forward's output is a partial sum or a shard of the features; else None.
+    """Return whether the output is a partial sum or a shard; else None.
 
     None, too, for a module of unknown type.
     """
@@ -108,7 +108,7 @@ def output_state(node: Node, mesh_dim: str) -> Literal["partial", "split"] | Non
 
 
 def makes_gradient_partial(node: Node, mesh_dim: str) -> bool:
-    """Return whether the input's gradient is partial: full inputs, a shard of the features."""
+    """Return whether the gradient of the module's input is partial."""
     kind, state = layer_type_of(node.module), output_state(node, mesh_dim)
     if kind is None or state is None:
         return False
@@ -117,12 +117,12 @@ def makes_gradient_partial(node: Node, mesh_dim: str) -> bool:
 
 
 def gathers_itself(node: Node) -> bool:
-    """Return whether a step at the layer gathers the layer's output shards itself."""
+    """Return whether a step at the layer gathers its output shards itself."""
     return any(getattr(wrapper, "slapo_gathers_output", False) for wrapper in node.wrappers)
 
 
 def bias_is_left_out(node: Node, mesh_dim: str) -> bool:
-    """Return whether the module leaves its bias out of a partial sum, for ``sync`` to add."""
+    """Return whether the module leaves its bias to ``sync``."""
     return own_tensor(node, "bias") is not None and output_state(node, mesh_dim) == "partial"
 
 

@@ -15,7 +15,7 @@ Shards = int | tuple[int | None, ...] | None
 
 @dataclass(frozen=True)
 class Split:
-    """The split of one tensor along one axis.
+    """Describe the split of one tensor along one axis.
 
     Args:
         name: of the tensor in its module.
@@ -39,12 +39,12 @@ class Split:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the matrices along the axis."""
+        """Return the sizes of the matrices along the axis."""
         return packed_sizes(self.packed, self.extent, self.shards)
 
     @property
     def counts(self) -> tuple[int | None, ...]:
-        """The number of shards of each matrix; None: one shard a rank."""
+        """Return the number of shards of each matrix; None: one shard a rank."""
         return self.shards if isinstance(self.shards, tuple) else (self.shards,) * len(self.sizes)
 
     def layout(self, shape: tuple[int, ...], before: Layout) -> Layout:
@@ -68,7 +68,7 @@ class Split:
 
 
 def packed_sizes(packed: Packed, extent: int, shards: Shards = None) -> tuple[int, ...]:
-    """Return the sizes of the matrices along an axis: ``packed_sizes(3, 768) == (256, 256, 256)``.
+    """Return the matrices' sizes along an axis: ``packed_sizes(3, 768) == (256, 256, 256)``.
 
     With ``shards`` for each matrix, ``packed`` may be one of as many groups as there are shards.
     """
@@ -79,18 +79,18 @@ def packed_sizes(packed: Packed, extent: int, shards: Shards = None) -> tuple[in
 
 
 def common_count(shards: Shards) -> int | None:
-    """Return the number of different shards of the matrices that ranks share; None: one shard a rank."""
+    """Return the number of shards of shared matrices; None: one shard a rank."""
     return next((count for count in shards if count is not None), None) if isinstance(shards, tuple) else shards
 
 
 def ranks_per_shard(ranks: int, shards: Shards) -> int:
-    """Return the number of ranks with the same shard, or with the same keys and values of it."""
+    """Return the number of ranks with the same shard, or the same keys and values."""
     count = common_count(shards)
     return 1 if count is None else max(1, ranks // count)
 
 
 def counts_violations(shards: Shards, packed: Packed) -> Iterator[Violation]:
-    """Refuse numbers of shards that are not one for each packed matrix, or of which two differ."""
+    """Refuse ``shards`` that do not fit the packed matrices, or that differ."""
     if not isinstance(shards, tuple):
         return
     matrices = len(packed) if isinstance(packed, tuple) else packed
@@ -108,7 +108,7 @@ def counts_violations(shards: Shards, packed: Packed) -> Iterator[Violation]:
 
 
 def shards_violations(node: Node, mesh_dim: str, shards: int | None, argument: str) -> Iterator[Violation]:
-    """Refuse a number of shards that the ranks along ``mesh_dim`` cannot hold evenly."""
+    """Refuse a number of shards that the ranks cannot hold evenly."""
     size = mesh_size(node, mesh_dim)
     if shards is not None and shards < 1:
         yield Violation(f"{argument} must be positive (got {shards})", f"leave {argument} out for one shard a rank")
@@ -120,7 +120,7 @@ def shards_violations(node: Node, mesh_dim: str, shards: int | None, argument: s
 
 
 def tensor_axis(node: Node, name: str, names: tuple[str, ...], axis: int) -> int | None:
-    """Return the axis of tensor ``name`` that ``shard(names, axis=axis)`` means; None if there is none.
+    """Return the axis of a tensor that ``shard(names, axis=axis)`` means; None if missing.
 
     ``axis`` counts the axes of the weight. A bias has only one axis, that of the output features, so it is split on its
     axis 0 when the weight is split on its output axis, whichever that is (1 for transformers' Conv1D).

@@ -29,7 +29,7 @@ from slapo_tp.sync_hooks import InputHook, OutputHook
 
 
 def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | None, int]:
-    """Mode, op and axis with the short forms written out; op is None where they do not say which."""
+    """Resolve mode, op and axis; op is None where undetermined."""
     if sync.mode == "backward":
         return "bwd_post", sync.op or "all_reduce", sync.axis
     if sync.mode != "forward":
@@ -43,7 +43,7 @@ def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | Non
 
 
 def unpadded_features(node: Node) -> int | None:
-    """The number of output features without the padding of ``shard(..., pad=True)``; None where there is none.
+    """Return the number of output features without padding; None without padding.
 
     Of this layer, or of one below whose output no step there gathers.
     """
@@ -59,7 +59,7 @@ def unpadded_features(node: Node) -> int | None:
 
 
 def argument_violations(sync: Sync, node: Node) -> list[Violation]:
-    """Arguments that do not go together."""
+    """Refuse arguments that exclude each other."""
     found = []
     mode, op, _ = resolve(sync, node)
     if op is None and sync.mode == "forward":
@@ -83,7 +83,7 @@ def argument_violations(sync: Sync, node: Node) -> list[Violation]:
         )
     if sync.axis != -1 and (op == "all_reduce" or callable(op) or op is None):
         found.append(
-            Violation(f"axis={sync.axis} means nothing here: only gather and scatter have one", "leave it out")
+            Violation(f"axis applies only to all_gather and reduce_scatter (got axis={sync.axis})", "leave it out")
         )
     if sync.inputs is not None and (mode == "fwd_post" or callable(op)):
         found.append(Violation(f"inputs={sync.inputs} belongs to built-in ops of fwd_pre and bwd_post", "leave it out"))
@@ -94,12 +94,12 @@ def argument_violations(sync: Sync, node: Node) -> list[Violation]:
     if sync.inputs is not None:
         found += _unknown_inputs(sync.inputs, node)
     if any(position < 0 for position in sync.outputs or ()):
-        found.append(Violation(f"outputs={sync.outputs} must count from 0", "outputs=(0,)"))
+        found.append(Violation(f"outputs must be non-negative positions (got {sync.outputs})", "outputs=(0,)"))
     return found
 
 
 def _overlap_violations(sync: Sync, node: Node, mode: str, op: object) -> Iterator[Violation]:
-    """Why the module has no weight's gradient to compute while the gradient of its input is reduced."""
+    """Refuse an overlap without a weight gradient to compute meanwhile."""
     if (mode, op) not in (("bwd_post", "all_reduce"), ("fwd_pre", "all_gather")):
         yield Violation(
             "overlap=True belongs to a reduction of the input's gradient",
@@ -120,7 +120,7 @@ def _overlap_violations(sync: Sync, node: Node, mode: str, op: object) -> Iterat
 
 
 def place_violations(sync: Sync, node: Node) -> list[Violation]:
-    """Refuse arguments that do not fit the split tensors or the earlier collectives."""
+    """Refuse a collective that does not fit the split tensors or earlier ones."""
     mode, op, axis = resolve(sync, node)
     if not has_split_below(node, sync.mesh_dim):
         return [_nothing_split(sync, node, mode, op)]
@@ -138,11 +138,11 @@ def place_violations(sync: Sync, node: Node) -> list[Violation]:
 
 
 def _nothing_split(sync: Sync, node: Node, mode: str, op: object) -> Violation:
-    """Why a collective means nothing at a module without shards, and what to write instead."""
+    """Refuse a collective at a module without shards; write the step to add."""
     message = f"nothing was split over mesh_dim '{sync.mesh_dim}' on this module or below it"
     kind = layer_type_of(node.module)
     if kind is not None and mode == "fwd_post" and op in ("all_reduce", "reduce_scatter"):
-        message += ": its output is whole on every rank, not a partial sum"
+        message += ": its output is full on every rank, not a partial sum"
         axis = partial_axis(kind)
         before = f'write shard("{kind.weight}", axis={axis}) before, which makes it one'
         hint = before if axis is not None else "remove this call"
@@ -173,7 +173,7 @@ def _unknown_inputs(inputs: tuple[int | str, ...], node: Node) -> list[Violation
 
 
 def _repeated(sync: Sync, node: Node, mode: str, op: object) -> list[Violation]:
-    """A second collective on what an earlier step synchronized already."""
+    """Refuse a second collective on the same tensor."""
     for record in node.records:
         before: Any = record.primitive
         if record.name != "tp.sync" or before.mesh_dim != sync.mesh_dim:
@@ -219,7 +219,7 @@ def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Viola
     if state == "partial" and op == "all_gather":
         return [
             Violation(
-                "the output is a partial sum of the whole output on each rank, which all_gather would not add up",
+                "the output is a partial sum on each rank, which all_gather would not add up",
                 'use sync("fwd_post", "all_reduce"), or sync("fwd_post", "reduce_scatter", axis=...)',
             )
         ]
@@ -227,7 +227,7 @@ def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Viola
     if left_out and kind is not None and axis == kind.feature_axis:
         return [
             Violation(
-                "the bias that the layer left out is whole, and cannot be added to a shard of the output features",
+                "the bias that the layer left out is full: it cannot be added to a shard of the output features",
                 'use sync("fwd_post", "reduce_scatter", axis=...) with another axis, e.g. the sequence',
             )
         ]
@@ -235,7 +235,7 @@ def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Viola
 
 
 def _biases_below(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
-    """A reduction further up does not know of the bias that a layer left out."""
+    """Refuse a reduction around a layer that left its bias out."""
     if not children_of(node.module):
         return []
     call = f'sync("fwd_post", "{op}"{_axis(axis) if op == "reduce_scatter" else ""})'
@@ -372,7 +372,7 @@ class Sync(Primitive):
             yield Violation("the module's forward is not wrapped")
 
     def _hooks(self, node: Node) -> Iterator[tuple[HookKind, Callable[..., Any]]]:
-        """The hooks of this step, with torch's name of their kind."""
+        """Yield the hooks of this step, with torch's name of their kind."""
         assert node.mesh is not None
         mode, op, axis = resolve(self, node)
         group = RankGroup.along(node.mesh, self.mesh_dim)

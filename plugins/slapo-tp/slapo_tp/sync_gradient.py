@@ -106,7 +106,7 @@ class SyncGradient(Primitive):
 
 
 def summed_among_holders(wrapper: Any) -> tuple[str, ...]:
-    """Return the parameters whose gradients a wrapper sums over the ranks that hold the same shard."""
+    """Return the parameters whose gradients a wrapper sums over a shard's holders."""
     if not isinstance(wrapper, functools.partial) or wrapper.func is not gradients_summed:
         return ()
     return wrapper.keywords["names"] if wrapper.keywords["group"].holders is not None else ()  # type: ignore[no-any-return]

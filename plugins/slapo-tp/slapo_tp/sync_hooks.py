@@ -1,4 +1,4 @@
-"""Run the collectives of ``sync`` as hooks, which can be copied, traced and compiled."""
+"""Run the collectives of ``sync`` as hooks to copy, trace and compile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True)
 class OutputHook:
-    """Forward hook: a collective on the output, and its gradient on the output's gradient.
+    """Communicate a module's output, and in backward its gradient (forward hook).
 
     Args:
         op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
@@ -94,7 +94,7 @@ class OutputHook:
 
 @dataclass(frozen=True)
 class InputHook:
-    """Forward pre-hook: a collective on an input, and its gradient on the input's gradient.
+    """Communicate a module's input, and in backward its gradient (forward pre-hook).
 
     Args:
         op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``; ``"copy"`` passes the inputs unchanged, and sums
@@ -189,7 +189,7 @@ class InputChange:
         inputs: tuple[int | str, ...] | None,
         parameters: tuple[str, ...],
     ) -> tuple[Args, Kwargs]:
-        """Change ``inputs``, by position or name, or all, before a call of ``module``."""
+        """Change ``inputs``, or all, before a call of ``module``."""
         if inputs is None:
             args = tuple([self._changed(value, position) for position, value in enumerate(args)])
             kwargs = {name: self._changed(value, name) for name, value in kwargs.items()}
@@ -262,7 +262,7 @@ class InputChange:
 
 
 def _is_alone(module: nn.Module) -> bool:
-    """Return whether only this hook has seen the output: no other hook or forward may have kept it."""
+    """Return whether only this hook has a reference to the output."""
     return len(forward_hooks_of(module)) == 1 and not has_global_forward_hooks() and gives_fresh_output(module)
 
 
@@ -286,7 +286,7 @@ def _entries(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a tuple of the parts: the same object if the parts are."""
+    """Return a tuple of the parts: the same object if nothing changed."""
     if all(part is before for part, before in zip(parts, value, strict=True)):
         return value
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -327,7 +327,7 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _refuse_held(value: Any, is_meant: Callable[[Tensor], bool], what: str, path: str, named: str) -> None:
-    """Refuse an object with tensors to synchronize, which the collective would not reach."""
+    """Refuse an object whose tensors the collective would not reach."""
     for name, tensor in [] if isinstance(value, Tensor) else _held(value):
         if is_meant(tensor):
             raise InputError(
