@@ -30,14 +30,14 @@ def head_violations(node: Node) -> Iterator[Violation]:
     if type(module).forward is not nn.Linear.forward or not node.runs_own_forward:
         by = f" ({', '.join(map(str, node.records))})" if node.records else ""
         yield Violation(
-            f"{type(module).__name__} has another forward there than nn.Linear{by}, and its weight alone does not tell "
-            "the logits",
+            f"{type(module).__name__} has another forward than nn.Linear{by}: its logits do not follow from its weight "
+            "alone",
             "leave out what sets that forward, or linear_cross_entropy",
         )
     weight: Any = module.weight
     if type(weight) not in _TENSORS or not weight.is_floating_point() or type(weight.data) is not Tensor:
         yield Violation(
-            f"its weight is a {type(weight.data).__name__} of {weight.dtype}, whose product only its own kernels know",
+            f"its weight is a {type(weight.data).__name__} of {weight.dtype}, which only its own kernels multiply",
             "quantize other layers than the head",
         )
 

@@ -15,6 +15,7 @@ from slapo_core.errors import InputError
 from slapo_core.observers import Forward
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
+from slapo_tp.preconditions import place
 
 
 def gives_fresh_output(module: nn.Module) -> bool:
@@ -216,8 +217,8 @@ class FunctionHook:
             given = type(reduced).__name__ if shape is None else f"shape {shape}"
             choices = f", or this rank's shard of it, {' or '.join(map(str, shards))}" if shards else ""
             raise ArgumentError(
-                f"tp.sync at '{self.path}': the function gave {given} for a partial sum of shape {partial}, and the "
-                "bias that the layer left out cannot be added to that",
+                f"tp.sync at {place(self.path)}: the function gave {given} for a partial sum of shape {partial}, and "
+                "the bias that the layer left out cannot be added to that",
                 path=self.path,
                 hint=f"return the full sum, {partial}{choices}",
             )

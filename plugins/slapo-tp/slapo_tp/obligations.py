@@ -14,6 +14,7 @@ from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.heads import KV_HEAD_COUNTS, heads_of
 from slapo_tp.layers import layer_type_of
+from slapo_tp.preconditions import place
 from slapo_tp.private import has_global_forward_hooks, has_gradient_hooks
 from slapo_tp.split_state import (
     as_tuple,
@@ -46,7 +47,7 @@ def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
     hooks = [hook for node in nodes for _, hook in node.hooks]
     in_sequence = any(isinstance(hook, InputHook) and hook.op == "all_gather" and hook.group == group for hook in hooks)
     for node in partial:
-        others = [place.path for place, _ in sites(node, weight_name(node)) if place.path != node.path]
+        others = [site.path for site, _ in sites(node, weight_name(node)) if site.path != node.path]
         if any(path in reduced for path in others):
             continue  # a tied layer that is never called (the `shared` embedding of T5) needs no reduction
         if node.path not in reduced:
@@ -70,7 +71,7 @@ def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
             if isinstance(counts, tuple):
                 shards = f", packed={dict(layout.packing)[axis][: len(counts)]}{shards}"
             yield Violation(
-                f"{_cause(node, mesh_dim)} split the output axis of {_where(node.path)}, whose 'bias' is still full",
+                f"{_cause(node, mesh_dim)} split the output axis of {place(node.path)}, whose 'bias' is still full",
                 f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}{shards}), or add '
                 f'{_address(node.path)}.shard("bias", axis=0{shards})',
             )
@@ -92,8 +93,8 @@ def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
     outer = [node for node in nodes if layer_type_of(node.module) is None and _reduces_gradients(node, group)]
     if not outer or any(not _is_known(schedule, record) for record in schedule.records):
         return
-    for place in outer:
-        below = list(place.walk())
+    for around in outer:
+        below = list(around.walk())
         layers = [node for node in below if node.parameters]
         columns = [node for node in layers if makes_gradient_partial(node, mesh_dim)]
         if not columns or any(output_state(node, mesh_dim) is None for node in layers):
@@ -104,9 +105,9 @@ def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
         if all(any(_is_at_or_below(node, reducing) for reducing in inner) for node in columns):
             names = ", ".join(f"'{node.path}'" for node in inner)
             yield Violation(
-                f"the gradients of the inputs of {_where(place.path)} are reduced twice over mesh_dim '{mesh_dim}': by "
+                f"the gradients of the inputs of {place(around.path)} are reduced twice over mesh_dim '{mesh_dim}': by "
                 f"sync('bwd_post') there, and at {names}",
-                f"leave out the one at {_where(place.path)}, or those at {names}",
+                f"leave out the one at {place(around.path)}, or those at {names}",
                 gradients_only=True,
             )
 
@@ -130,7 +131,7 @@ def missing_gradient_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[V
             before = _trained_before(members[: position + 1], mesh_dim, group)
             if before is not None and node.path not in found:
                 found[node.path] = Violation(
-                    f"{_cause(node, mesh_dim)} made the gradient of the input of {_where(node.path)} a partial sum, "
+                    f"{_cause(node, mesh_dim)} made the gradient of the input of {place(node.path)} a partial sum, "
                     f"which no step reduces on its way to '{before.path}.weight'",
                     f'add {_address(node.path)}.sync("bwd_post", "all_reduce")',
                     gradients_only=True,
@@ -189,8 +190,8 @@ def _reduces_gradients(node: Node, group: RankGroup) -> bool:
     return any(hook.op == "copy" and hook.group == group and hook.inputs is None for hook in hooks)
 
 
-def _is_at_or_below(node: Node, place: Node) -> bool:
-    return node.path == place.path or node.path.startswith(f"{place.path}.")
+def _is_at_or_below(node: Node, other: Node) -> bool:
+    return node.path == other.path or node.path.startswith(f"{other.path}.")
 
 
 def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
@@ -224,7 +225,7 @@ def repeated_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
         repeats = most_holders(node, weight_name(node), mesh_dim)
         if repeats > 1 and any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
             yield Violation(
-                f"{_cause(node, mesh_dim)} leaves each shard of {_where(node.path)} on {repeats} ranks, and sync "
+                f"{_cause(node, mesh_dim)} leaves each shard of {place(node.path)} on {repeats} ranks, and sync "
                 "all-gathers the output, which would repeat them",
                 "leave that sync out, or shards=",
             )
@@ -249,7 +250,7 @@ def _unreduced(node: Node, mesh_dim: str, *, in_sequence: bool) -> Violation:
     if in_sequence:
         hint += ', or "reduce_scatter" with the axis of the sequence where the layers behind it work on shards of that'
     return Violation(
-        f"{_cause(node, mesh_dim)} made the output of {_where(node.path)} a partial sum, which no step reduces{also}",
+        f"{_cause(node, mesh_dim)} made the output of {place(node.path)} a partial sum, which no step reduces{also}",
         hint,
     )
 
@@ -257,8 +258,8 @@ def _unreduced(node: Node, mesh_dim: str, *, in_sequence: bool) -> Violation:
 def _bias_lost(node: Node, reducer: Node | None, mesh_dim: str) -> Violation:
     assert reducer is not None
     return Violation(
-        f"{_cause(node, mesh_dim)} leaves the bias of {_where(node.path)} out, which the reduction at "
-        f"{_where(reducer.path)} does not add",
+        f"{_cause(node, mesh_dim)} leaves the bias of {place(node.path)} out, which the reduction at "
+        f"{place(reducer.path)} does not add",
         f'move that reduction: {_address(node.path)}.sync("fwd_post", "all_reduce")',
     )
 
@@ -316,9 +317,9 @@ def _reducer(root: Node, node: Node, group: RankGroup) -> Node | None:
     for path in (node.path, *node.aliases):
         levels = path.split(".") if path else []
         for depth in range(len(levels), -1, -1):
-            place: Node = root[".".join(levels[:depth])] if depth else root
-            if any(kind == "forward" and _reduces(hook, group) for kind, hook in place.hooks):
-                return place
+            around: Node = root[".".join(levels[:depth])] if depth else root
+            if any(kind == "forward" and _reduces(hook, group) for kind, hook in around.hooks):
+                return around
     return None
 
 
@@ -339,16 +340,12 @@ def _adds_bias(node: Node) -> bool:
 
 def _cause(node: Node, mesh_dim: str) -> str:
     """Format the step that split the weight, with the user's line."""
-    for place, name in sites(node, weight_name(node)):
-        for record in reversed(place.records):
+    for site, name in sites(node, weight_name(node)):
+        for record in reversed(site.records):
             arguments: Any = record.primitive
             if record.name == "tp.shard" and arguments.mesh_dim == mesh_dim and name in as_tuple(arguments.names):
                 return f"{record} ({record.location})" if record.location else str(record)
     return f"a split over mesh_dim '{mesh_dim}'"
-
-
-def _where(path: str) -> str:
-    return f"'{path}'" if path else "the root"
 
 
 def _address(path: str) -> str:

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["After", "Distributed", "Divisible"]
 
 
+def place(path: str) -> str:
+    """Format the path of a module: ``"'encoder.fc1'"``, or ``"the root"``."""
+    return f"'{path}'" if path else "the root"
+
+
 class Distributed:
     """Require a mesh with dimension ``mesh_dim``; a size of 1 is enough.
 

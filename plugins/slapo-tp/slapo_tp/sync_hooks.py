@@ -19,6 +19,7 @@ from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, gives_fresh_output
 from slapo_tp.overlap import with_source
+from slapo_tp.preconditions import place
 from slapo_tp.private import forward_hooks_of, has_global_forward_hooks, tree_flatten, tree_unflatten
 
 Args = tuple[Any, ...]
@@ -331,7 +332,7 @@ def _refuse_held(value: Any, is_meant: Callable[[Tensor], bool], what: str, path
     for name, tensor in [] if isinstance(value, Tensor) else _held(value):
         if is_meant(tensor):
             raise InputError(
-                f"tp.sync at '{path}': {what} is a {type(value).__name__}, and the collective does not reach its "
+                f"tp.sync at {place(path)}: {what} is a {type(value).__name__}, and the collective does not reach its "
                 f"tensor '{name}' {tuple(tensor.shape)}",
                 path=path,
                 hint="call sync at the layers below that take the tensors themselves, or give the module the tensors "
@@ -364,4 +365,4 @@ def _check_axis(tensor: Tensor, axis: int, op: str, group: RankGroup, path: str)
 
 
 def _refuse(message: str, path: str, hint: str) -> NoReturn:
-    raise ArgumentError(f"tp.sync at '{path}': {message}", path=path, hint=hint)
+    raise ArgumentError(f"tp.sync at {place(path)}: {message}", path=path, hint=hint)

@@ -184,14 +184,15 @@ def _verify_each(
 
 
 def _schedules(sch: Schedule | Sequence[Schedule], example_inputs: Any) -> tuple[Schedule, ...]:
-    """
+    """Return one schedule or several as a tuple.
+
     Raises:
         ArgumentError: not a schedule or list of schedules, or the second argument is one.
     """
     from slapo_core import Schedule
 
     if isinstance(example_inputs, Schedule):
-        raise ArgumentError("the second argument of verify is a schedule", hint="verify([sch_a, sch_b], batch)")
+        raise ArgumentError("example_inputs must be one batch (got a schedule)", hint="verify([sch_a, sch_b], batch)")
     schedules = tuple(sch) if isinstance(sch, (list, tuple)) else (sch,)
     for one in schedules or (sch,):
         if not isinstance(one, Schedule):

@@ -417,7 +417,7 @@ def _drawn(
         return []
     hint = (
         "drop as often and with the same p as the reference model: F.dropout(x, p, training=self.training); a kernel "
-        "that drops in a way of its own is compared where the model's p is 0"
+        "with dropout of its own is compared where the model's p is 0"
     )
     rule = "every module drops as often, and with the same probability, as in the reference model"
     return [Difference(kind, alike.path, alike.wrong, math.inf, 0.0, hint, rule)]

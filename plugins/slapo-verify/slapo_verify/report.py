@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -135,16 +136,9 @@ def conclude(outcomes: Sequence[VerifyOutcome]) -> tuple[VerifyReport, ...]:
             lines.append(f"  schedule {number} agrees with the reference model")
         elif number != first:
             lines.append(f"  schedule {number} fails too: {errors[number].message.splitlines()[0]}")
-    raise VerifyError(
-        "\n".join(lines),
-        tensor=error.tensor,
-        difference=error.difference,
-        tolerance=error.tolerance,
-        rank=error.rank,
-        steps=error.steps,
-        path=error.path,
-        hint=error.hint,
-    ) from error
+    named = copy.copy(error)
+    named.message = "\n".join(lines)
+    raise named from error
 
 
 def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -133,7 +133,8 @@ class Session:
             self.notes.append(f"set by the schedule, in both models: {', '.join(self.copies.frozen)}")
 
     def run(self) -> VerifyReport:
-        """
+        """Compare the models in the finest type that both run in, then judge.
+
         Raises:
             VerifyError: the models differ.
         """
@@ -227,10 +228,11 @@ class Session:
     def _raise(
         self, reference: ReferenceRun, result: TrialResult, records: Sequence[Record], *, batch: str = ""
     ) -> None:
-        """
+        """Find the steps to blame, and raise.
+
         Raises:
             VerifyError: that names the steps which make the scheduled model differ, or raise.
-            InputError: every rank raised it; it names the step's place and the way out itself.
+            InputError: every rank raised it; it names the step's place, and has a hint, itself.
         """
         failures = result.raised.failures if result.raised is not None else []
         if len(failures) == self.world.size and all(failure.kind == InputError.__name__ for failure in failures):

@@ -38,21 +38,11 @@ class StagedCalls:
 
     Args:
         schedule: its model is in the mode in which it is to run whenever stages are asked for.
-        outputs: see :func:`~slapo_runtime.stages.staged`.
-        batch_axes: likewise.
-        answers: shared by the copies of one model; None: its own.
+        answers: shared by the copies of one model.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule | ScheduledCopy,
-        *,
-        outputs: Sequence[str] | None = None,
-        batch_axes: Mapping[str, int | None] | None = None,
-        answers: Answers | None = None,
-    ) -> None:
-        self._schedule, self._outputs, self._batch_axes = schedule, outputs, batch_axes
-        self._answers = answers if answers is not None else Answers()
+    def __init__(self, schedule: ScheduledCopy, *, answers: Answers) -> None:
+        self._schedule, self._answers = schedule, answers
         self._known: list[tuple[InputSignature, StagedModel | None]] = []
 
     def of(self, inputs: Mapping[str, Any]) -> StagedModel | None:
@@ -69,10 +59,10 @@ class StagedCalls:
         for known, stages in self._known:
             if known == signature:
                 return stages
-        made = self._answers.of_copies(self._schedule, signature, [self._schedule.model])
+        made = self._answers.of_copies(self._schedule, signature)
         if made is None:
-            made = staged(self._schedule, inputs, outputs=self._outputs, batch_axes=self._batch_axes)
-            if made is not None and not self._batch_axes:
+            made = staged(self._schedule, inputs)
+            if made is not None:
                 self._answers.add(self._schedule, signature, made)
         self._known.append((signature, made))
         return made
@@ -84,28 +74,25 @@ class Answers:
     def __init__(self) -> None:
         self._known: list[tuple[Sequence[Record], Any, InputSignature, StagedModel]] = []
 
-    def of_copies(
-        self, schedule: Schedule | ScheduledCopy, signature: InputSignature, models: Sequence[nn.Module]
-    ) -> StagedModel | None:
-        """Return stages made of a copy with the same records and input signature.
+    def of_copies(self, schedule: ScheduledCopy, signature: InputSignature) -> StagedModel | None:
+        """Bind stages of another copy with the same records and input signature to this copy.
 
         Args:
-            schedule: of the first copy.
+            schedule: of this copy.
             signature: of the batch, and the modes.
-            models: one for each stage, or one for all of them.
         """
         structured = module_index.structure(schedule.model)
         records = [*map(id, schedule.records)]
         for steps, known_structure, known, made in self._known:
             if known_structure == structured and known == signature and [*map(id, steps)] == records:
                 partition = made.partition
-                each = models if len(models) > 1 else [*models] * len(partition.stages)
-                bound = partition.bind(each) if partition.bind is not None else None
+                models = [schedule.model] * len(partition.stages)
+                bound = partition.bind(models) if partition.bind is not None else None
                 if bound is not None:
                     return dataclasses.replace(made, partition=bound)
         return None
 
-    def add(self, schedule: Schedule | ScheduledCopy, signature: InputSignature, made: StagedModel) -> None:
+    def add(self, schedule: ScheduledCopy, signature: InputSignature, made: StagedModel) -> None:
         """Keep an answer."""
         self._known.append((schedule.records, module_index.structure(schedule.model), signature, made))
 
@@ -126,9 +113,8 @@ class IsolatedStagedCalls:
         answers: see :class:`~slapo_verify.stages.StagedCalls`.
     """
 
-    def __init__(self, schedule: Schedule, model: nn.Module, *, answers: Answers | None = None) -> None:
-        self._schedule, self._model = schedule, model
-        self._answers = answers if answers is not None else Answers()
+    def __init__(self, schedule: Schedule, model: nn.Module, *, answers: Answers) -> None:
+        self._schedule, self._model, self._answers = schedule, model, answers
         self._calls = [StagedCalls(ScheduledCopy(schedule, model), answers=self._answers)]
         self.copies: list[nn.Module] = []
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # what stands in a copy for a module of the model
@@ -292,7 +278,7 @@ class SeenCalls:
         gradients: of each call's outputs, by position.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, but: Collection[str] = ()) -> None:
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, but: Collection[str]) -> None:
         self.given: dict[CallKey, Fingerprints] = {}
         self.gave: dict[CallKey, Fingerprints] = {}
         self.gradients: dict[CallKey, dict[int, Fingerprints]] = {}
@@ -402,8 +388,8 @@ def find_cut_fault(
     reference: ReferenceRun,
     records: Sequence[Record],
     *,
-    kind: str | None = None,
-    error: BaseException | None = None,
+    kind: str | None,
+    error: BaseException | None,
 ) -> CutFault:
     """Find the wrong stage of a schedule that agrees without cuts.
 

@@ -152,7 +152,7 @@ class ScheduleTrials:
     # -- the reference model ----------------------------------------------------------------------------------
 
     def start_reference(
-        self, dtype: torch.dtype | None, withheld: frozenset[str] = frozenset()
+        self, dtype: torch.dtype | None, withheld: frozenset[str]
     ) -> tuple[ReferenceRun, Runner, float]:
         """Run the first phases of the reference model; find a learning rate.
 
@@ -435,7 +435,8 @@ def _output_adapter(schedule: Schedule) -> Callable[[Any], Any]:
 
 
 def _require_gradients(runner: Runner, seen: Observation) -> None:
-    """
+    """Require a gradient for some trained parameter.
+
     Raises:
         ValueError: nothing that is trained has a gradient, so that no backward pass could be compared.
     """
