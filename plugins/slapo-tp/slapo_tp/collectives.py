@@ -141,7 +141,8 @@ def start_sum(tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
     """
     name = group.running()
     if is_grad_enabled():
-        return _run("all_reduce" if axis is None else "reduce_scatter", tensor, group, axis or 0, None)
+        called = "all_reduce" if axis is None else "reduce_scatter"
+        return _Collective.apply(tensor, (called, group, axis or 0, None))
     if axis is not None:
         return _start_sum_shard(tensor, axis, name, group.size)
     if is_compiling() or not tensor.is_contiguous():
@@ -158,7 +159,16 @@ def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0, length: in
     if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
         called = CollectiveCall(name, group, axis, length)
         return handle_torch_function(called, (tensor,), tensor)  # type: ignore[no-any-return]
-    return _run(name, tensor, group, axis, length)
+    if group.name is None:
+        # While a graph is recorded, a parameter has values and its results have none.
+        if tensor.is_meta or detect_fake_mode(tensor) is not None:
+            return _TABLE[name].shapes(tensor, group.size, axis, length)
+        group.running()
+    if name == "all_reduce_":
+        if tensor.is_contiguous() and not is_compiling():
+            return _InPlace.apply(tensor, (name, group, axis, length))
+        name = "all_reduce"
+    return _Collective.apply(tensor, (name, group, axis, length))
 
 
 @dataclass(frozen=True)
@@ -192,36 +202,33 @@ class CollectiveCall:
         return replace(self, origin=origin)
 
 
-def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
-    if group.name is None:
-        # While a graph is recorded, a parameter has values and its results have none.
-        if tensor.is_meta or detect_fake_mode(tensor) is not None:
-            return _TABLE[name].shapes(tensor, group.size, axis, length)
-        group.running()
-    if name == "all_reduce_" and (is_compiling() or not tensor.is_contiguous()):
-        name = "all_reduce"
-    return _Collective.apply(tensor, name, group, axis, length)
-
-
 class _Collective(Function):
     """Run a collective of the table, and in backward its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str, group: RankGroup, axis: int, length: int | None) -> Tensor:
-        row = _TABLE[name]
-        ctx.gradient = (row.gradient, group, axis, length)
-        if name == "all_reduce_":
-            ctx.mark_dirty(tensor)
-        return row.run(tensor, group, axis, length)
+    def forward(ctx: Any, tensor: Tensor, call: tuple[str, RankGroup, int, int | None]) -> Tensor:
+        ctx.call = call
+        name, group, axis, length = call
+        return _TABLE[name].run(tensor, group, axis, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        name = ctx.gradient[0]
+        name, group, axis, length = ctx.call
+        name = _TABLE[name].gradient
         if is_grad_enabled():
-            gradient = _Collective.apply(gradient, *ctx.gradient)
+            gradient = _Collective.apply(gradient, (name, group, axis, length))
         elif name != "copy":
-            gradient = _TABLE[name].run(gradient, *ctx.gradient[1:])
-        return gradient, None, None, None, None
+            gradient = _TABLE[name].run(gradient, group, axis, length)
+        return gradient, None
+
+
+class _InPlace(_Collective):
+    """Run a collective that overwrites its tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, call: tuple[str, RankGroup, int, int | None]) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return _Collective.forward(ctx, tensor, call)
 
 
 # torch's collectives concatenate and scatter along axis 0 only.

@@ -139,10 +139,11 @@ class InputHook:
         return change.of(module, args, kwargs, self.inputs, self.parameters)
 
     def _communicate(self, tensor: Tensor) -> Tensor:
+        if self.op == "copy":
+            copied = collectives.copy(tensor, self.group)
+            return with_source(copied, tensor, None, self.group) if self.overlap else copied
         if not tensor.is_floating_point():
             return tensor
-        if self.op == "copy":
-            return self._copy(tensor)
         if self.op == "all_reduce":
             return collectives.all_reduce(tensor, self.group)
         _check_axis(tensor, self.axis, self.op, self.group, self.path)
@@ -156,11 +157,7 @@ class InputHook:
         # While a graph is recorded, do not read requires_grad: the graph would hold for one value only.
         if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
             return tensor
-        return self._copy(tensor)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        copied = collectives.copy(tensor, self.group)
-        return with_source(copied, tensor, None, self.group) if self.overlap else copied
+        return self._communicate(tensor)
 
 
 class InputChange:
