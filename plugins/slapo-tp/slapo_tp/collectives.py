@@ -157,7 +157,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0, length: int | None = None) -> Tensor:
     if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
-        called = CollectiveCall(name, group, axis, length)
+        called = CollectiveTarget(name, group, axis, length)
         return handle_torch_function(called, (tensor,), tensor)  # type: ignore[no-any-return]
     if group.name is None:
         # While a graph is recorded, a parameter has values and its results have none.
@@ -172,7 +172,7 @@ def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0, length: in
 
 
 @dataclass(frozen=True)
-class CollectiveCall:
+class CollectiveTarget:
     """Call a collective from a graph: plain data, and a function of one tensor.
 
     Args:
@@ -197,7 +197,7 @@ class CollectiveCall:
     def __call__(self, tensor: Tensor) -> Tensor:
         return run_from(self.origin, _call, self.name, tensor, self.group, self.axis, self.length)  # type: ignore[no-any-return]
 
-    def slapo_from(self, origin: Origin) -> CollectiveCall:
+    def slapo_from(self, origin: Origin) -> CollectiveTarget:
         """Return the same call as one of a hook."""
         return replace(self, origin=origin)
 

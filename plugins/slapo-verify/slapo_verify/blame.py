@@ -160,7 +160,7 @@ def _kind(record: Record) -> tuple[str, str]:
 
 
 def _block(path: str, other: str) -> str:
-    """Return a path up to the number in which it differs from another."""
+    """Return a path up to the first level that differs from another path."""
     levels = path.split(".")
     differing = [place for place, (own, its) in enumerate(zip(levels, other.split("."), strict=True)) if own != its]
     return ".".join(levels[: differing[0] + 1]) if differing else path

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _OF_TYPES = re.compile(r"half|b?float16|[bf]p?16|dtype", re.I)
 """In messages of operators and kernels that do not take a type."""
 
+_INPUT_ERROR = InputError.__name__
 _SAME_CALL = "make every rank build the same model (torch.manual_seed), and call verify with the same arguments"
 
 
@@ -234,11 +235,9 @@ class Session:
             VerifyError: that names the steps which make the scheduled model differ, or raise.
             InputError: every rank raised it; it names the step's place, and has a hint, itself.
         """
-        failures = result.raised.failures if result.raised is not None else []
-        if len(failures) == self.world.size and all(failure.kind == InputError.__name__ for failure in failures):
-            assert result.raised is not None
+        if result.raised is not None and [each.kind for each in result.failures] == [_INPUT_ERROR] * self.world.size:
             reraise(result.raised)
-        phases = reference.phases if result.first is None else phases_for(result.first[1].kind)
+        phases = reference.phases if result.kind is None else phases_for(result.kind)
         again = self.trials.again(reference, phases)
         fault: CutFault | None = None
         if self._is_cut():
@@ -246,9 +245,8 @@ class Session:
             if uncut.agrees and result.raised is not None and self.trials.was_refused(result.raised):
                 reraise(result.raised)
             if uncut.agrees:
-                kind = result.first[1].kind if result.first is not None else None
                 error = result.raised.error if result.raised is not None else None
-                fault = find_cut_fault(self.trials, again, records, kind=kind, error=error)
+                fault = find_cut_fault(self.trials, again, records, kind=result.kind, error=error)
             else:
                 records = without_cuts(self.trials, records)
                 self.trials = dataclasses.replace(self.trials, staging=None)
@@ -299,8 +297,8 @@ class Session:
 
     def _phases_of(self, reference: ReferenceRun, result: TrialResult) -> tuple[str, ...]:
         """Find the fewest phases that show the failure."""
-        if result.first is not None:
-            return phases_for(result.first[1].kind)
+        if result.kind is not None:
+            return phases_for(result.kind)
         early = self.trials.run(self.trials.candidate, reference, EARLY)
         return EARLY if early.failures else reference.phases
 

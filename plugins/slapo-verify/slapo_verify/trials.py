@@ -107,6 +107,11 @@ class TrialResult:
         return self.outcome == "agrees"
 
     @property
+    def kind(self) -> str | None:
+        """Return the kind of the first difference; None without one."""
+        return self.first[1].kind if self.first is not None else None
+
+    @property
     def failures(self) -> Sequence[Failure]:
         """Return the exceptions, with their ranks."""
         return self.raised.failures if self.raised is not None else ()
