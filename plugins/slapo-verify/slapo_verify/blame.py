@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slapo_core.primitive import Change, Record, Suggestion
-from slapo_verify.fixes import Fix, Suggest, applied, as_the_others, find_fix, first_fix, without_one
+from slapo_verify.fixes import Fix, Suggest, applied, as_the_others, change_pattern, find_fix, first_fix, without_one
 from slapo_verify.search import SINGLE_STEPS, Failed, Search, Steps, Try, block_pattern, is_below, nearest, record_line
 
 _MAX_FIX_TRIALS = 60  # further trials of other steps
@@ -246,14 +246,11 @@ def _shortened(fix: Fix) -> Fix:
     changes = fix.suggestion.changes
     first: dict[tuple[str, str, bool], Change] = {}
     for change in changes if len(changes) > _SHOWN else ():
-        key = (block_pattern(change.path), str(change.primitive), change.instead_of is None)
-        first.setdefault(key, change)
+        first.setdefault(change_pattern(change), change)
     if not first or len(first) == len(changes):
         return fix
     blocks = (
-        _block(change.path, kept.path)
-        for change in changes
-        if (kept := first[block_pattern(change.path), str(change.primitive), change.instead_of is None]) is not change
+        _block(change.path, kept.path) for change in changes if (kept := first[change_pattern(change)]) is not change
     )
     likewise = (*fix.likewise, *dict.fromkeys(blocks))
     return dataclasses.replace(fix, suggestion=Suggestion(tuple(first.values())), likewise=likewise)

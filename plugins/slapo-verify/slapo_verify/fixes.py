@@ -138,6 +138,11 @@ class Fix:
     of_part: bool = False
 
 
+def change_pattern(change: Change) -> tuple[str, str, bool]:
+    """Return a key that equal changes in repeated blocks share."""
+    return block_pattern(change.path), str(change.primitive), change.instead_of is None
+
+
 def applied(records: Sequence[Record], changes: Sequence[Change]) -> Steps:
     """Return the steps with the changes made."""
     found: list[Record] = []
@@ -169,9 +174,7 @@ def first_fix(search: Search, suggestions: Sequence[Suggestion]) -> Fix | None:
     """Try likely changes before the search; return the first that makes the schedule agree."""
     end, seen = search.trials + _LIKELY, set[object]()
     for suggestion in suggestions:
-        key = tuple(
-            (block_pattern(each.path), str(each.primitive), each.instead_of is None) for each in suggestion.changes
-        )
+        key = tuple(map(change_pattern, suggestion.changes))
         for variant, likewise in _variants(search, suggestion) if suggestion.likely else ():
             if variant is not suggestion and key in seen:
                 continue
