@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_loss import deferred
+from slapo_loss import deferred_functions
 from slapo_runtime.launcher import preload_modules, run_ranks
 from tests.integration.zoo.losses import LossRow, compare_on_ranks
 from tests.tiers import sampled
@@ -47,8 +47,8 @@ def test_a_sample_of_the_page_comes_out_as_the_page_has_it(tool: object) -> None
 
 
 def test_a_loss_that_is_not_the_plain_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = deferred._loss
-    monkeypatch.setattr(deferred, "_loss", lambda *arguments: right(*arguments) * (1 + 1e-9))
+    right = deferred_functions._loss
+    monkeypatch.setattr(deferred_functions, "_loss", lambda *arguments: right(*arguments) * (1 + 1e-9))
     (row,) = compare_on_ranks(["causal/gpt2"])
     assert row.results[1].startswith("WRONG: the loss: by")
 

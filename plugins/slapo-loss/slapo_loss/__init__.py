@@ -1,4 +1,4 @@
-"""Losses of large vocabularies for slapo: ``linear_cross_entropy`` as a step, and ``log_probs``.
+"""Compute losses of large vocabularies: the step ``linear_cross_entropy``, and ``log_probs``.
 
 Installing this distribution is enough: every schedule then knows ``sch["lm_head"].linear_cross_entropy()``. The names
 below are for those who build steps as values, publish an implementation of the loss, or write an RL loop::
@@ -10,33 +10,9 @@ below are for those who build steps as values, publish an implementation of the 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from slapo_loss.head_chunks import Objective, Vocabulary
-    from slapo_loss.implementations import Implementation, Situation
-    from slapo_loss.linear_cross_entropy import LinearCrossEntropy
-    from slapo_loss.token_log_probs import log_probs
+from slapo_loss.head_chunks import Objective, Vocabulary
+from slapo_loss.implementations import Implementation, Situation
+from slapo_loss.linear_cross_entropy import LinearCrossEntropy
+from slapo_loss.token_log_probs import log_probs
 
 __all__ = ["Implementation", "LinearCrossEntropy", "Objective", "Situation", "Vocabulary", "log_probs"]
-
-_HOMES = {
-    "Implementation": "slapo_loss.implementations",
-    "LinearCrossEntropy": "slapo_loss.linear_cross_entropy",
-    "Objective": "slapo_loss.head_chunks",
-    "Situation": "slapo_loss.implementations",
-    "Vocabulary": "slapo_loss.head_chunks",
-    "log_probs": "slapo_loss.token_log_probs",
-}
-
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

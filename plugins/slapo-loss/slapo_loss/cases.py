@@ -1,4 +1,4 @@
-"""For ``slapo plugins check``: cases of the primitive, and the model on which they are tried."""
+"""Define the cases and model of ``slapo plugins check``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo_testing import Case
 
 
 class Classifier(nn.Module):
-    """An embedding, a layer and a head, with their loss."""
+    """Classify tokens: an embedding, a layer and a head, with their loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +34,6 @@ def batch() -> dict[str, Tensor]:
 
 
 def slapo_cases() -> list[Case]:
-    """The cases of the primitives of slapo-loss."""
+    """Return the cases of the primitives of slapo-loss."""
     rejects = [("", LinearCrossEntropy()), ("embed", LinearCrossEntropy()), ("head", LinearCrossEntropy(chunk=0))]
     return [Case(LinearCrossEntropy(), path="head", model=Classifier, inputs=batch, rejects=rejects)]

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head in chunks of tokens: no tensor of all tokens by the whole vocabulary exists.
+"""Cross entropy of a linear head in chunks of tokens, without a tensor of all logits.
 
 ``rewrite: cross_entropy(between(hidden @ weight.T + bias), labels) -> chunks of it, and their gradients``
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slapo_loss.head_chunks import Between, Head, Numbers, Objective, Vocabulary
+from slapo_loss.head_chunks import Between, ChunkedHead, Numbers, Objective, Vocabulary
 from slapo_loss.head_gradients import Gradients
 from slapo_loss.private import keeps_graph
 
@@ -38,11 +38,11 @@ def linear_cross_entropy(
     Args:
         hidden: (tokens, features).
         weight: (classes here, features); classes past the end of the vocabulary are padding.
-        labels: (tokens,), of the whole vocabulary.
+        labels: (tokens,), of the full vocabulary.
         bias: (classes here,).
-        class_weight: (classes,), of the whole vocabulary.
+        class_weight: (classes,), of the full vocabulary.
         objective: reduction, label smoothing and the ignored label; None: a mean.
-        vocabulary: what of it is here; None: all.
+        vocabulary: the classes here; None: all.
         between: elementwise operations on the logits.
         chunk: tokens whose logits exist at a time; None: as many as the bound of the device holds.
 
@@ -54,7 +54,7 @@ def linear_cross_entropy(
     """
     objective = objective or Objective()
     objective.check()
-    apply = _PerToken.apply if objective.reduction == "none" else _Reduced.apply
+    apply = _PerToken.apply if objective.reduction == "none" else _ReducedLoss.apply
     settings = (objective, vocabulary or Vocabulary(weight.shape[0]), between, chunk)
     return _applied(apply, hidden, weight, bias, labels, class_weight, settings)  # type: ignore[no-any-return]
 
@@ -71,7 +71,7 @@ def log_probs(
     between: Between | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each label, and the entropy of each distribution, in chunks of tokens.
+    """Compute each label's log-probability and each distribution's entropy, in chunks.
 
     Args:
         hidden: (tokens, features).
@@ -80,7 +80,7 @@ def log_probs(
         bias: (classes here,).
         temperature: by which logits are divided.
         ignore_index: the ignored label.
-        vocabulary: what of it is here; None: all.
+        vocabulary: the classes here; None: all.
         between: elementwise operations on the logits, before the temperature.
         chunk: tokens whose logits exist at a time; None: as many as the bound of the device holds.
 
@@ -97,7 +97,7 @@ def _cooled(between: Between | None, temperature: float, logits: Tensor) -> Tens
 
 
 def _applied(apply: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-    """Call an autograd function as autocast would: the head in its type, losses in float32."""
+    """Call an autograd function as autocast would: losses in float32."""
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind):
         return apply(hidden, weight, bias, *rest)
@@ -116,12 +116,12 @@ def _under_autocast(between: Between | None, kind: str, dtype: torch.dtype, logi
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-class _Reduced(torch.autograd.Function):
-    """One number, with its gradients made in the forward."""
+class _ReducedLoss(torch.autograd.Function):
+    """Compute one number, and its gradients in the forward."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        head, needs = Head(*arguments, ways=("in place", "kernels")), ctx.needs_input_grad[:3]
+        head, needs = ChunkedHead(*arguments, ways=("in place", "kernels")), ctx.needs_input_grad[:3]
         gradients = Gradients(head, needs) if any(needs) else None
         norm, is_mean = head.target_weights.sum(), head.objective.reduction == "mean"
         total, mean = torch.zeros_like(norm), None
@@ -152,11 +152,11 @@ class _Reduced(torch.autograd.Function):
 
 
 class _PerToken(torch.autograd.Function):
-    """A number per token; the backward makes the logits again."""
+    """Compute a number per token; the backward makes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        head = Head(*arguments, ways=("kernels",))
+        head = ChunkedHead(*arguments, ways=("kernels",))
         losses, kept = head.kept.clone(), []
         for part in head.chunks():
             _, numbers = head.taken(part, None)
@@ -180,11 +180,11 @@ class _PerToken(torch.autograd.Function):
 
 
 class _LogProbs(torch.autograd.Function):
-    """A log-probability and an entropy per token; the backward makes the logits again."""
+    """Compute log-probabilities and entropies; the backward makes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        head = Head(*arguments)
+        head = ChunkedHead(*arguments)
         log_probs, entropies, kept = head.kept.clone(), head.kept.clone(), []
         for part in head.chunks():
             _, numbers = head.taken(part, None, entropy=True)
@@ -210,6 +210,6 @@ class _LogProbs(torch.autograd.Function):
         return (*gradients.scaled(None, False), None, None, None)
 
 
-def _again(ctx: Any, *ways: str) -> tuple[tuple[Tensor, ...], Head]:
+def _again(ctx: Any, *ways: str) -> tuple[tuple[Tensor, ...], ChunkedHead]:
     hidden, weight, bias, labels, class_weight, *kept = ctx.saved_tensors
-    return tuple(kept), Head(hidden, weight, bias, labels, class_weight, ctx.settings, ways=ways)
+    return tuple(kept), ChunkedHead(hidden, weight, bias, labels, class_weight, ctx.settings, ways=ways)

@@ -1,4 +1,4 @@
-"""The logits of a chunk of tokens: their numbers, and their gradient in their own memory.
+"""Compute a chunk's logits: their numbers, and their gradient in their own memory.
 
 A chunk has one buffer of logits, in the head's type, which become their own gradient: divided by a factor for each
 token, so that the factors are multiplied into hidden states (tokens x features) instead. Where the logits are of a
@@ -33,7 +33,7 @@ CHUNK_BYTES = {"cpu": 64 << 20}
 """The bound of all that a chunk takes, by type of device: logits, and what their loss and gradient need besides."""
 
 OTHER_CHUNK_BYTES = 512 << 20
-"""The same elsewhere: products of 1,000 tokens keep a GPU busy, where those of 100 wait for its memory."""
+"""The same elsewhere: products of 1,000 tokens keep a GPU busy, where products of 100 wait for its memory."""
 
 _BLOCKS = 4
 """Logits take the bound but for one part in so many, which is for a block of tokens."""
@@ -45,12 +45,12 @@ _TILE = 128
 """A GPU's products take as many rows at a time."""
 
 _LEAST_SHARE = 1e-30
-"""Probabilities of a rank's whole part of the vocabulary that are smaller count as this one in gradients."""
+"""Smaller probabilities of all of a rank's classes count as this one in gradients."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The part of a vocabulary that this process holds.
+    """Describe the part of a vocabulary that this process holds.
 
     Args:
         size: classes in all, without padding.
@@ -67,7 +67,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Objective:
-    """What `torch.nn.functional.cross_entropy` takes beside logits and labels.
+    """Hold the options of `torch.nn.functional.cross_entropy`.
 
     Args:
         ignore_index: label of a token that has no part in the loss.
@@ -80,7 +80,7 @@ class Objective:
     label_smoothing: float = 0.0
 
     def check(self) -> None:
-        """Raise what torch raises for values that it does not take."""
+        """Raise as torch does for invalid values."""
         if self.reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'none' (got {self.reduction!r})")
         if not 0.0 <= self.label_smoothing <= 1.0:
@@ -117,7 +117,7 @@ def _has_triton() -> bool:
 
 @dataclass
 class Numbers:
-    """What a chunk's losses are made of, for each token: its log-sum-exp is ``shift + log_sum``.
+    """Hold the numbers of a chunk's tokens: the log-sum-exp is ``shift + log_sum``.
 
     Args:
         shift: the largest logit.
@@ -138,7 +138,7 @@ class Numbers:
 
 @dataclass
 class Targets:
-    """The gradient of a chunk's loss by its logits: ``factors * (probabilities - one_hot * of_label - uniform)``.
+    """Describe the gradient: ``factors * (probabilities - one_hot * of_label - uniform)``.
 
     Args:
         factors: for each token.
@@ -151,7 +151,7 @@ class Targets:
     uniform: Tensor | None
 
     def divide(self, share: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Let probabilities be those of the classes here; return by what they must be multiplied for that."""
+        """Normalize probabilities to the classes here; return their factor, if any."""
         share = share.clamp_min(_LEAST_SHARE)
         if dtype == torch.float16:  # its range has no room for quotients
             return share
@@ -161,8 +161,8 @@ class Targets:
         return None
 
 
-class Head:
-    """The arguments of a call, and what its chunks share.
+class ChunkedHead:
+    """Hold the arguments of a call, and the state that its chunks share.
 
     Args:
         ways: that its logits may take beside ``"cast"`` and ``"between"``.
@@ -223,7 +223,7 @@ class Head:
             yield slice(start, min(start + self.chunk, tokens))
 
     def _blocks(self, part: slice) -> Iterator[tuple[slice, slice]]:
-        """Divide a chunk: rows of its logits, and the tokens that they are of."""
+        """Divide a chunk: yield rows of its logits, and their tokens."""
         row = max(1, self.classes * self.dtype.itemsize * _COPIES[self.way])
         rows, count = part.stop - part.start, max(1, self.block_bytes // row)
         for start in range(0, rows, count):
@@ -242,11 +242,11 @@ class Head:
         return torch.addmm(self.bias[: self.classes], hidden, weight, out=out)
 
     def free(self) -> None:
-        """Free the buffer of logits, for what runs until the backward."""
+        """Free the buffer of logits until the backward."""
         self._buffer = None
 
     def taken(self, part: slice, targets: Targets | None, *, entropy: bool = False) -> tuple[Tensor, Numbers]:
-        """Compute the numbers of a chunk; given targets, its logits become their gradient, without its factors."""
+        """Compute the numbers of a chunk; given targets, turn its logits into their gradient."""
         logits = self.logits(part)
         is_split = self.vocabulary.gather is not None
         found: list[Numbers] = []
@@ -283,13 +283,13 @@ class Head:
         return logits, numbers
 
     def _block(self, block: Tensor, rows: slice, tokens: slice, targets: Targets | None, entropy: bool) -> Numbers:
-        """Compute the numbers of a block; given targets, leave what becomes its gradient."""
+        """Compute the numbers of a block; given targets, leave its gradient."""
         leaf, shown = self._shown(block, targets is not None)
         values = shown.detach()
         log_probs = values.log_softmax(1, dtype=self.dtype)
         numbers = self._numbers(values, tokens, values.amax(1).to(self.dtype), -log_probs.amax(1))
         if entropy:
-            least = torch.finfo(self.dtype).min  # of what is masked: times a probability of 0
+            least = torch.finfo(self.dtype).min  # of masked classes: times a probability of 0
             numbers.entropy = -(log_probs.exp() * log_probs.clamp_min_(least)).sum(1)
         elif targets is not None and self.way == "cast":
             block.copy_(log_probs.exp_())
@@ -316,7 +316,7 @@ class Head:
         return found
 
     def _exchanged(self, own: Numbers) -> Numbers:
-        """Exchange a chunk's numbers: those of the whole vocabulary."""
+        """Exchange a chunk's numbers between the ranks of the vocabulary."""
         gather = self.vocabulary.gather
         assert gather is not None
         assert own.target is not None
@@ -376,7 +376,7 @@ class Head:
         numbers: Numbers,
         of_entropies: Tensor | None = None,
     ) -> None:
-        """Turn logits into their gradient, without its factors unless there is one of entropies."""
+        """Turn logits into their gradient; its factors only with gradients of entropies."""
         if self.way == "kernels" and self.classes:
             labels, uniform, dtype = self.labels[part], targets.uniform, torch.float32
             smoothing = uniform if uniform is None else uniform.to(dtype)
@@ -412,7 +412,7 @@ class Head:
         block.copy_(_through(leaf, shown, found))
 
     def _shown(self, block: Tensor, differentiated: bool) -> tuple[Tensor | None, Tensor]:
-        """Let logits pass what lies between them and their loss."""
+        """Apply the operations between logits and their loss."""
         if self.between is None or self.way != "between":
             return None, block
         with torch.enable_grad() if differentiated else contextlib.nullcontext():
@@ -426,11 +426,11 @@ class Head:
 
         Args:
             values: the probabilities.
-            tokens: that they are of.
+            tokens: of these rows.
             rows: of the targets.
             targets: the parts.
             of_target: probabilities of the labels in the type of the loss, where ``values`` are of a smaller one: that
-                of a label is near 1, and their difference is what is learned.
+                of a label is near 1, and their difference is the gradient.
         """
         labels, of_label = self.labels[tokens, None], targets.of_label[rows, None]
         if of_target is None or values.dtype == self.dtype:

@@ -1,4 +1,4 @@
-"""The gradients of a head, summed chunk by chunk."""
+"""Sum the gradients of a head chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_loss.head_chunks import Head
+from slapo_loss.head_chunks import ChunkedHead
 from slapo_loss.private import add_product, product
 
 
 class Sums:
-    """Sums in a type of up to twice the size of what they become, half of them in its memory.
+    """Sum in a larger type than the result's, half of it in the result's memory.
 
     Args:
-        like: what they become: its shape, type and device.
+        like: the result: its shape, type and device.
         dtype: of the sums.
-        block_bytes: of what is cast at a time.
+        block_bytes: of a block that is cast at a time.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, block_bytes: int) -> None:
@@ -58,14 +58,14 @@ class Sums:
 
 
 def _one_axis(factor: Tensor) -> Tensor:
-    """Let a scalar keep its type in products: on a GPU, one without axes is first cast to the other's."""
+    """Give a scalar an axis on a GPU, so that it keeps its type in products."""
     return factor if factor.device.type == "cpu" else factor.reshape(1)
 
 
 class Gradients:
-    """The gradients of hidden states, weight and bias, chunk by chunk."""
+    """Sum the gradients of hidden states, weight and bias, chunk by chunk."""
 
-    def __init__(self, head: Head, needs: Any) -> None:
+    def __init__(self, head: ChunkedHead, needs: Any) -> None:
         hidden, weight, bias = needs
         self._head, self.dtype = head, head.dtype
         given = head.weight.dtype

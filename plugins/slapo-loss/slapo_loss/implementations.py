@@ -1,7 +1,7 @@
-"""What computes the loss of a head: ours in chunks, torch's, and kernels of others.
+"""Implement the loss of a head: in chunks, by torch, and by kernels of other packages.
 
-They are entry points of the group ``slapo.v1.losses``, in which a third party publishes a subclass of `Implementation`
-under its name.
+Implementations are entry points of the group ``slapo.v1.losses``, in which a third party publishes a subclass of
+`Implementation` under its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slapo_loss.head_chunks import Between, Objective, Vocabulary
 from slapo_loss.private import find_group, is_cast
 
 AUTO = "chunked"
-"""What ``implementation="auto"`` is: it serves every situation, is exact, and sizes its chunks by device and type.
+"""The implementation of ``"auto"``: it serves every situation, is exact, and sizes its chunks by device and type.
 
 `benchmarks/loss_cost.py` measures it against the others.
 """
@@ -33,7 +33,7 @@ AUTO = "chunked"
 
 @dataclass(frozen=True)
 class Situation:
-    """What an implementation is to serve.
+    """Describe a loss to compute.
 
     Args:
         device: type of the head's device, e.g. ``"cuda"``; ``"meta"`` while it is not known.
@@ -57,7 +57,7 @@ class Situation:
 
 
 class Implementation(ABC):
-    """Computes the cross entropy of a linear head: ``linear_cross_entropy(implementation="chunked")``.
+    """Compute the cross entropy of a linear head: ``linear_cross_entropy(implementation="chunked")``.
 
     Attributes:
         name: what users write, e.g. ``"chunked"``.
@@ -93,17 +93,17 @@ class Implementation(ABC):
     ) -> Tensor:
         """Compute the loss: a scalar, or (tokens,) for ``reduction="none"``, in the type of the last operation.
 
-        With the vocabulary over ranks it is the whole loss on each; the gradient of hidden states is this rank's part,
-        which the schedule reduces.
+        With the vocabulary over ranks it is the full loss on each; the gradient of hidden states is partial, and the
+        schedule reduces it.
 
         Args:
             hidden: (tokens, features).
             weight: (classes here, features).
-            labels: (tokens,), of the whole vocabulary.
+            labels: (tokens,), of the full vocabulary.
             bias: (classes here,).
-            class_weight: (classes,), of the whole vocabulary.
+            class_weight: (classes,), of the full vocabulary.
             objective: reduction, label smoothing and the ignored label.
-            vocabulary: what of it is here.
+            vocabulary: the classes here.
             between: elementwise operations on the logits.
             chunk: tokens whose logits exist at a time; None: the implementation chooses.
         """
@@ -150,7 +150,7 @@ def _ranks(vocabulary: Vocabulary, weight: Tensor) -> tuple[int, bool]:
 
 
 class Chunked(Implementation):
-    """In chunks of tokens, exact, on any device and in any type."""
+    """Compute in chunks of tokens, exactly, on any device and in any type."""
 
     name = "chunked"
 
@@ -164,7 +164,7 @@ class Chunked(Implementation):
 
 
 class Torch(Implementation):
-    """``torch.nn.functional.linear_cross_entropy``, of torch 2.13 on."""
+    """Call ``torch.nn.functional.linear_cross_entropy``, of torch 2.13 on."""
 
     name = "torch"
 
@@ -197,7 +197,7 @@ class Torch(Implementation):
 
 
 class Liger(Implementation):
-    """The fused linear cross entropy of Liger, and its tensor-parallel form."""
+    """Call Liger's fused linear cross entropy, tensor-parallel too."""
 
     name = "liger"
 
@@ -243,7 +243,7 @@ class Liger(Implementation):
 
 
 class Cce(Implementation):
-    """The cut cross entropy of Apple: it leaves out blocks of the gradient that its filter finds to be small."""
+    """Call Apple's cut cross entropy, which skips small blocks of the gradient."""
 
     name = "cce"
     equivalence = Equivalence.APPROXIMATE(2e-2).provided("skipped blocks of the gradient are below the filter's limit")
@@ -314,7 +314,7 @@ def _reduced(losses: Tensor, labels: Tensor, objective: Objective) -> Tensor:
 
 
 class _Divided(torch.autograd.Function):
-    """Divide the gradient by the ranks: it was summed over them, and the schedule sums it again."""
+    """Divide the gradient by the ranks: the schedule sums it a second time."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:

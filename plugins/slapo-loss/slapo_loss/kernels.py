@@ -1,4 +1,4 @@
-"""Triton kernels for a chunk of logits: their log-sum-exp, and their gradient in place.
+"""Compute a chunk's log-sum-exp, and its gradient in place, by Triton kernels.
 
 Each reads the logits once, where operations of torch would read and write copies of them in float32. They are
 operators of torch, so that tensors without values have their shapes.

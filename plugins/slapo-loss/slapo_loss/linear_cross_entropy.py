@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_core import Edit, Equivalence, MeshError, Node, PluginError, Primitive, Violation
+from slapo_core import Edit, Equivalence, Node, PluginError, Primitive, Violation
+from slapo_core.errors import warn_user
 from slapo_core.observers import Forward, Origin, is_recording, tell_verify
 from slapo_core.plugins import current_registry
-from slapo_loss.deferred import Call, DeferredLogits, Head
+from slapo_loss.deferred import DeferredLogits
+from slapo_loss.deferred_values import ForwardCall, HeadTensors
 from slapo_loss.head_chunks import Vocabulary, chunk_size
 from slapo_loss.implementations import AUTO, Chunked, Implementation, Situation, refusal
-from slapo_loss.private import detect_fake_mode, gather_functional, is_transformed
-from slapo_loss.rules import gather_violations, head_violations, overlap_notes, split_violations
+from slapo_loss.private import is_transformed
+from slapo_loss.ranks import Ranks
+from slapo_loss.rules import gather_violations, head_violations, overlap_notes, root_of, split_violations
 from slapo_loss.withheld import WithheldLogits
 
 
@@ -28,20 +30,20 @@ from slapo_loss.withheld import WithheldLogits
 class LinearCrossEntropy(Primitive):
     """Compute the loss of a head's logits from its hidden states, in chunks of tokens.
 
-    In training, wherever the model's forward takes the cross entropy of what the head gives: ``F.cross_entropy``,
+    In training, wherever the model's forward takes the cross entropy of the head's output: ``F.cross_entropy``,
     ``nn.CrossEntropyLoss``, ``log_softmax`` and ``nll_loss``. ``output.logits`` then has a shape and no values.
-    In evaluation, and of a forward that computes no loss, the logits are there, whole on every rank.
+    In evaluation, and of a forward that computes no loss, the logits are there, full on every rank.
 
     Args:
         mesh_dim: the mesh dimension over which the head may be split along its classes.
         keep_logits: whether ``output.logits`` are computed besides, for metrics of training.
         chunk: tokens whose logits exist at a time; None: by the number of classes here, their type and the device.
-        implementation: what computes the loss: ``"chunked"``, ``"torch"``, ``"liger"``, ``"cce"``, or whatever else is
+        implementation: computes the loss: ``"chunked"``, ``"torch"``, ``"liger"``, ``"cce"``, or another one that is
             installed; ``"auto"`` is ``"chunked"``, which is exact and serves every loss.
 
     rewrite:
         ``logits = head(hidden); loss = cross_entropy(logits, labels)`` -> ``loss = linear_cross_entropy(hidden,
-        head.weight, labels)``, without a tensor of all tokens by the whole vocabulary
+        head.weight, labels)``, without a tensor of all tokens by all classes
 
         ``head split along its classes (n ranks)``: the same of its shards; no ``sync("fwd_post", "all_gather")``
     """
@@ -96,13 +98,8 @@ class LinearCrossEntropy(Primitive):
             yield Violation(refused.message, refused.hint)
 
     def apply(self, node: Node, edit: Edit) -> None:
-        root, ranks = node, None
-        while root.parent is not None:
-            root = root.parent
-        if node.mesh is not None and self.mesh_dim in node.mesh and node.mesh.size(self.mesh_dim) > 1:
-            group = None if node.mesh.is_abstract else node.mesh.group(self.mesh_dim)
-            name = None if group is None else group.group_name
-            ranks = Ranks(name, node.mesh.size(self.mesh_dim), node.mesh.rank(self.mesh_dim), node.mesh.launch_hint())
+        is_split = node.mesh is not None and self.mesh_dim in node.mesh and node.mesh.size(self.mesh_dim) > 1
+        ranks = Ranks.along(node.mesh, self.mesh_dim) if node.mesh is not None and is_split else None
         scope, weight = Scope(node.path), weight_of(node)
         implementation = node.plugin("losses", self._chosen)()
         tokens = self.chunk or chunk_size(weight.shape[0], weight.dtype, weight.device)
@@ -113,7 +110,7 @@ class LinearCrossEntropy(Primitive):
         # Within what others wrap around these forwards, whatever comes first: a checkpoint that runs the root's forward
         # again opens a call again, and a wrapper around the head that exchanges its weight is in force.
         edit.wrap_forward(node, DeferHead(scope, classes_of(node), ranks, self.chunk, implementation), inside=True)
-        edit.wrap_forward(root, SpanForward(scope, self.keep_logits), inside=True)
+        edit.wrap_forward(root_of(node), SpanForward(scope, self.keep_logits), inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not any(isinstance(wrapper, DeferHead) for wrapper in node.wrappers):
@@ -126,46 +123,13 @@ def classes_of(node: Node) -> int:
 
 
 def weight_of(node: Node) -> Tensor:
-    """Return the weight of a head, or that of its parametrization."""
+    """Return the weight of a head, or its parametrization's."""
     weight: Tensor = node.module.weight  # type: ignore[assignment]
     return weight
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that hold a vocabulary.
-
-    Args:
-        name: torch's name of the process group; None where the mesh is only declared.
-        size: their number.
-        rank: this process's place.
-        launch: what gives the mesh its processes, for a hint.
-    """
-
-    name: str | None
-    size: int
-    rank: int
-    launch: str = field(default="", compare=False)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Gather: (...) -> (ranks, ...).
-
-        Raises:
-            MeshError: the mesh is abstract, and the tensor has values.
-        """
-        if self.name is not None:
-            return gather_functional(tensor, self.size, self.name)
-        if not tensor.is_meta and detect_fake_mode(tensor) is None:
-            raise MeshError(
-                f"linear_cross_entropy ran on an abstract mesh: this process has no process group for the {self.size} "
-                "ranks",
-                hint=self.launch,
-            )
-        return torch.stack([tensor] * self.size)
-
-
 class Scope:
-    """What the wrappers of one step share: the same object in copies of the model, as wrappers are.
+    """Share state among the wrappers of one step: the same object in copies of the model.
 
     Args:
         path: of the head.
@@ -177,8 +141,8 @@ class Scope:
 
 
 @dataclass
-class OpenCall(Call):
-    """A forward of the model during which a head defers its logits."""
+class OpenCall(ForwardCall):
+    """Describe a forward of the model during which a head defers its logits."""
 
     scope: Scope = field(default_factory=lambda: Scope(""))
     has_deferred: bool = False
@@ -199,7 +163,7 @@ def open_call(scope: Scope) -> OpenCall | None:
 
 @dataclass(frozen=True)
 class SpanForward:
-    """Wrapper of the root's forward: during it the head's logits may be deferred, and not after it.
+    """Wrap the root's forward: during it the head's logits may be deferred, not after it.
 
     Args:
         scope: shared with the wrapper of the head.
@@ -214,7 +178,7 @@ class SpanForward:
     slapo_goes_around = True
 
     def slapo_of_stage(self, is_last: bool) -> SpanForward:
-        """Return the wrapper of a stage: what earlier ones send on has values."""
+        """Return the wrapper of a stage: logits sent to a later stage have values."""
         return self if is_last else dataclasses.replace(self, keep_logits=True, has_head=False)
 
     def __call__(self, forward: Forward) -> Forward:
@@ -242,10 +206,10 @@ class SpanForward:
 
 
 def closed(call: OpenCall, output: Any, *, keep_logits: bool) -> Any:
-    """End a forward: return its output with logits, or with what stands for them where the loss was computed."""
+    """End a forward: return its output with logits, or with withheld ones."""
     if not call.used:
         by = f": {call.computed[0]} took its logits" if call.computed else ""
-        warn_of_no_effect(call.scope, f"which computes no cross entropy of what the head gives{by}")
+        warn_of_no_effect(call.scope, f"which computes no cross entropy of the head's logits{by}")
 
     def end(logits: DeferredLogits) -> Tensor:
         if logits.call is not call:
@@ -265,19 +229,19 @@ def warn_of_no_effect(scope: Scope, why: str) -> None:
     )
     if not tell_verify(text) and not scope.has_warned:
         scope.has_warned = True
-        warnings.warn(text, stacklevel=7)
+        warn_user(text)
 
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, Tensor, nn.Parameter))
 
 
 def exchanged(value: Any, end: Callable[[DeferredLogits], Tensor], seen: dict[int, Any]) -> Any:
-    """Exchange the deferred logits in an output; containers and objects that can be changed are changed in place.
+    """Exchange the deferred logits in an output; containers are changed in place.
 
     Args:
         value: a part of the output.
-        end: gives what comes in their place.
-        seen: the parts that were looked into.
+        end: gives their replacement.
+        seen: the parts that were entered.
     """
     if type(value) in _ATOMS or id(value) in seen:
         return value
@@ -304,7 +268,7 @@ def exchanged(value: Any, end: Callable[[DeferredLogits], Tensor], seen: dict[in
 
 @dataclass(frozen=True)
 class DeferHead:
-    """Wrapper of a head's forward: in training, within a forward of the model, its logits are deferred.
+    """Wrap a head's forward: in training, within a forward of the model, defer its logits.
 
     Args:
         scope: shared with the wrapper of the root.
@@ -332,11 +296,13 @@ class DeferHead:
                     call.has_deferred = True
                     return self._deferred(module, input, weight, ranks, call)
             logits = forward(module, input)
-            return logits if ranks is None else whole(logits, ranks, self.classes)
+            return logits if ranks is None else GatherLogits(ranks, self.classes)(logits)
 
         return run
 
-    def _deferred(self, module: Any, input: Tensor, weight: Tensor, ranks: Ranks | None, call: Call) -> DeferredLogits:
+    def _deferred(
+        self, module: Any, input: Tensor, weight: Tensor, ranks: Ranks | None, call: ForwardCall
+    ) -> DeferredLogits:
         bias, kind = module.bias, input.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -346,9 +312,9 @@ class DeferHead:
         if ranks is not None:
             start = min(ranks.rank * weight.shape[0], self.classes)
             vocabulary = Vocabulary(self.classes, start, ranks.gather, ranks.name)
-            gather = Whole(ranks, self.classes)
+            gather = GatherLogits(ranks, self.classes)
         origin = Origin(self.scope.path, self, is_below_root=True)
-        head = Head(weight, bias, vocabulary, gather, self.chunk, self.implementation, origin)
+        head = HeadTensors(weight, bias, vocabulary, gather, self.chunk, self.implementation, origin)
         return DeferredLogits(input, head, call)
 
 
@@ -358,14 +324,16 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Gathers the logits of all ranks' classes."""
+class GatherLogits:
+    """Gather logits over the ranks: (..., classes here) -> (..., classes)."""
 
     ranks: Ranks
     classes: int
 
     def __call__(self, logits: Tensor) -> Tensor:
-        return whole(logits, self.ranks, self.classes)
+        # The padding is cut off outside of the function: in-place operations on views made inside of one are errors.
+        gathered: Tensor = _Gather.apply(logits, self.ranks)  # type: ignore[no-untyped-call]
+        return gathered[..., : self.classes]
 
 
 class _Gather(torch.autograd.Function):
@@ -377,10 +345,3 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.narrow(-1, ctx.ranks.rank * ctx.own, ctx.own), None
-
-
-def whole(logits: Tensor, ranks: Ranks, classes: int) -> Tensor:
-    """Gather logits over the ranks that hold the classes: (..., classes here) -> (..., classes)."""
-    # The padding is taken off outside of the function: in-place operations on views made inside of one are errors.
-    gathered: Tensor = _Gather.apply(logits, ranks)  # type: ignore[no-untyped-call]
-    return gathered[..., :classes]

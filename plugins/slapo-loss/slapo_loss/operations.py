@@ -1,4 +1,4 @@
-"""Elementwise operations on the logits between a head and its loss."""
+"""Apply elementwise operations to the logits between a head and its loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN_PLACE: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An elementwise function of logits, whose other operands are numbers, or tensors with an element per class.
+    """Describe an elementwise function of logits; other operands are numbers or per class.
 
     Args:
         function: e.g. ``Tensor.mul``.
@@ -64,7 +64,7 @@ class Operation:
 
 
 def _narrowed(operand: Any, start: int, count: int) -> Any:
-    """Return an operand for ``count`` classes from ``start`` on; that of padding is 1."""
+    """Return an operand for ``count`` classes from ``start`` on; 1 for padding."""
     if not isinstance(operand, Tensor) or operand.dim() == 0:
         return operand
     operand = operand.reshape(-1)

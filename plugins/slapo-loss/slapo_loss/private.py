@@ -1,4 +1,4 @@
-"""Names of torch that are not public and that this plugin needs."""
+"""Wrap the private names of torch that this distribution uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Assert that a tensor of one element is true: at once on a CPU, by an assertion on a GPU, which does not wait."""
+    """Assert that a tensor of one element is true; on a GPU without waiting."""
     torch.ops.aten._assert_async.msg(condition, message)
 
 

@@ -1,4 +1,4 @@
-"""Where ``linear_cross_entropy`` can be, and which steps do not fit beside it."""
+"""Refuse modules and steps that do not fit ``linear_cross_entropy``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TENSORS = (Tensor, nn.Parameter)
 
 
 def head_violations(node: Node) -> Iterator[Violation]:
-    """Yield why a module's logits cannot be computed from its weight."""
+    """Yield the reasons why a module's logits do not follow from its weight."""
     module = node.module
     where = "name the layer that gives logits"
     if node.parent is None:
@@ -30,29 +30,33 @@ def head_violations(node: Node) -> Iterator[Violation]:
     if type(module).forward is not nn.Linear.forward or not node.runs_own_forward:
         by = f" ({', '.join(map(str, node.records))})" if node.records else ""
         yield Violation(
-            f"{type(module).__name__} has another forward there than nn.Linear{by}, and its weight alone does not tell "
-            "the logits",
+            f"{type(module).__name__} has another forward than nn.Linear{by}: its logits do not follow from its weight "
+            "alone",
             "leave out what sets that forward, or linear_cross_entropy",
         )
     weight: Any = module.weight
     if type(weight) not in _TENSORS or not weight.is_floating_point() or type(weight.data) is not Tensor:
         yield Violation(
-            f"its weight is a {type(weight.data).__name__} of {weight.dtype}, whose product only its own kernels know",
+            f"its weight is a {type(weight.data).__name__} of {weight.dtype}, which only its own kernels multiply",
             "quantize other layers than the head",
         )
 
 
+def root_of(node: Node) -> Node:
+    """Return the node of the model itself."""
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
 def _heads(node: Node) -> str:
-    root = node
-    while root.parent is not None:
-        root = root.parent
-    linears = [each for each in root.walk() if type(each.module) is nn.Linear]
+    linears = [each for each in root_of(node).walk() if type(each.module) is nn.Linear]
     widest = max(linears, key=lambda each: each.module.out_features, default=None)  # type: ignore[arg-type,return-value]
     return f"sch['{widest.path}']" if widest is not None else "sch['lm_head']"
 
 
 def split_violations(node: Node, mesh_dim: str) -> Iterator[Violation]:
-    """Yield how a head is split otherwise than along its classes, in their order."""
+    """Yield splits of a head on other axes than its classes, or not in order."""
     for name in ("weight", "bias"):
         if name not in node.parameters:
             continue
@@ -77,15 +81,18 @@ def _is_one_shard_a_rank(node: Node, name: str, mesh_dim: str) -> bool:
 
 
 def gather_violations(node: Node) -> Iterator[Violation]:
-    """Yield each step that gathers the logits, which a loss from shards does not need."""
+    """Yield each step that gathers the logits, unneeded by a loss from shards."""
     for record in node.records:
         primitive: Any = record.primitive
         if record.name == "tp.sync" and _communicates_output(primitive):
-            yield _gathered(record)
+            yield Violation(
+                f"the loss is computed from shards of the logits, and {record} communicates the full logits",
+                f"leave out sch['{record.path}'].{primitive}: where logits are needed the step gathers them itself",
+            )
 
 
 def overlap_notes(node: Node) -> Iterator[str]:
-    """Yield which steps have no weight's gradient to compute in the backward any more."""
+    """Yield steps whose overlap has no effect any more."""
     for record in node.records:
         if record.name == "tp.sync" and getattr(record.primitive, "overlap", False):
             yield f"{record}: overlap=True has no effect on this loss: its forward makes all gradients"
@@ -95,15 +102,8 @@ def _communicates_output(sync: Any) -> bool:
     return sync.mode in ("fwd_post", "forward")
 
 
-def _gathered(record: Record) -> Violation:
-    return Violation(
-        f"the loss is computed from shards of the logits, and {record} communicates whole ones",
-        f"leave out sch['{record.path}'].{record.primitive}: where logits are needed the step gathers them itself",
-    )
-
-
 def beside_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
-    """Yield why a step does not fit at a head whose loss is computed from its hidden states.
+    """Yield the reasons why a step does not fit at such a head.
 
     Args:
         node: where the step is about to be applied.

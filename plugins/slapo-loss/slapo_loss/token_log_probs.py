@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from slapo_core import ArgumentError, Node
 from slapo_loss import chunked
 from slapo_loss.head_chunks import Between, Vocabulary
-from slapo_loss.private import all_reduce_functional, gather_functional
+from slapo_loss.private import all_reduce_functional
+from slapo_loss.ranks import Ranks
 from slapo_loss.rules import split_violations
 
 
@@ -30,9 +31,9 @@ def log_probs(
     No tensor of all tokens by the classes exists.
 
     Args:
-        hidden: (..., features), the input of the head, whole on every rank.
+        hidden: (..., features), the full input of the head on every rank.
         head: the layer in its schedule, e.g. ``sch["lm_head"]``; its weight may be split along the classes.
-        labels: (...), of the whole vocabulary; shifted already.
+        labels: (...), of the full vocabulary; shifted already.
         temperature: by which logits are divided.
         ignore_index: label of tokens whose log-probability is 0.
         between: elementwise operations on the logits, before the temperature, e.g. softcapping.
@@ -63,7 +64,7 @@ def log_probs(
     module, flat = head.module, hidden.reshape(-1, hidden.shape[-1])
     vocabulary, group = _vocabulary(head)
     if group is not None:
-        flat = _Reduced.apply(flat, group)  # type: ignore[no-untyped-call]
+        flat = _SumGradient.apply(flat, group)  # type: ignore[no-untyped-call]
     found = chunked.log_probs(
         flat,
         module.weight,
@@ -87,22 +88,17 @@ def _vocabulary(head: Node) -> tuple[Vocabulary, str | None]:
     refused = next(split_violations(head, dims[0]), None)
     if refused is not None:
         raise ArgumentError(f"log_probs: {refused.message}", path=head.path, hint=refused.hint)
-    group: Any = None if mesh.is_abstract else mesh.group(dims[0])
-    if group is None:
+    ranks = Ranks.along(mesh, dims[0])
+    if ranks.name is None:
         raise ArgumentError(
-            f"log_probs ran on an abstract mesh: this process has no process group for the {mesh.size(dims[0])} ranks",
+            f"log_probs ran on an abstract mesh: this process has no process group for the {ranks.size} ranks",
             path=head.path,
-            hint=mesh.launch_hint(),
+            hint=ranks.launch,
         )
-    ranks, name = mesh.size(dims[0]), group.group_name
-
-    def gather(tensor: Tensor) -> Tensor:
-        return gather_functional(tensor, ranks, name)
-
-    return Vocabulary(size, min(mesh.rank(dims[0]) * here, size), gather, name), name
+    return Vocabulary(size, min(ranks.rank * here, size), ranks.gather, ranks.name), ranks.name
 
 
-class _Reduced(torch.autograd.Function):
+class _SumGradient(torch.autograd.Function):
     """Sum the gradient over the ranks that hold the vocabulary."""
 
     @staticmethod

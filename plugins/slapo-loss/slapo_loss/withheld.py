@@ -1,4 +1,4 @@
-"""Logits that a training step does not give: `WithheldLogits`, in outputs of a forward whose loss is there."""
+"""Withhold logits of a forward whose loss is computed: `WithheldLogits`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slapo_loss.private import without_torch_function
 
 
 class WithheldError(SlapoError, RuntimeError):
-    """Logits are used that the forward did not compute, because its loss was taken of the hidden states.
+    """Report the use of logits that the forward did not compute.
 
     What to do: ``linear_cross_entropy(keep_logits=True)``, or ``slapo_loss.log_probs``.
     """
@@ -36,7 +36,7 @@ def withheld_error(path: str = "", use: str = "") -> WithheldError:
 
 
 class WithheldLogits(Tensor):
-    """A shape, type and device in place of logits: it can be carried, moved, cast and pickled, and not computed with.
+    """Stand for logits: carried, moved, cast and pickled, but not computed with.
 
     Args:
         shape: of the logits.

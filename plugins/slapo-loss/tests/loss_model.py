@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import slapo_core as slapo
 
 CLASSES = 11
+CHUNK = 2
 
 
 class Net(nn.Module):
@@ -75,3 +81,53 @@ def agree(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12)
     """Compare lists of tensors."""
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+class _Logits(TorchDispatchMode):
+    """Counts tensors of all tokens by all classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in pytree.tree_leaves(result):
+            if isinstance(one, Tensor) and one.shape[-1:] == (CLASSES,) and not one.is_meta:
+                # More elements than the weight has.
+                self.made += one.numel() > 6 * CLASSES
+        return result
+
+
+def logits_made(model: nn.Module, given: dict[str, Any] | None = None) -> int:
+    """Return how many tensors of all logits a training step makes."""
+    model.train()
+    with _Logits() as mode:
+        output = model(**(given or batch()))
+        (output["loss"] if isinstance(output, dict) else output.loss).backward()
+    model.zero_grad()
+    return mode.made
+
+
+def scheduled(model: nn.Module, **options: Any) -> Any:
+    sch = slapo.create_schedule(model, example_inputs=batch())
+    sch["head"].linear_cross_entropy(**{"chunk": CHUNK, **options})
+    return sch
+
+
+def _doubled(forward: Any) -> Any:
+    return lambda module, input: forward(module, input) * 2
+
+
+_doubled.slapo_goes_around = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Double(slapo.Primitive):
+    """Double what a module gives, which it should not."""
+
+    name = "test.double"
+    equivalence = slapo.Equivalence.EXACT
+
+    def apply(self, node: Any, edit: Any) -> None:
+        edit.wrap_forward(node, _doubled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import slapo_core as slapo
-from slapo_loss.deferred import Call, DeferredLogits, Head
+from slapo_loss.deferred import DeferredLogits
+from slapo_loss.deferred_values import ForwardCall, HeadTensors
 from slapo_loss.head_chunks import Vocabulary
-from slapo_loss.linear_cross_entropy import whole
+from slapo_loss.linear_cross_entropy import GatherLogits
 
 from .test_loss_chunked import in_step
 
@@ -246,15 +245,15 @@ class Tensors:
         loss = program(F.linear(self.hidden, self.weight, self.bias), self.labels)
         return self.gradients(loss, self.weight, self.bias)
 
-    def deferred(self, program: Program, call: Call) -> list[Tensor]:
+    def deferred(self, program: Program, call: ForwardCall) -> list[Tensor]:
         loss = program(self.logits(call), self.labels)
         call.is_over = True
         return self.gradients(loss, self.weight, self.bias)
 
-    def logits(self, call: Call) -> DeferredLogits:
-        return DeferredLogits(self.hidden, Head(self.weight, self.bias, Vocabulary(CLASSES), chunk=5), call)
+    def logits(self, call: ForwardCall) -> DeferredLogits:
+        return DeferredLogits(self.hidden, HeadTensors(self.weight, self.bias, Vocabulary(CLASSES), chunk=5), call)
 
-    def split(self, program: Program, calls: list[Call]) -> list[Tensor]:
+    def split(self, program: Program, calls: list[ForwardCall]) -> list[Tensor]:
         """What the ranks of a split vocabulary give together."""
         full = [
             F.pad(self.weight.detach(), (0, 0, 0, RANKS * ROWS - CLASSES)),
@@ -265,7 +264,7 @@ class Tensors:
             weight, bias = (one[rank * ROWS : (rank + 1) * ROWS].clone().requires_grad_() for one in full)
             ranks: Any = SimpleNamespace(rank=rank, gather=gather)
             vocabulary = Vocabulary(CLASSES, min(rank * ROWS, CLASSES), gather)
-            head = Head(weight, bias, vocabulary, lambda logits: whole(logits, ranks, CLASSES), chunk=5)
+            head = HeadTensors(weight, bias, vocabulary, GatherLogits(ranks, CLASSES), chunk=5)
             loss = program(DeferredLogits(self.hidden, head, calls[rank]), self.labels.clone())
             calls[rank].is_over = True
             return self.gradients(loss, weight, bias)
@@ -285,7 +284,7 @@ def agree(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_loss_is_taken_from_the_hidden_states(name: str) -> None:
-    tensors, call, calls = Tensors(), Call(), [Call() for _ in range(RANKS)]
+    tensors, call, calls = Tensors(), ForwardCall(), [ForwardCall() for _ in range(RANKS)]
     expected = tensors.plain(TAKEN[name])
     agree(tensors.deferred(TAKEN[name], call), expected)
     assert (call.used, call.computed) == (True, [])
@@ -294,8 +293,8 @@ def test_a_loss_is_taken_from_the_hidden_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_what_needs_logits_computes_them_once(name: str) -> None:
-    tensors, call, calls = Tensors(), Call(), [Call() for _ in range(RANKS)]
+def test_other_functions_compute_the_logits_once(name: str) -> None:
+    tensors, call, calls = Tensors(), ForwardCall(), [ForwardCall() for _ in range(RANKS)]
     expected = tensors.plain(COMPUTED[name])
     agree(tensors.deferred(COMPUTED[name], call), expected)
     assert call.computed
@@ -303,8 +302,8 @@ def test_what_needs_logits_computes_them_once(name: str) -> None:
     assert all(one.computed == call.computed for one in calls)
 
 
-def test_what_a_tensor_is_asked_about_itself_computes_nothing() -> None:
-    tensors, call = Tensors(), Call()
+def test_metadata_computes_no_logits() -> None:
+    tensors, call = Tensors(), ForwardCall()
     logits: Any = tensors.logits(call)
     assert isinstance(logits, Tensor)
     assert (logits.shape, logits.dtype, logits.device.type) == ((BATCH, TOKENS, CLASSES), torch.float64, "cpu")
@@ -316,14 +315,14 @@ def test_what_a_tensor_is_asked_about_itself_computes_nothing() -> None:
     assert {logits: 1}[logits] == 1
     assert "DeferredLogits((2, 6, 11)" in repr(logits)
     assert repr(logits) == f"{logits}" == str(logits)
-    frozen = Head(tensors.weight.detach(), None, Vocabulary(CLASSES))
+    frozen = HeadTensors(tensors.weight.detach(), None, Vocabulary(CLASSES))
     assert DeferredLogits(tensors.hidden, frozen, call).requires_grad
     assert not DeferredLogits(tensors.hidden.detach(), frozen, call).requires_grad
     assert call.computed == []
 
 
-def test_what_a_tensor_is_asked_about_its_graph_computes_it() -> None:
-    tensors, call = Tensors(), Call()
+def test_graph_properties_compute_the_logits() -> None:
+    tensors, call = Tensors(), ForwardCall()
     logits: Any = tensors.logits(call)
     logits.retain_grad()
     assert logits.grad_fn is not None
@@ -339,8 +338,8 @@ def test_what_a_tensor_is_asked_about_its_graph_computes_it() -> None:
         copy.deepcopy(logits)
 
 
-def test_after_the_forward_logits_that_were_not_computed_say_how_to_get_them() -> None:
-    tensors, call = Tensors(), Call()
+def test_withheld_logits_name_the_way_to_compute_them() -> None:
+    tensors, call = Tensors(), ForwardCall()
     logits: Any = tensors.logits(call)
     ce(logits, tensors.labels)
     call.is_over = True
@@ -359,7 +358,7 @@ def test_after_the_forward_logits_that_were_not_computed_say_how_to_get_them() -
 def test_a_tensor_that_changed_before_the_loss_is_refused() -> None:
     tensors = Tensors()
     hidden = tensors.hidden * 1
-    logits: Any = DeferredLogits(hidden, Head(tensors.weight, None, Vocabulary(CLASSES)), Call())
+    logits: Any = DeferredLogits(hidden, HeadTensors(tensors.weight, None, Vocabulary(CLASSES)), ForwardCall())
     shift, scale = logits[:, 1:], torch.tensor(2.0)
     scaled = logits * scale
     scale.zero_()
@@ -385,12 +384,12 @@ class Doubled(torch.autograd.Function):
 
 def test_an_autograd_function_of_logits_is_refused_in_the_backward() -> None:
     tensors = Tensors()
-    loss: Any = Doubled.apply(tensors.logits(Call()))  # type: ignore[no-untyped-call]
+    loss: Any = Doubled.apply(tensors.logits(ForwardCall()))  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match=r"autograd\.Function was applied to deferred logits"):
         loss.backward()
 
 
-def test_errors_of_torch_are_those_of_the_plain_model() -> None:
+def test_torch_errors_equal_the_plain_models() -> None:
     tensors = Tensors()
     wrong: dict[str, Program] = {
         "sizes": lambda z, y: F.cross_entropy(z.view(-1, CLASSES), y[0]),
@@ -406,7 +405,7 @@ def test_errors_of_torch_are_those_of_the_plain_model() -> None:
         with pytest.raises((RuntimeError, IndexError, ValueError)) as plain:
             program(F.linear(tensors.hidden, tensors.weight), tensors.labels)
         with pytest.raises(plain.type) as deferred:
-            program(tensors.logits(Call()), tensors.labels)
+            program(tensors.logits(ForwardCall()), tensors.labels)
         assert str(deferred.value) == str(plain.value), name
 
 
@@ -417,127 +416,13 @@ def test_under_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch.dty
     hidden = tensors.hidden.detach().to(dtype).requires_grad_()
     weight = tensors.weight.detach().to(dtype).requires_grad_()
     found = []
-    for logits in (F.linear(hidden, weight), DeferredLogits(hidden, Head(weight, None, Vocabulary(CLASSES)), Call())):
+    for logits in (
+        F.linear(hidden, weight),
+        DeferredLogits(hidden, HeadTensors(weight, None, Vocabulary(CLASSES)), ForwardCall()),
+    ):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = ce(logits * 2, tensors.labels, reduction=reduction)
         found.append([loss, *torch.autograd.grad(loss.sum(), [hidden, weight])])
     for one, other in zip(*found, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 if one.dtype == torch.bfloat16 else 1e-5)
-
-
-# -- models ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    return LlamaForCausalLM(config).train()
-
-
-def scheduled(model: nn.Module, head: str, **options: Any) -> Any:
-    sch = slapo.create_schedule(copy.deepcopy(model))
-    sch[head].linear_cross_entropy(**options)
-    return sch.model
-
-
-def compared(plain: Any, model: Any, **batch: Any) -> Any:
-    found, expected = model(**batch), plain(**batch)
-    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-6, atol=1e-6)
-    found["loss"].backward()
-    expected["loss"].backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
-    plain.zero_grad()
-    model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_items_in_batch": torch.tensor(7)}, {"logits_to_keep": 4}, {"num_items_in_batch": 5, "ignore_index": 3}],
-    ids=["plain", "items", "kept", "ignored"],
-)
-def test_a_model_of_transformers_gives_its_loss(llama: Any, options: dict[str, Any]) -> None:
-    ids = torch.randint(0, 37, (2, 9))
-    labels = ids[:, -options.get("logits_to_keep", 9) :].clone()
-    labels[0, 2:] = -100
-    model = scheduled(llama, "lm_head", chunk=5)
-    output = compared(llama, model, input_ids=ids, labels=labels if "ignore_index" not in options else ids, **options)
-    assert output.logits.shape[-1] == 37
-    assert type(output.logits) is not Tensor
-    with pytest.raises(RuntimeError, match="keep_logits"):
-        output.logits.softmax(-1)
-    kept = scheduled(llama, "lm_head", keep_logits=True)
-    output = compared(llama, kept, input_ids=ids, labels=ids)
-    torch.testing.assert_close(output.logits, llama(input_ids=ids).logits)
-
-
-def test_evaluation_generation_and_forwards_without_labels_give_logits(llama: Any) -> None:
-    ids, model = torch.randint(0, 37, (2, 5)), scheduled(llama, "lm_head")
-    torch.testing.assert_close(model(input_ids=ids).logits, llama(input_ids=ids).logits)
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=ids, labels=ids).logits, llama(input_ids=ids).logits)
-    model.eval(), llama.eval()
-    torch.testing.assert_close(model(input_ids=ids, labels=ids).logits, llama(input_ids=ids).logits)
-    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **settings), llama.generate(ids, **settings))
-
-
-class Nested(nn.Module):
-    """Two heads of one body, whose outputs are nested; one head is not in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 9)
-
-    def forward(self, inputs: Tensor, labels: Tensor | None = None, frozen: bool = False) -> Any:
-        with torch.no_grad() if frozen else nullcontext():
-            hidden = self.body(inputs).tanh()
-        first, second = self.head(hidden), self.head(hidden * 2)
-        loss = None if labels is None else F.cross_entropy(first.flatten(0, 1), labels.flatten())
-        return {"loss": loss, "nested": [(first, {"second": second})]}
-
-
-def test_logits_in_nested_outputs_and_of_a_head_that_is_called_twice() -> None:
-    torch.manual_seed(0)
-    plain = Nested()
-    model, inputs, labels = scheduled(plain, "head"), torch.randn(2, 3, 4), torch.randint(0, 9, (2, 3))
-    output = compared(plain, model, inputs=inputs, labels=labels)
-    assert all(type(one) is not Tensor for one in (output["nested"][0][0], output["nested"][0][1]["second"]))
-    frozen = model(inputs, labels, frozen=True)["loss"]
-    frozen.backward()
-    assert model.body.weight.grad is None
-    assert model.head.weight.grad is not None
-    output, expected = model(inputs), plain(inputs)
-    torch.testing.assert_close(output["nested"][0][0], expected["nested"][0][0])
-    torch.testing.assert_close(output["nested"][0][1]["second"], expected["nested"][0][1]["second"])
-
-
-class Shifted(nn.Module):
-    """A body, a head, and the loss of the next token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 9)
-
-    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
-        logits = torch.tanh(self.head(self.body(inputs)).float() / 5) * 5
-        logits = logits[..., :-1, :].contiguous()
-        return {"loss": F.cross_entropy(logits.view(-1, 9), labels[..., 1:].reshape(-1)), "logits": logits}
-
-
-@pytest.mark.breadth
-def test_a_compiled_model_defers_its_logits() -> None:
-    torch.manual_seed(0)
-    plain = Shifted()
-    model = scheduled(plain, "head")
-    compiled: Any = torch.compile(model, backend="eager")
-    given = {"inputs": torch.randn(2, 3, 4), "labels": torch.randint(0, 9, (2, 3))}
-    output = compared(plain, compiled, **given)
-    assert type(output["logits"]) is not Tensor

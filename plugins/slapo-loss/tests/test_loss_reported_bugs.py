@@ -154,7 +154,7 @@ def test_accumulated_micro_batches_are_scaled_once() -> None:
     same_training(model, scheduled, steps, rtol=1e-12, atol=1e-12)
 
 
-def test_label_smoothing_over_ranks_is_that_of_the_whole_vocabulary() -> None:
+def test_label_smoothing_over_ranks_uses_the_full_vocabulary() -> None:
     # NVIDIA/Megatron-LM#7452: each rank smoothed over its own classes; gathered logits gave loss + log(ranks)
     hidden, weight, labels = drawn(8, 12)
     for ranks, reduction in itertools.product((2, 3), ("mean", "none")):
@@ -208,7 +208,7 @@ def test_a_log_softmax_that_no_loss_takes_has_its_own_gradient() -> None:
     same_training(model, scheduled, steps, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tied_head_stays_tied_and_whole_through_a_state_dict() -> None:
+def test_tied_head_stays_tied_and_full_through_a_state_dict() -> None:
     # pytorch/torchtitan#3764: a checkpoint corrupted a tied head
     model, scheduled = pair(tied=True)
     tokens, labels = batch()
@@ -254,7 +254,7 @@ def test_chunks_follow_from_classes_and_are_few() -> None:
     assert chunk_size(248_320, torch.bfloat16, gpu, "kernels") == 1024
 
 
-def test_entropies_and_log_probabilities_over_ranks_are_those_of_the_whole_vocabulary() -> None:
+def test_entropies_and_log_probs_over_ranks_equal_the_full_vocabulary() -> None:
     hidden, weight, labels = drawn(8, 10, scale=3.0)
     labels[2] = -100
     expected = gradients(log_probs(hidden, weight, labels, temperature=0.5), [hidden, weight])

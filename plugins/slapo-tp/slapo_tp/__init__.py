@@ -1,4 +1,4 @@
-"""Tensor parallelism for slapo: ``shard``, ``sync``, ``shard_attribute``, ``sync_gradient``, ``fork_rng``.
+"""Parallelize tensors: ``shard``, ``sync``, ``shard_attribute``, ``sync_gradient``, ``fork_rng``.
 
 Installing this distribution is enough: every schedule then knows ``sch["path"].shard(...)`` and the others. The
 classes below are for those who build primitives as values::

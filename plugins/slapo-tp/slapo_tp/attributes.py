@@ -1,4 +1,4 @@
-"""Divide a module's integer attributes (its number of heads) by the number of ranks: ``shard_attribute``."""
+"""Divide a module's integer attributes by the number of ranks: ``shard_attribute``."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_tp.heads import HEAD_GROUPS, KV_HEAD_COUNTS
 from slapo_tp.layers import layer_type_of
-from slapo_tp.preconditions import Distributed, Divisible
-from slapo_tp.splits import (
-    HEAD_GROUPS,
-    KV_HEAD_COUNTS,
-    as_tuple,
-    mesh_size,
-    shards_violations,
-    sized_tensor,
-    split_axis,
-)
+from slapo_tp.preconditions import Divisible, needs_mesh
+from slapo_tp.split_state import as_tuple, mesh_size, sized_tensor, split_axis
+from slapo_tp.splits import shards_violations
 
 
 @dataclass(frozen=True)
 class ShardAttribute(Primitive):
-    """Divide integer attributes of the module by the number of ranks, to fit the shards that its children hold.
+    """Divide integer attributes of the module by the number of ranks.
 
     Args:
         names: e.g. ``"num_heads"``, or ``["num_attention_heads", "all_head_size"]``; ``"config.num_attention_heads"``
@@ -60,17 +54,14 @@ class ShardAttribute(Primitive):
     shards: int | None = dataclasses.field(default=None, kw_only=True)
     holders_of: int | None = dataclasses.field(default=None, kw_only=True)
 
+    @needs_mesh
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        unplaced = list(Distributed(self.mesh_dim)(node))
-        if unplaced:
-            yield from unplaced
-            return
         names = as_tuple(self.names)
         if not names:
             yield Violation("it names no attribute", 'write shard_attribute("num_heads")')
         if self.shards is not None and self.holders_of is not None:
             yield Violation(
-                f"it divides by one number (got shards={self.shards} and holders_of={self.holders_of})",
+                f"shards and holders_of exclude each other (got shards={self.shards} and holders_of={self.holders_of})",
                 "write one call for each",
             )
             return
@@ -155,7 +146,7 @@ class ShardAttribute(Primitive):
         return size if self.shards is None else min(size, self.shards)
 
     def _divided_by(self, node: Node, name: str) -> str | None:
-        """The step that divided the attribute before."""
+        """Return the step that divided the attribute before."""
         for record in node.records if name.partition(".")[0] in node.changed_attributes else ():
             before = record.primitive
             if (
@@ -177,7 +168,7 @@ class ShardAttribute(Primitive):
 
 
 def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
-    """Return the object with an attribute, the module or its configuration, and the attribute's name there."""
+    """Return the module, or its configuration, that has an attribute, and its name there."""
     before, _, own = name.rpartition(".")
     configuration = getattr(module, before, None) if before else None
     if configuration is None or isinstance(configuration, nn.Module) or not hasattr(configuration, "__dict__"):

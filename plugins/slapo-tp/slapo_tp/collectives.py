@@ -1,7 +1,6 @@
-"""The collectives of tensor parallelism, each with its gradient.
+"""Communicate between tensor-parallel ranks: collectives with their gradients.
 
-Three pairs; in each, one function is the gradient of the other, so that gradients of gradients are right too (unless
-requested, the backward of the first pair runs without an autograd function of its own):
+Three pairs; in each, one function is the gradient of the other, so that gradients of gradients are right too:
 
 =================  =============================  =================================
 function           forward                        backward
@@ -22,9 +21,9 @@ shapes, so that a schedule can be traced there. Source: the conjugate operators 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -44,7 +43,7 @@ Parts = tuple[int, tuple[int, ...], tuple[bool, ...]]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks along one mesh dimension, as plain data: it can be copied, compared and compiled.
+    """Describe the ranks along a mesh dimension as plain data.
 
     Args:
         name: torch's name of the process group; None where the mesh is only declared.
@@ -65,13 +64,13 @@ class RankGroup:
 
     @classmethod
     def along(cls, mesh: Mesh, mesh_dim: str) -> RankGroup:
-        """The group along ``mesh_dim``."""
+        """Return the group along ``mesh_dim``."""
         group = None if mesh.is_abstract else mesh.group(mesh_dim)
         name = None if group is None else group.group_name
         return cls(name, mesh.size(mesh_dim), mesh.rank(mesh_dim), mesh.launch_hint())
 
     def running(self) -> str:
-        """The name, for a collective that is about to run.
+        """Return the group's name, for a collective that is about to run.
 
         Raises:
             MeshError: the mesh is abstract, so there is no process group.
@@ -88,7 +87,7 @@ def all_reduce(tensor: Tensor, group: RankGroup, *, overwrite: bool = False) -> 
     """Sum over the ranks; the gradient passes through.
 
     Args:
-        tensor: this rank's part.
+        tensor: this rank's partial.
         group: the ranks.
         overwrite: ``tensor`` has no other reference, so that the sum may take its memory, which saves a copy.
             Ignored by ``torch.compile``, which decides it.
@@ -97,12 +96,12 @@ def all_reduce(tensor: Tensor, group: RankGroup, *, overwrite: bool = False) -> 
 
 
 def copy(tensor: Tensor, group: RankGroup) -> Tensor:
-    """The tensor itself; its gradient is summed over the ranks, or over those that hold the same shard."""
+    """Return the tensor; its gradient is summed over the ranks or holders."""
     return _call("copy", tensor, group)
 
 
 def all_gather(tensor: Tensor, axis: int, group: RankGroup, length: int | None = None) -> Tensor:
-    """Concatenate the ranks' shards along ``axis``; the gradient is this rank's shard.
+    """Concatenate the ranks' shards along ``axis``; take this rank's shard of the gradient.
 
     Args:
         tensor: this rank's shard.
@@ -115,17 +114,18 @@ def all_gather(tensor: Tensor, axis: int, group: RankGroup, length: int | None =
 
 
 def split(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """Take this rank's shard of ``axis``; the gradient is gathered."""
-    return _call("split", tensor, group, axis)
+    """Take this rank's shard of ``axis``; gather the gradient."""
+    extent = tensor.shape[axis]
+    return _call("split", tensor, group, axis, extent if extent % group.size else None)
 
 
 def gather_sum(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """Concatenate the ranks' shards along ``axis``; the gradient is summed, then this rank's shard taken."""
+    """Concatenate the ranks' shards along ``axis``; sum the gradient and take this rank's shard."""
     return _call("gather_sum", tensor, group, axis)
 
 
 def reduce_scatter(tensor: Tensor, axis: int, group: RankGroup) -> Tensor:
-    """Sum over the ranks, and take this rank's shard of ``axis``; the gradient is gathered."""
+    """Sum over the ranks, take this rank's shard of ``axis``; gather the gradient."""
     return _call("reduce_scatter", tensor, group, axis)
 
 
@@ -135,13 +135,14 @@ def start_sum(tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
     A gradient of it, where one is recorded, needs the sum at once.
 
     Args:
-        tensor: this rank's part, without another reference: the sum may take its memory.
+        tensor: this rank's partial, without another reference: the sum may take its memory.
         axis: of which this rank's shard of the sum is taken; None for all of it.
         group: the ranks.
     """
     name = group.running()
     if is_grad_enabled():
-        return _AllReduce.apply(tensor, name) if axis is None else _ReduceScatter.apply(tensor, axis, name, group.size)
+        called = "all_reduce" if axis is None else "reduce_scatter"
+        return _Collective.apply(tensor, (called, group, axis or 0, None))
     if axis is not None:
         return _start_sum_shard(tensor, axis, name, group.size)
     if is_compiling() or not tensor.is_contiguous():
@@ -150,20 +151,29 @@ def start_sum(tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Wait for what `start_sum` started."""
+    """Wait for the sum that `start_sum` started."""
     return tensor if is_grad_enabled() else _ops.wait_tensor.default(tensor)
 
 
 def _call(name: str, tensor: Tensor, group: RankGroup, axis: int = 0, length: int | None = None) -> Tensor:
     if has_torch_function_unary(tensor):  # a mode, which writes it down as one call
-        called = Collective(name, group, axis, length)
+        called = CollectiveTarget(name, group, axis, length)
         return handle_torch_function(called, (tensor,), tensor)  # type: ignore[no-any-return]
-    return _run(name, tensor, group, axis, length)
+    if group.name is None:
+        # While a graph is recorded, a parameter has values and its results have none.
+        if tensor.is_meta or detect_fake_mode(tensor) is not None:
+            return _TABLE[name].shapes(tensor, group.size, axis, length)
+        group.running()
+    if name == "all_reduce_":
+        if tensor.is_contiguous() and not is_compiling():
+            return _InPlace.apply(tensor, (name, group, axis, length))
+        name = "all_reduce"
+    return _Collective.apply(tensor, (name, group, axis, length))
 
 
 @dataclass(frozen=True)
-class Collective:
-    """A collective as the target of a call in a graph: plain data, and a function of one tensor.
+class CollectiveTarget:
+    """Call a collective from a graph: plain data, and a function of one tensor.
 
     Args:
         name: of one of the functions above; ``"all_reduce_"`` overwrites its tensor.
@@ -187,190 +197,92 @@ class Collective:
     def __call__(self, tensor: Tensor) -> Tensor:
         return run_from(self.origin, _call, self.name, tensor, self.group, self.axis, self.length)  # type: ignore[no-any-return]
 
-    def slapo_from(self, origin: Origin) -> Collective:
-        """The same as a call of a hook's."""
+    def slapo_from(self, origin: Origin) -> CollectiveTarget:
+        """Return the same call as one of a hook."""
         return replace(self, origin=origin)
 
 
-def _run(name: str, tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
-    # While a graph is recorded, a parameter has values and its results have none.
-    if group.name is None and (tensor.is_meta or detect_fake_mode(tensor) is not None):
-        return _without_ranks(name, tensor, group.size, axis, length)
-    if name == "all_reduce_" and tensor.is_contiguous() and not is_compiling():
-        return _AllReduceInPlace.apply(tensor, group.running())
-    if name in ("all_reduce", "all_reduce_"):
-        return _AllReduce.apply(tensor, group.running())
-    if name == "copy" and group.holders is not None:
-        return _CopyOfHolders.apply(tensor, group.parts, group.running(), group.size, group.rank, group.holders)
-    if name == "copy":
-        return _Copy.apply(tensor, group.running())
-    if name == "all_gather":
-        return _AllGather.apply(tensor, axis, group.running(), group.size, group.rank, length)
-    if name == "split":
-        return _Split.apply(tensor, axis, group.running(), group.size, group.rank)
-    if name == "gather_sum":
-        return _GatherSum.apply(tensor, axis, group.running(), group.size)
-    return _ReduceScatter.apply(tensor, axis, group.running(), group.size)
+class _Collective(Function):
+    """Run a collective of the table, and in backward its gradient."""
 
-
-def _without_ranks(name: str, tensor: Tensor, size: int, axis: int, length: int | None) -> Tensor:
-    """Return the shapes of a collective on an abstract mesh with meta tensors."""
-    if name == "copy":
-        return tensor.view_as(tensor)
-    if name == "all_reduce_":
-        return tensor.add_(0)
-    if name == "all_reduce":
-        return tensor.clone()
-    if name in ("all_gather", "gather_sum"):
-        return torch.cat(_cut([tensor] * size, axis, length), dim=axis)
-    return tensor.narrow(axis, 0, tensor.shape[axis] // size).clone(memory_format=torch.contiguous_format)
-
-
-class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return _sum(tensor, name)
+    def forward(ctx: Any, tensor: Tensor, call: tuple[str, RankGroup, int, int | None]) -> Tensor:
+        ctx.call = call
+        name, group, axis, length = call
+        return _TABLE[name].run(tensor, group, axis, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if not is_grad_enabled():
-            return gradient, None
-        return _Copy.apply(gradient, ctx.name), None
+        name, group, axis, length = ctx.call
+        name = _TABLE[name].gradient
+        if is_grad_enabled():
+            gradient = _Collective.apply(gradient, (name, group, axis, length))
+        elif name != "copy":
+            gradient = _TABLE[name].run(gradient, group, axis, length)
+        return gradient, None
 
 
-class _AllReduceInPlace(_AllReduce):
+class _InPlace(_Collective):
+    """Run a collective that overwrites its tensor."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
-        ctx.name = name
+    def forward(ctx: Any, tensor: Tensor, call: tuple[str, RankGroup, int, int | None]) -> Tensor:
         ctx.mark_dirty(tensor)
-        _ops.wait_tensor.default(_ops.all_reduce_.default(tensor, "sum", name))
-        return tensor  # what wait_tensor gives, but for tensors without values
-
-
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if not is_grad_enabled():
-            return _sum(gradient, ctx.name), None
-        return _AllReduce.apply(gradient, ctx.name), None
-
-
-class _CopyOfHolders(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
-        ctx.arguments = arguments
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _SumOfHolders.apply(gradient, *ctx.arguments), None, None, None, None, None
-
-
-class _SumOfHolders(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *arguments: Any) -> Tensor:
-        ctx.arguments = arguments
-        parts, *ranks = arguments
-        return _sum_of_holders(tensor, *ranks) if parts is None else _sum_of_parts(tensor, parts, *ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _CopyOfHolders.apply(gradient, *ctx.arguments), None, None, None, None, None
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int, rank: int, length: int | None) -> Tensor:
-        ctx.arguments = (axis, name, size, rank)
-        return _concatenate(tensor, axis, name, size, length)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Split.apply(gradient, *ctx.arguments), None, None, None, None, None
-
-
-class _Split(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int, rank: int) -> Tensor:
-        extent = tensor.shape[axis]
-        length = -(-extent // size)  # what does not divide is padded with zeros, on the last ranks
-        ctx.arguments = (axis, name, size, rank, extent if extent % size else None)
-        start = min(rank * length, extent)
-        missing = max(0, start + length - extent)
-        own = tensor.narrow(axis, start, length - missing)
-        if not missing:
-            return own.clone(memory_format=torch.contiguous_format)
-        return torch.cat([own, torch.zeros_like(tensor.narrow(axis, 0, missing))], dim=axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _AllGather.apply(gradient, *ctx.arguments), None, None, None, None
-
-
-class _GatherSum(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
-        ctx.arguments = (axis, name, size)
-        return _concatenate(tensor, axis, name, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _ReduceScatter.apply(gradient, *ctx.arguments), None, None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
-        ctx.arguments = (axis, name, size)
-        return _sum_shard(tensor, axis, name, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _GatherSum.apply(gradient, *ctx.arguments), None, None, None
+        return _Collective.forward(ctx, tensor, call)
 
 
 # torch's collectives concatenate and scatter along axis 0 only.
 
 
-def _sum(tensor: Tensor, name: str) -> Tensor:
-    return _ops.wait_tensor.default(_ops.all_reduce.default(tensor, "sum", name))
+def _identity(tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
+    return tensor.view_as(tensor)
 
 
-def _sum_of_holders(tensor: Tensor, name: str, size: int, rank: int, holders: int) -> Tensor:
-    """Exchange among some of the ranks over the group of all, each adding in the order of the ranks."""
-    if tensor.is_cuda and is_gloo(name):
-        return _sum_of_holders(tensor.cpu(), name, size, rank, holders).to(tensor.device)
-    first, length = rank - rank % holders, tensor.numel()
-    lengths = [length if first <= other < first + holders else 0 for other in range(size)]
-    sent = tensor.reshape(-1).repeat(holders)
-    received = _ops.wait_tensor.default(_ops.all_to_all_single.default(sent, lengths, lengths, name))
-    return received.view(holders, *tensor.shape).sum(0)
+def _sum(tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
+    if group.holders is not None:
+        return _sum_of_holders(tensor, group) if group.parts is None else _sum_of_parts(tensor, group)
+    return _ops.wait_tensor.default(_ops.all_reduce.default(tensor, "sum", group.name))
 
 
-def _sum_of_parts(tensor: Tensor, parts: Parts, name: str, size: int, rank: int, holders: int) -> Tensor:
-    axis, lengths, are_shared = parts
+def _sum_in_place(tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
+    _ops.wait_tensor.default(_ops.all_reduce_.default(tensor, "sum", group.name))
+    return tensor  # what wait_tensor gives, but for tensors without values
+
+
+def _sum_of_holders(tensor: Tensor, group: RankGroup) -> Tensor:
+    """Sum among the ranks with the same shard, in the order of the ranks."""
+    assert group.name is not None
+    assert group.holders is not None
+    if tensor.is_cuda and is_gloo(group.name):
+        return _sum_of_holders(tensor.cpu(), group).to(tensor.device)
+    first, length = group.rank - group.rank % group.holders, tensor.numel()
+    lengths = [length if first <= other < first + group.holders else 0 for other in range(group.size)]
+    sent = tensor.reshape(-1).repeat(group.holders)
+    received = _ops.wait_tensor.default(_ops.all_to_all_single.default(sent, lengths, lengths, group.name))
+    return received.view(group.holders, *tensor.shape).sum(0)
+
+
+def _sum_of_parts(tensor: Tensor, group: RankGroup) -> Tensor:
+    """Sum the shared parts of a shard among the ranks that hold them."""
+    assert group.parts is not None
+    axis, lengths, are_shared = group.parts
     found = list(tensor.split(lengths, dim=axis))
     shared = [number for number, is_shared in enumerate(are_shared) if is_shared]
-    together = torch.cat([found[number] for number in shared], dim=axis)
-    total = _sum_of_holders(together, name, size, rank, holders)
+    total = _sum_of_holders(torch.cat([found[number] for number in shared], dim=axis), group)
     for number, part in zip(shared, total.split([lengths[number] for number in shared], dim=axis), strict=True):
         found[number] = part
     return torch.cat(found, dim=axis)
 
 
-def _concatenate(tensor: Tensor, axis: int, name: str, size: int, length: int | None = None) -> Tensor:
-    if tensor.is_cuda and is_gloo(name):  # ranks that share a GPU; gloo would take its addresses for the host's
-        return _concatenate(tensor.cpu(), axis, name, size, length).to(tensor.device)
-    shards = _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(tensor.contiguous(), size, name))
+def _concatenate(tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
+    assert group.name is not None
+    if tensor.is_cuda and is_gloo(group.name):  # ranks that share a GPU; gloo would take its addresses for the host's
+        return _concatenate(tensor.cpu(), group, axis, length).to(tensor.device)
+    gathered = _ops.all_gather_into_tensor.default(tensor.contiguous(), group.size, group.name)
+    shards = _ops.wait_tensor.default(gathered)
     if axis % tensor.dim() == 0 and length is None:
         return shards
-    return torch.cat(_cut(shards.chunk(size), axis, length), dim=axis)
+    return torch.cat(_cut(shards.chunk(group.size), axis, length), dim=axis)
 
 
 def _cut(shards: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor]:
@@ -382,10 +294,55 @@ def _cut(shards: Sequence[Tensor], axis: int, length: int | None) -> list[Tensor
     return [shard.narrow(axis, 0, own) for shard, own in zip(shards, rest, strict=True)]
 
 
-def _sum_shard(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
-    return _ops.wait_tensor.default(_start_sum_shard(tensor, axis, name, size))
+def _own_shard(tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
+    """Return this rank's shard, padded with zeros if ``length`` is not divisible."""
+    extent = tensor.shape[axis]
+    share = -(-extent // group.size)
+    start = min(group.rank * share, extent)
+    missing = max(0, start + share - extent)
+    own = tensor.narrow(axis, start, share - missing)
+    if not missing:
+        return own.clone(memory_format=torch.contiguous_format)
+    return torch.cat([own, torch.zeros_like(tensor.narrow(axis, 0, missing))], dim=axis)
+
+
+def _sum_shard(tensor: Tensor, group: RankGroup, axis: int, length: int | None) -> Tensor:
+    return _ops.wait_tensor.default(_start_sum_shard(tensor, axis, group.running(), group.size))
 
 
 def _start_sum_shard(tensor: Tensor, axis: int, name: str, size: int) -> Tensor:
     stacked = tensor.contiguous() if axis % tensor.dim() == 0 else torch.cat(tensor.chunk(size, dim=axis))
     return _ops.reduce_scatter_tensor.default(stacked, "sum", size, name)
+
+
+def _gathered_shapes(tensor: Tensor, size: int, axis: int, length: int | None) -> Tensor:
+    return torch.cat(_cut([tensor] * size, axis, length), dim=axis)
+
+
+def _shard_shapes(tensor: Tensor, size: int, axis: int, length: int | None) -> Tensor:
+    return tensor.narrow(axis, 0, tensor.shape[axis] // size).clone(memory_format=torch.contiguous_format)
+
+
+class _Row(NamedTuple):
+    """Describe a row of the table of collectives.
+
+    Args:
+        run: the forward, of a tensor, the ranks, an axis, and its length without padding.
+        gradient: the name of the backward.
+        shapes: the forward on an abstract mesh, of tensors without values.
+    """
+
+    run: Callable[[Tensor, RankGroup, int, int | None], Tensor]
+    gradient: str
+    shapes: Callable[[Tensor, int, int, int | None], Tensor]
+
+
+_TABLE = {
+    "all_reduce": _Row(_sum, "copy", lambda tensor, *_: tensor.clone()),
+    "all_reduce_": _Row(_sum_in_place, "copy", lambda tensor, *_: tensor.add_(0)),
+    "copy": _Row(_identity, "all_reduce", lambda tensor, *_: tensor.view_as(tensor)),
+    "all_gather": _Row(_concatenate, "split", _gathered_shapes),
+    "split": _Row(_own_shard, "all_gather", _shard_shapes),
+    "gather_sum": _Row(_concatenate, "reduce_scatter", _gathered_shapes),
+    "reduce_scatter": _Row(_sum_shard, "gather_sum", _shard_shapes),
+}

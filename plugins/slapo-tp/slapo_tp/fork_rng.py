@@ -15,25 +15,25 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.layout import accelerator
 from slapo_core.observers import Forward
-from slapo_tp.preconditions import Distributed
+from slapo_tp.preconditions import needs_mesh
 from slapo_tp.private import FakeTensor
-from slapo_tp.splits import mesh_size
+from slapo_tp.split_state import mesh_size
 
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that the ranks' seeds differ in their low 32 bits, all that CPU seeding uses
 
 
 @dataclass(frozen=True)
 class ForkRng(Primitive):
-    """Run the module (dropout) on an RNG stream that differs from rank to rank.
+    """Run the module (dropout) on an RNG stream of each rank's own.
 
-    For what works on a shard between two split layers: there the ranks, which start from the same seed, would drop the
-    same elements of different heads or features. Everywhere else the ranks must use equal RNG states: around a dropout
-    of what every rank has whole, the ranks' activations, and with them their whole parameters, would drift apart.
-    ``verify`` finds that, and names the module where the call belongs; where one is missing, it notes it.
+    For modules on shards, between two split layers: there the ranks, which start from the same seed, would drop the
+    same elements of different heads or features. Everywhere else the ranks must use equal RNG states: around dropout
+    of a full tensor, the ranks' activations, and with them their unsharded parameters, would diverge. ``verify`` finds
+    that, and names the module where the call belongs; a missing call it notes.
 
     The stream is seeded at each call by a number of the generator that all ranks share and by the rank.
-    So it needs no state of its own in a checkpoint, and a recompute uses the same stream, whichever of
-    the two is around the other.
+    So it needs no state of its own in a checkpoint, and a recompute uses the same stream, be the recompute around this
+    step or inside of it.
 
     Args:
         mesh_dim: the mesh dimension whose ranks get different RNG streams.
@@ -42,7 +42,7 @@ class ForkRng(Primitive):
         PreconditionError: no mesh, the module has no forward of its own, or has an RNG stream already.
 
     rewrite: (``g`` the generator that all ranks share, ``g[r]`` one seeded by a number of ``g`` and by the rank)
-        ``y = module(x)`` drawing from ``g`` -> ``y = module(x)`` drawing from ``g[r]``; ``g`` moves on by one number
+        ``y = module(x)`` with ``g`` -> ``y = module(x)`` with ``g[r]``; ``g`` moves on by one number
 
     On a mesh dimension of one rank nothing changes.
 
@@ -54,11 +54,8 @@ class ForkRng(Primitive):
 
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
 
+    @needs_mesh
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        unplaced = list(Distributed(self.mesh_dim)(node))
-        if unplaced:
-            yield from unplaced
-            return
         module = node.module
         if type(module).forward is torch.nn.Module.forward and "forward" not in module.__dict__:
             yield Violation(
@@ -74,15 +71,15 @@ class ForkRng(Primitive):
         if not active:
             edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: there is one stream")
         rank = node.mesh.rank(self.mesh_dim) if node.mesh is not None else 0
-        edit.wrap_forward(node, functools.partial(drawing_on_its_own, rank=rank, own=type(node.module)), active=active)
+        edit.wrap_forward(node, functools.partial(with_own_rng, rank=rank, own=type(node.module)), active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
         if not node.wrappers:
             yield Violation("the module's forward is not wrapped")
 
 
-def drawing_on_its_own(forward: Forward, *, rank: int, own: type) -> Forward:
-    """``forward`` with other random numbers on each rank; both take the module first.
+def with_own_rng(forward: Forward, *, rank: int, own: type) -> Forward:
+    """Wrap a forward to run on this rank's own RNG stream.
 
     Args:
         forward: of the module.
@@ -92,7 +89,7 @@ def drawing_on_its_own(forward: Forward, *, rank: int, own: type) -> Forward:
     return _Forked(forward, rank, own)
 
 
-drawing_on_its_own.slapo_goes_around = True  # type: ignore[attr-defined]
+with_own_rng.slapo_goes_around = True  # type: ignore[attr-defined]
 
 
 class _Forked:
@@ -118,7 +115,7 @@ class _Forked:
 
 @dataclass(frozen=True)
 class _Switch:
-    """Switch torch's RNG state of the CPU and the current GPU: the target of a call in a graph."""
+    """Switch the RNG state of the CPU and the current GPU."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__name__", type(self).__name__.lower())
@@ -137,7 +134,7 @@ class _Switch:
 
 @dataclass(frozen=True)
 class Fork(_Switch):
-    """Seed the generators for this rank, by a number that all ranks share; gives their states before."""
+    """Seed the generators by a shared number and this rank; return their states."""
 
     rank: int
 
@@ -152,7 +149,7 @@ class Fork(_Switch):
 
 @dataclass(frozen=True)
 class Restore(_Switch):
-    """The generators go on from these states."""
+    """Set the generators to earlier states."""
 
     def _switch(self, tensor: Tensor) -> None:
         if tensor.is_meta or isinstance(tensor, FakeTensor):

@@ -1,4 +1,4 @@
-"""Run split modules: wrappers for ``edit.wrap_forward``, and the hooks that add a left-out bias."""
+"""Run split modules: wrappers of forwards, and hooks that add a left-out bias."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import ArgumentError
-from slapo_core.errors import InputError
+from slapo_core.errors import InputError, place
 from slapo_core.observers import Forward
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 
 
 def gives_fresh_output(module: nn.Module) -> bool:
-    """Whether the forward of a known layer type makes a new output and keeps no reference to it.
+    """Return whether the forward makes a new output and keeps no reference to it.
 
     So does the forward of its class, and so do those below; what others put in its place, or around it, may keep it.
     """
@@ -31,7 +31,7 @@ def gives_fresh_output(module: nn.Module) -> bool:
 
 
 def fresh(function: Forward) -> Forward:
-    """Mark a forward that makes a new output, keeps no reference to it, and fits in a static graph."""
+    """Mark a forward whose output is new, without other references, and traceable."""
     setattr(function, _FRESH, function)
     function.slapo_is_inlined = function  # type: ignore[attr-defined]
     return function
@@ -41,7 +41,7 @@ _FRESH = "_slapo_tp_fresh"
 
 
 def leave_bias_out(without_bias: Forward) -> Callable[[Forward], Forward]:
-    """For a weight split along its input axis: the partial sum, to which ``sync`` adds the bias after the reduction.
+    """Wrap the forward of a weight split along its input axis: a partial sum.
 
     Args:
         without_bias: the kind's forward with the bias left out.
@@ -54,9 +54,9 @@ def bias_left_out(without_bias: Forward, forward: Forward) -> Forward:
 
 
 def look_up_own_rows(start: int, vocabulary: int) -> Callable[[Forward], Forward]:
-    """For an embedding split along its vocabulary: this rank's rows, and zeros for the ids of other ranks.
+    """Wrap an embedding split along its vocabulary: zeros for other ranks' ids.
 
-    An id outside of the whole vocabulary stays an error, as in the reference module.
+    An id outside of the full vocabulary stays an error, as in the reference module.
 
     Args:
         start: the first id of this rank, e.g. 15000.
@@ -71,7 +71,7 @@ def own_rows_looked_up(start: int, vocabulary: int, forward: Forward) -> Forward
 
 @dataclass(frozen=True)
 class OwnRows:
-    """The forward of an embedding of which this rank holds some rows.
+    """Look up this rank's rows of an embedding.
 
     Args:
         start: the first id of this rank.
@@ -90,7 +90,7 @@ class OwnRows:
         return self.look_up(module, input)[0]
 
     def look_up(self, module: Any, input: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of the ids, and which ids are those of other ranks."""
+        """Return the rows of the ids, and a mask of other ranks' ids."""
         rows = module.weight.shape[0]
         stop = self.start + rows
         others = ((input >= 0) & (input < self.start)) | ((input >= stop) & (input < self.vocabulary))
@@ -105,7 +105,7 @@ class OwnRows:
 
 
 def look_up_own_rows_below(start: int, vocabulary: int) -> Callable[[Forward], Forward]:
-    """For a subclass of nn.Embedding: its forward, in which ``super().forward`` looks up this rank's rows.
+    """Wrap a subclass of nn.Embedding whose ``super().forward`` looks up this rank's rows.
 
     The result is zero for the ids of other ranks, whatever the subclass does with a row.
 
@@ -156,7 +156,7 @@ class _Rows(nn.Embedding):
 
 @functools.lru_cache(maxsize=64)
 def _with_rows(cls: Any) -> Any:
-    """Return a class whose ``super().forward`` in the methods of ``cls`` is that of `_Rows`, not of nn.Embedding."""
+    """Return a subclass of ``cls`` whose methods' ``super().forward`` is that of `_Rows`."""
     return type(cls.__name__, (cls, _Rows), {"__module__": cls.__module__})
 
 
@@ -166,12 +166,12 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True)
 class AddBias:
-    """Forward hook: add the bias that the forward left out; the output is the whole sum by now.
+    """Add the bias that the forward left out to the full sum (forward hook).
 
     Args:
         feature_axis: the output's axis that holds the output features, counted from the end.
         shards: the group over which the output is in shards, so that each rank sees a part of the bias' gradient;
-            None where the output is whole.
+            None for a full output.
     """
 
     feature_axis: int
@@ -184,7 +184,7 @@ class AddBias:
 
 @dataclass(frozen=True)
 class FunctionHook:
-    """Forward hook: reduce the partial sum by the user's function, then add the left-out bias.
+    """Reduce the partial sum by the user's function, then add the left-out bias (forward hook).
 
     The shape of the function's result decides: the partial sum's shape means the full sum, and an equal shard
     of it is this rank's shard, of which each rank sees a part of the bias' gradient.
@@ -216,10 +216,10 @@ class FunctionHook:
             given = type(reduced).__name__ if shape is None else f"shape {shape}"
             choices = f", or this rank's shard of it, {' or '.join(map(str, shards))}" if shards else ""
             raise ArgumentError(
-                f"tp.sync at '{self.path}': the function gave {given} for a partial sum of shape {partial}, and the "
-                "bias that the layer left out cannot be added to that",
+                f"tp.sync at {place(self.path)}: the function gave {given} for a partial sum of shape {partial}, and "
+                "the bias that the layer left out cannot be added to that",
                 path=self.path,
-                hint=f"return the whole sum, {partial}{choices}",
+                hint=f"return the full sum, {partial}{choices}",
             )
         in_shards = None if shape == partial else self.group
         return _with_bias(module, reduced, self.feature_axis, in_shards)

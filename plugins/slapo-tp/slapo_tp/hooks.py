@@ -14,13 +14,13 @@ from slapo_tp.obligations import (
     missing_reductions,
     repeated_shards,
 )
-from slapo_tp.splits import split_axis
+from slapo_tp.split_state import split_axis
 from slapo_tp.suggestions import suggestions
 from slapo_tp.sync import Sync
 
 
 def carried_sync_violations(node: Node, primitive: Primitive) -> Iterator[Violation]:
-    """Why ``replace(..., drop=...)`` would leave a collective at a module that has nothing split any more.
+    """Refuse ``replace(..., drop=...)`` of split tensors at a module with collectives.
 
     Args:
         node: the module to replace.
@@ -50,7 +50,7 @@ def _is_split(node: Node, name: str, mesh_dim: str) -> bool:
 
 
 def _is_in_force(node: Node, record: Record, mesh_dim: str) -> bool:
-    """Whether the collective of an earlier step is still there: a replacement before may have taken its place."""
+    """Return whether the collective of an earlier step is still at the module."""
     sync = record.primitive
     if not isinstance(sync, Sync) or sync.mesh_dim != mesh_dim:
         return False
@@ -59,14 +59,14 @@ def _is_in_force(node: Node, record: Record, mesh_dim: str) -> bool:
 
 @hookimpl
 def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]:
-    """A collective must not go on with a module that is whole again."""
+    """Refuse to keep a collective at a module that becomes unsharded."""
     if primitive.name == "core.replace":
         yield from carried_sync_violations(node, primitive)
 
 
 @hookimpl
 def slapo_check(schedule: Schedule) -> Iterator[Violation]:
-    """Refuse partial sums and gradients reduced never or twice, lost biases, cut heads, and repeated shards."""
+    """Refuse missing and doubled reductions, lost biases, cut heads, repeated shards."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from full_biases(schedule, mesh_dim)
         yield from missing_reductions(schedule, mesh_dim)
@@ -78,6 +78,6 @@ def slapo_check(schedule: Schedule) -> Iterator[Violation]:
 
 @hookimpl
 def slapo_suggest(schedule: Schedule, gradients: Sequence[str]) -> Iterator[Suggestion]:
-    """Reductions that may be missing, or meant for another place; attributes and norms that may have to be split."""
+    """Suggest missing or moved reductions, attributes to divide, and norms to split."""
     for mesh_dim in schedule.mesh.sizes if schedule.mesh is not None else ():
         yield from suggestions(schedule, gradients, mesh_dim)

@@ -1,4 +1,4 @@
-"""Register the known layer types: the role of each axis of their weight.
+"""Register the known layer types: the roles of their weights' axes.
 
 A module is of a type only when it runs the type's own forward, or, of torch's classes, that of a subclass which calls
 theirs by ``super()``. A subclass with another forward is of no type, until :func:`register_layer` names it; of a layer
@@ -19,16 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import ArgumentError, Violation
+from slapo_core.internals import children_of, parameters_of
 from slapo_core.observers import Forward
 from slapo_tp.forwards import fresh
-from slapo_tp.private import children_of, convolution, parameters_of
+from slapo_tp.private import convolution
 
 Role = Literal["output", "input", "hidden", "vocabulary", "channel"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The role of one axis of a weight.
+    """Describe the role of one axis of a weight.
 
     Args:
         role: ``"output"`` features, ``"input"`` features, ``"hidden"`` ones that neither the input nor the output of
@@ -57,7 +58,7 @@ class LayerType:
             front where such layers take any number of axes behind it.
         without_bias: its forward with the bias left out, as ``function(layer, x)``; without one, a layer with a bias
             cannot be split on its input axis, or on hidden features.
-        together: the parameters and buffers that only one step can split (those of a norm).
+        together: the parameters and buffers that only one step can split (a norm's).
         weight: the name of the parameter, or buffer, that the axes are of.
         is_fresh: whether the forward makes a new output and keeps no reference to it, so that a reduction may
             overwrite the output.
@@ -79,11 +80,11 @@ class LayerType:
         return next((position for position, axis in enumerate(self.axes) if axis and axis.role == role), None)
 
     def sums_over(self, axis: int) -> bool:
-        """Whether the output is a sum over the axis, to which the bias is added."""
+        """Return whether the output, without its bias, is a sum over the axis."""
         return self.role(axis) in ("input", "hidden")
 
     def refusals(self, module: nn.Module, axis: int) -> Iterator[Violation]:
-        """Why this module's weight cannot be split along ``axis``."""
+        """Yield the reasons why this module's weight cannot be split along ``axis``."""
         if self.role(axis) is None:
             known = [f"axis={position} ({part.role})" for position, part in enumerate(self.axes) if part]
             what = f"is a kernel axis of {self.name}" if axis >= len(self.axes) else f"of {self.name} cannot be split"
@@ -106,7 +107,7 @@ class LayerType:
 
 
 def layer_type_of(module: nn.Module) -> LayerType | None:
-    """The kind of a module; None if its forward is not one that this plugin knows."""
+    """Return the type of a module; None if its forward is unknown."""
     cls: Any = type(module)
     same = vars(cls).get("slapo_same_as", cls)  # its own way to compute what that class does
     kind = _BY_FORWARD.get(same.forward)
@@ -118,9 +119,9 @@ def layer_type_of(module: nn.Module) -> LayerType | None:
 
 
 class SubclassType(LayerType):
-    """The type of a subclass whose forward calls that of its base class by ``super()``, and may change the result.
+    """Describe a subclass whose forward calls its base class's by ``super()``.
 
-    It may read size attributes for that, so that they stay.
+    The subclass may change the result, reading size attributes for that: they stay.
     """
 
 
@@ -145,13 +146,13 @@ def _calls_base(forward: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _of_groups(kind: LayerType) -> LayerType:
-    """Return the type of a convolution whose output channels each depend on the input channels of their group only."""
+    """Return the type of a convolution with groups of channels."""
     channels = Axis("channel", "out_channels", ("in_channels", "groups"))
     return LayerType(f"{kind.name} with groups", (channels, None), kind.feature_axis, together=("weight", "bias"))
 
 
 def register_layer(layer_class: type[nn.Module], layer_type: LayerType) -> None:
-    """Let ``shard`` and ``sync`` know a class of layers, and its subclasses that run the same forward.
+    """Register the type of a class of layers for ``shard`` and ``sync``.
 
     To be called where the class is defined, or imported, so that every process that holds such a layer has done so.
 
@@ -178,18 +179,18 @@ def register_layer(layer_class: type[nn.Module], layer_type: LayerType) -> None:
 
 
 def partial_axis(kind: LayerType) -> int | None:
-    """The axis of the weight whose split makes the output a partial sum."""
+    """Return the weight's axis whose split makes the output a partial sum."""
     axes = [kind.axis_of(role) for role in ("vocabulary", "input", "hidden")]
     return next((axis for axis in axes if axis is not None), None)
 
 
 def reads_weights_itself(module: nn.Module, child: nn.Module) -> bool:
-    """Whether ``module`` is nn.MultiheadAttention, which does not call ``child``, its output projection (or is it)."""
+    """Return whether ``module`` is nn.MultiheadAttention, and ``child`` its projection or itself."""
     is_attention = getattr(type(module), "forward", None) is nn.MultiheadAttention.forward
     return is_attention and (child is module or child is children_of(module).get("out_proj"))
 
 
-# -- forwards with the bias left out; argument names are those of the originals -------------------------------
+# -- forwards with the bias left out; with the originals' argument names -------------------------------
 
 
 @fresh

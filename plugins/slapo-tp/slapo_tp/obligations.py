@@ -8,17 +8,18 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Node, Record, Schedule, Violation
+from slapo_core.errors import place
+from slapo_core.internals import children_of, hooks_of
 from slapo_core.observers import only_looks
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
+from slapo_tp.heads import KV_HEAD_COUNTS, heads_of
 from slapo_tp.layers import layer_type_of
-from slapo_tp.private import children_of, has_global_forward_hooks, has_gradient_hooks, hooks_of
-from slapo_tp.splits import (
-    KV_HEAD_COUNTS,
+from slapo_tp.private import has_global_forward_hooks, has_gradient_hooks
+from slapo_tp.split_state import (
     as_tuple,
     bias_is_left_out,
     gathers_itself,
-    heads_of,
     holders,
     makes_gradient_partial,
     most_holders,
@@ -28,14 +29,14 @@ from slapo_tp.splits import (
     weight_name,
 )
 from slapo_tp.sync_gradient import summed_among_holders
-from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
+from slapo_tp.sync_hooks import InputHook, OutputHook
 
-OWN_HOOKS = (AddBias, FunctionHook, GradientHook, InputHook, OutputHook)
+OWN_HOOKS = (AddBias, FunctionHook, InputHook, OutputHook)
 _SUMS = ("all_reduce", "reduce_scatter")
 
 
 def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Each partial sum over ``mesh_dim`` that no step reduces, and each left-out bias that no step adds."""
+    """Yield unreduced partial sums over ``mesh_dim``, and left-out biases never added."""
     assert schedule.mesh is not None
     nodes = list(schedule.root.walk())
     partial = [node for node in nodes if output_state(node, mesh_dim) == "partial"]
@@ -46,7 +47,7 @@ def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
     hooks = [hook for node in nodes for _, hook in node.hooks]
     in_sequence = any(isinstance(hook, InputHook) and hook.op == "all_gather" and hook.group == group for hook in hooks)
     for node in partial:
-        others = [place.path for place, _ in sites(node, weight_name(node)) if place.path != node.path]
+        others = [site.path for site, _ in sites(node, weight_name(node)) if site.path != node.path]
         if any(path in reduced for path in others):
             continue  # a tied layer that is never called (the `shared` embedding of T5) needs no reduction
         if node.path not in reduced:
@@ -56,7 +57,7 @@ def missing_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
 
 
 def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer whose weight is split on its output axis, and whose bias is not: it cannot run."""
+    """Yield layers split on their output axis whose bias is still full."""
     for node in schedule.root.walk():
         if output_state(node, mesh_dim) != "split" or "bias" not in node.parameters:
             continue
@@ -70,7 +71,7 @@ def full_biases(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
             if isinstance(counts, tuple):
                 shards = f", packed={dict(layout.packing)[axis][: len(counts)]}{shards}"
             yield Violation(
-                f"{_cause(node, mesh_dim)} split the output axis of {_where(node.path)}, whose 'bias' is still full",
+                f"{_cause(node, mesh_dim)} split the output axis of {place(node.path)}, whose 'bias' is still full",
                 f'write {_address(node.path)}.shard(["{weight_name(node)}", "bias"], axis={axis}{shards}), or add '
                 f'{_address(node.path)}.shard("bias", axis=0{shards})',
             )
@@ -83,7 +84,7 @@ def _runs_own_forward(node: Node) -> bool:
 
 
 def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each ``bwd_post`` reduction around layers that all reduce the gradients of their inputs themselves.
+    """Yield ``bwd_post`` reductions around layers that reduce their input gradients themselves.
 
     Only if every layer below is split: an unsharded layer may give a partial gradient, which the outer one reduces.
     """
@@ -92,8 +93,8 @@ def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
     outer = [node for node in nodes if layer_type_of(node.module) is None and _reduces_gradients(node, group)]
     if not outer or any(not _is_known(schedule, record) for record in schedule.records):
         return
-    for place in outer:
-        below = list(place.walk())
+    for around in outer:
+        below = list(around.walk())
         layers = [node for node in below if node.parameters]
         columns = [node for node in layers if makes_gradient_partial(node, mesh_dim)]
         if not columns or any(output_state(node, mesh_dim) is None for node in layers):
@@ -104,15 +105,15 @@ def doubled_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]
         if all(any(_is_at_or_below(node, reducing) for reducing in inner) for node in columns):
             names = ", ".join(f"'{node.path}'" for node in inner)
             yield Violation(
-                f"the gradients of the inputs of {_where(place.path)} are reduced twice over mesh_dim '{mesh_dim}': by "
+                f"the gradients of the inputs of {place(around.path)} are reduced twice over mesh_dim '{mesh_dim}': by "
                 f"sync('bwd_post') there, and at {names}",
-                f"leave out the one at {_where(place.path)}, or those at {names}",
+                f"leave out the one at {place(around.path)}, or those at {names}",
                 gradients_only=True,
             )
 
 
 def missing_gradient_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer with a split output whose partial input gradient reaches a trained weight unreduced.
+    """Yield layers whose partial input gradient reaches a trained weight unreduced.
 
     Only within an nn.Sequential, where it is certain which layer gets which output; otherwise ``verify`` finds it.
     """
@@ -130,7 +131,7 @@ def missing_gradient_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[V
             before = _trained_before(members[: position + 1], mesh_dim, group)
             if before is not None and node.path not in found:
                 found[node.path] = Violation(
-                    f"{_cause(node, mesh_dim)} made the gradient of the input of {_where(node.path)} a partial sum, "
+                    f"{_cause(node, mesh_dim)} made the gradient of the input of {place(node.path)} a partial sum, "
                     f"which no step reduces on its way to '{before.path}.weight'",
                     f'add {_address(node.path)}.sync("bwd_post", "all_reduce")',
                     gradients_only=True,
@@ -139,7 +140,7 @@ def missing_gradient_reductions(schedule: Schedule, mesh_dim: str) -> Iterator[V
 
 
 def _in_order(node: Node) -> list[Node]:
-    """The members of an nn.Sequential as they are called, those of nested ones too; empty for any other module."""
+    """Return the members of an nn.Sequential in the order of their calls."""
     if type(node.module) is not nn.Sequential or _is_unknown_code(node):
         return []
     found = []
@@ -151,7 +152,7 @@ def _in_order(node: Node) -> list[Node]:
 
 
 def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) -> Node | None:
-    """The layer with a trained weight whose output goes into the last member; None if the gradient may be reduced."""
+    """Return the trained layer before the last member whose gradient is not reduced."""
     *others, last = members
     if _changes_gradients(last) or any(kind != "forward" for kind, _ in last.hooks):
         return None
@@ -173,9 +174,9 @@ def _trained_before(members: Sequence[Node], mesh_dim: str, group: RankGroup) ->
 
 
 def _changes_gradients(node: Node) -> bool:
-    """Whether code that this plugin does not know may reduce gradients here."""
-    module = node.module
-    return _is_unknown_code(node) or any(hooks_of(module)[2:])
+    """Return whether unknown code may reduce gradients here."""
+    hooks = hooks_of(node.module)
+    return _is_unknown_code(node) or bool(hooks["full_backward_pre"] or hooks["full_backward"])
 
 
 def _mesh_dims(node: Node, name: str) -> tuple[str, ...]:
@@ -184,16 +185,17 @@ def _mesh_dims(node: Node, name: str) -> tuple[str, ...]:
 
 
 def _reduces_gradients(node: Node, group: RankGroup) -> bool:
-    """Whether the gradients of all inputs are summed."""
-    return any(isinstance(hook, GradientHook) and hook.group == group and hook.inputs is None for _, hook in node.hooks)
+    """Return whether the gradients of all inputs are summed."""
+    hooks = [hook for _, hook in node.hooks if isinstance(hook, InputHook)]
+    return any(hook.op == "copy" and hook.group == group and hook.inputs is None for hook in hooks)
 
 
-def _is_at_or_below(node: Node, place: Node) -> bool:
-    return node.path == place.path or node.path.startswith(f"{place.path}.")
+def _is_at_or_below(node: Node, other: Node) -> bool:
+    return node.path == other.path or node.path.startswith(f"{other.path}.")
 
 
 def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer of an attention whose output is split inside of a head and not gathered."""
+    """Yield attention layers whose output is split inside of a head."""
     assert schedule.mesh is not None
     size = schedule.mesh.size(mesh_dim)
     for node in schedule.root.walk():
@@ -202,9 +204,9 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
         weight, axis = node.parameters.get("weight"), split_axis(node, "weight", mesh_dim)
         if weight is None or axis is None:
             continue  # a norm of channels without one
-        held = holders(node, "weight", mesh_dim)
-        whole = weight.shape[axis] * size // held
-        found = ((name, heads) for name, heads in heads_of(node, whole) if heads % (size // held))
+        repeats = holders(node, "weight", mesh_dim)
+        features = weight.shape[axis] * size // repeats
+        found = ((name, heads) for name, heads in heads_of(node, features) if heads % (size // repeats))
         name, heads = next(found, (None, 1))
         if name is not None:
             hint = f"a {mesh_dim} size that divides {heads}"
@@ -212,25 +214,25 @@ def cut_heads(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
                 hint += f", or the same head on several ranks: {_address(node.path)}.shard(..., shards={heads})"
             yield Violation(
                 f"{_cause(node, mesh_dim)} cuts a head: 'weight' holds {heads} heads ('{name}') of "
-                f"{whole // heads} elements, not divisible by {mesh_dim} size {size}",
+                f"{features // heads} elements, not divisible by {mesh_dim} size {size}",
                 hint,
             )
 
 
 def repeated_shards(schedule: Schedule, mesh_dim: str) -> Iterator[Violation]:
-    """Yield each layer whose shards several ranks hold, and whose output a step all-gathers."""
+    """Yield layers with shards on several ranks whose output a step all-gathers."""
     for node in schedule.root.walk():
-        held = most_holders(node, weight_name(node), mesh_dim)
-        if held > 1 and any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
+        repeats = most_holders(node, weight_name(node), mesh_dim)
+        if repeats > 1 and any(isinstance(hook, OutputHook) and hook.op == "all_gather" for _, hook in node.hooks):
             yield Violation(
-                f"{_cause(node, mesh_dim)} leaves each shard of {_where(node.path)} on {held} ranks, and sync "
+                f"{_cause(node, mesh_dim)} leaves each shard of {place(node.path)} on {repeats} ranks, and sync "
                 "all-gathers the output, which would repeat them",
                 "leave that sync out, or shards=",
             )
 
 
 def _gathers(node: Node) -> bool:
-    """Whether the module or one around it has a collective at its output that puts shards together."""
+    """Return whether a collective here or around gathers the module's output."""
     if gathers_itself(node):
         return True
     around: Node | None = node
@@ -242,13 +244,13 @@ def _gathers(node: Node) -> bool:
 
 
 def _unreduced(node: Node, mesh_dim: str, *, in_sequence: bool) -> Violation:
-    """``in_sequence``: where some layers work on shards of the sequence."""
-    also = ", and whose bias, which the layer leaves out, no step adds" if bias_is_left_out(node, mesh_dim) else ""
+    """Report a partial sum; ``in_sequence``: some layers work on sequence shards."""
+    also = ", and its bias is skipped but never added" if bias_is_left_out(node, mesh_dim) else ""
     hint = f'add {_address(node.path)}.sync("fwd_post", "all_reduce")'
     if in_sequence:
         hint += ', or "reduce_scatter" with the axis of the sequence where the layers behind it work on shards of that'
     return Violation(
-        f"{_cause(node, mesh_dim)} made the output of {_where(node.path)} a partial sum, which no step reduces{also}",
+        f"{_cause(node, mesh_dim)} made the output of {place(node.path)} a partial sum, which no step reduces{also}",
         hint,
     )
 
@@ -256,14 +258,14 @@ def _unreduced(node: Node, mesh_dim: str, *, in_sequence: bool) -> Violation:
 def _bias_lost(node: Node, reducer: Node | None, mesh_dim: str) -> Violation:
     assert reducer is not None
     return Violation(
-        f"{_cause(node, mesh_dim)} leaves the bias of {_where(node.path)} out, which the reduction at "
-        f"{_where(reducer.path)} does not add",
+        f"{_cause(node, mesh_dim)} leaves the bias of {place(node.path)} out, which the reduction at "
+        f"{place(reducer.path)} does not add",
         f'move that reduction: {_address(node.path)}.sync("fwd_post", "all_reduce")',
     )
 
 
 def _others_may_reduce(schedule: Schedule, nodes: Sequence[Node], partial: Sequence[Node], group: RankGroup) -> bool:
-    """Whether an unknown hook or forward at or around the partial outputs may reduce one of them."""
+    """Return whether unknown hooks or forwards may reduce a partial output."""
     if has_global_forward_hooks():
         return True
     if any(not _is_known(schedule, record) for record in schedule.records):
@@ -272,7 +274,7 @@ def _others_may_reduce(schedule: Schedule, nodes: Sequence[Node], partial: Seque
 
 
 def _is_known(schedule: Schedule, record: Record) -> bool:
-    """Whether a step is none that may have brought a sum over the ranks of its own."""
+    """Return whether a step cannot have added a reduction of its own."""
     if record.name.startswith(("tp.", "loss.")) or record.primitive.equivalence.is_exact:
         return True
     if record.name != "core.replace":
@@ -285,18 +287,18 @@ def _is_known(schedule: Schedule, record: Record) -> bool:
 
 
 def _is_unknown_code(node: Node) -> bool:
-    """Whether hooks or a forward were set on the module outside of the schedule."""
-    module = node.module
+    """Return whether hooks or a forward were set outside of the schedule."""
     by_steps = {id(function) for _, function in node.hooks}
-    hooks = [hook for table in hooks_of(module)[:2] for hook in table.values()]
-    if any(id(function) not in by_steps and not only_looks(function) for function in hooks):
-        return True
-    forward = module.__dict__.get("forward")
+    hooks = hooks_of(node.module)
+    for function in (*hooks["forward_pre"].values(), *hooks["forward"].values()):
+        if id(function) not in by_steps and not only_looks(function):
+            return True
+    forward = node.module.__dict__.get("forward")
     return forward is not None and (not node.wrappers or getattr(forward, "base", forward) is not None)
 
 
 def _may_reduce_elsewhere(node: Node, partial: Sequence[Node], group: RankGroup) -> bool:
-    """Whether a collective here may sum what reaches the module as an input."""
+    """Return whether a collective here may reduce the module's input."""
     for kind, hook in node.hooks:
         if kind == "forward_pre" and not isinstance(hook, OWN_HOOKS):
             return True
@@ -311,13 +313,13 @@ def _may_reduce_elsewhere(node: Node, partial: Sequence[Node], group: RankGroup)
 
 
 def _reducer(root: Node, node: Node, group: RankGroup) -> Node | None:
-    """The module, this one or one around it, at whose output the partial sum may be reduced."""
+    """Return the module, this or one around it, that reduces the partial sum."""
     for path in (node.path, *node.aliases):
         levels = path.split(".") if path else []
         for depth in range(len(levels), -1, -1):
-            place: Node = root[".".join(levels[:depth])] if depth else root
-            if any(kind == "forward" and _reduces(hook, group) for kind, hook in place.hooks):
-                return place
+            around: Node = root[".".join(levels[:depth])] if depth else root
+            if any(kind == "forward" and _reduces(hook, group) for kind, hook in around.hooks):
+                return around
     return None
 
 
@@ -337,17 +339,13 @@ def _adds_bias(node: Node) -> bool:
 
 
 def _cause(node: Node, mesh_dim: str) -> str:
-    """The step that split the weight, with the user's line."""
-    for place, name in sites(node, weight_name(node)):
-        for record in reversed(place.records):
+    """Format the step that split the weight, with the user's line."""
+    for site, name in sites(node, weight_name(node)):
+        for record in reversed(site.records):
             arguments: Any = record.primitive
             if record.name == "tp.shard" and arguments.mesh_dim == mesh_dim and name in as_tuple(arguments.names):
                 return f"{record} ({record.location})" if record.location else str(record)
     return f"a split over mesh_dim '{mesh_dim}'"
-
-
-def _where(path: str) -> str:
-    return f"'{path}'" if path else "the root"
 
 
 def _address(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Reduce the gradient of a linear layer's input while the gradient of its weight is computed.
+"""Reduce a linear layer's input gradient while its weight gradient is computed.
 
 The hook of ``sync`` notes on the layer's input where it comes from; the layer's wrapped forward then starts the
 collective itself, in its backward. Where a layer gets any other tensor, or runs another forward, the hook reduces, as
@@ -27,8 +27,8 @@ from slapo_tp.private import has_gradient_hooks, version_of
 _PLAIN = (Tensor, Parameter)
 
 
-class Source(NamedTuple):
-    """Where a layer's input comes from.
+class InputSource(NamedTuple):
+    """Describe the tensor and collective that a layer's input was made of.
 
     Args:
         tensor: this rank's tensor before the collective, whose gradient is the reduced one.
@@ -43,20 +43,20 @@ class Source(NamedTuple):
     version: int
 
 
-def from_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
-    """Have ``given``, the input made of ``tensor``, know its source."""
+def with_source(given: Tensor, tensor: Tensor, axis: int | None, group: RankGroup) -> Tensor:
+    """Note on ``given``, a layer's input, that it was made of ``tensor``."""
     version = 0 if is_compiling() else version_of(given)
-    given._slapo_tp_source = Source(tensor, axis, group, version)  # type: ignore[attr-defined]
+    given._slapo_tp_source = InputSource(tensor, axis, group, version)  # type: ignore[attr-defined]
     return given
 
 
 def can_overlap(module: nn.Module) -> bool:
-    """Return whether the class of a module runs the forward of a linear layer."""
+    """Return whether a module runs the forward of a linear layer."""
     return _is_linear(type(module).forward)
 
 
 def under_weight_gradient(forward: Forward) -> Forward:
-    """Wrap the forward of a linear layer: its backward reduces the input's gradient beside the weight's."""
+    """Wrap a linear layer's forward to overlap the gradient's reduction."""
     own = forward.__wrapped__ if getattr(forward, "slapo_own", None) is forward else forward  # type: ignore[attr-defined]
     if not _is_linear(own):
         return forward
@@ -94,8 +94,8 @@ def _is_trained(weight: Tensor) -> bool:
     return weight.requires_grad and type(weight) in _PLAIN
 
 
-def _leads_to(source: Source, x: Tensor) -> bool:
-    """Return whether the layer may compute with the source: no hook changed or watches the input, and ranks run."""
+def _leads_to(source: InputSource, x: Tensor) -> bool:
+    """Return whether the layer may compute with the source instead of its input."""
     if source.group.name is None or not x.requires_grad or not is_grad_enabled() or type(x) not in _PLAIN:
         return False
     if is_compiling():
@@ -104,7 +104,7 @@ def _leads_to(source: Source, x: Tensor) -> bool:
 
 
 class _Linear(Function):
-    """A linear layer of ``x``, or of ``source`` itself, whose gradient is reduced beside that of the weight."""
+    """Run a linear layer whose input gradient is reduced beside the weight's."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,10 @@
-"""Preconditions that many primitives share (paper section 3.5, "a set of predefined rules in each primitive")."""
+"""Share preconditions among primitives (paper section 3.5)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from slapo_core.layout import MESH_DIMS
 from slapo_core.primitive import Violation
@@ -15,7 +16,7 @@ __all__ = ["After", "Distributed", "Divisible"]
 
 
 class Distributed:
-    """The schedule has a mesh with dimension ``mesh_dim``; a size of 1 is enough.
+    """Require a mesh with dimension ``mesh_dim``; a size of 1 is enough.
 
     Args:
         mesh_dim: e.g. ``"tp"``.
@@ -40,8 +41,18 @@ class Distributed:
             )
 
 
+def needs_mesh(preconditions: Callable[[Any, Node], Iterator[Violation]]) -> Callable[[Any, Node], Iterator[Violation]]:
+    """Check the mesh dimension of a primitive before its other preconditions."""
+
+    @functools.wraps(preconditions)
+    def checked(self: Any, node: Node) -> Iterator[Violation]:
+        yield from list(Distributed(self.mesh_dim)(node)) or preconditions(self, node)
+
+    return checked
+
+
 class After:
-    """A step of primitive ``name`` was applied on the node, or anywhere below it.
+    """Require an earlier step of primitive ``name`` at the node or below.
 
     Args:
         name: a full or bare primitive name, e.g. ``"tp.shard"``.
@@ -60,7 +71,7 @@ class After:
 
 
 class Divisible:
-    """An extent divides evenly over a mesh dimension.
+    """Require that an extent divides evenly over a mesh dimension.
 
     Args:
         what: the thing measured, e.g. ``"axis 0 of 'weight'"``.

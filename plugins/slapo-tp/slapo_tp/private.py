@@ -1,4 +1,4 @@
-"""Names of torch that are not public and that this plugin needs: what a new version of torch may change is here."""
+"""Wrap the private names of torch that this distribution uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUNCTIONAL = torch.ops._c10d_functional
 
 
 def is_gloo(name: str) -> bool:
-    """Return whether the process group of a name has gloo as its backend."""
+    """Return whether a named process group's backend is gloo."""
     from torch.distributed.distributed_c10d import _resolve_process_group, get_backend
 
     return bool(get_backend(_resolve_process_group(name)) == "gloo")  # type: ignore[arg-type]
@@ -35,36 +35,21 @@ def has_global_forward_hooks() -> bool:
     return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
 
 
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return the live tables of a module's forward, forward-pre, backward and backward-pre hooks."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+def forward_hooks_of(module: nn.Module) -> dict[int, Any]:
+    """Return the live table of a module's forward hooks."""
+    return module._forward_hooks
 
 
 def has_gradient_hooks(tensor: Any) -> bool:
-    """Return whether a tensor has hooks of its gradient."""
+    """Return whether hooks are registered for a tensor's gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place."""
+    """Return the number of in-place changes of a tensor."""
     return tensor._version
 
 
 def convolution(module: Any, input: torch.Tensor) -> torch.Tensor:
     """Run a convolution layer with its padding and without its bias."""
     return module._conv_forward(input, module.weight, None)
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the live table of a module's own parameters by name; None for unset ones."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the live table of a module's own buffers by name; None for unset ones."""
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the live table of a module's children by name; None for unset ones."""
-    return module._modules

@@ -1,4 +1,4 @@
-"""Suggest calls that the author of a wrong schedule may have meant; ``verify`` tries them on copies."""
+"""Suggest steps for a wrong schedule; ``verify`` tries them on copies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from slapo_core import Change, Node, Record, Schedule, Suggestion
+from slapo_core.internals import children_of
 from slapo_tp.attributes import ShardAttribute
 from slapo_tp.layers import layer_type_of
-from slapo_tp.private import children_of
 from slapo_tp.shard import Shard
-from slapo_tp.splits import (
+from slapo_tp.split_state import (
     as_tuple,
     bias_is_left_out,
     makes_gradient_partial,
@@ -32,7 +32,7 @@ from slapo_tp.sync_gradient import SyncGradient
 
 
 def suggestions(schedule: Schedule, gradients: Sequence[str], mesh_dim: str) -> Iterator[Suggestion]:
-    """Yield steps that may be missing along ``mesh_dim``, the more likely ones first.
+    """Yield steps that may be missing along ``mesh_dim``, likely ones first.
 
     Args:
         schedule: the wrong one.
@@ -124,7 +124,7 @@ def _is_partial(node: Node, mesh_dim: str) -> bool:
 def _suggest_other_places(
     schedule: Schedule, mesh_dim: str, modes: tuple[str, ...], concerns: Callable[[Node, str], bool]
 ) -> Iterator[Suggestion]:
-    """Move each ``sync`` around layers to the modules below that hold them, or to the one around; or all of them.
+    """Move each ``sync`` to the modules below, or to the one around.
 
     Args:
         schedule: the wrong one.
@@ -156,7 +156,7 @@ _LEVELS = 3
 
 
 def _below(place: Node, mesh_dim: str, concerns: Callable[[Node, str], bool]) -> list[Node]:
-    """List the modules one level below that have layers which the step is for; lists of modules are entered."""
+    """List the modules one level below with layers that the step is for."""
     found = []
     for name in children_of(place.module) if not concerns(place, mesh_dim) else ():
         child: Node = place[name]
@@ -186,7 +186,7 @@ def _moved(records: Sequence[Record], places: Sequence[Sequence[Node]], modes: t
 
 
 def _suggest_inputs(schedule: Schedule, mesh_dim: str) -> Iterator[Suggestion]:
-    """Name one argument of the forward more; or only the first one."""
+    """Add one argument of the forward to ``inputs``; or name only the first."""
     is_it = lambda step: isinstance(step, Sync) and step.mode in ("bwd_post", "backward", "fwd_pre")  # noqa: E731
     found: list[tuple[bool, int, Suggestion]] = []
     first: dict[type[nn.Module], list[Change]] = {}
@@ -246,7 +246,7 @@ def _node(root: Node, path: str) -> Node | None:
 
 
 def _suggest_norms(nodes: Sequence[Node], mesh_dim: str) -> Iterator[Suggestion]:
-    """Split the norms of channels between a layer that is split on its output and the next one."""
+    """Split the norms of channels between two split layers."""
     changes = []
     for node in nodes:
         channels = 0
@@ -271,7 +271,7 @@ def _full_features(node: Node, mesh_dim: str) -> int:
 
 
 def _suggest_attributes(nodes: Sequence[Node], mesh_dim: str, size: int) -> Iterator[Suggestion]:
-    """Divide counts and sizes of modules with layers that are split on their output, the same ones in each class."""
+    """Divide counts and sizes of modules with layers split on their output."""
     tried: dict[tuple[str, ...], list[str]] = {}
     for node in nodes:
         features = {_full_features(child, mesh_dim) for child in _split_children(node, mesh_dim)}
@@ -288,18 +288,18 @@ def _split_children(node: Node, mesh_dim: str) -> list[Node]:
 
 
 def _attribute_sets(node: Node, features: Iterable[int], size: int) -> Iterator[tuple[str, ...]]:
-    """Yield names of attributes to divide together: counts of heads, and widths that are those of the split layers."""
-    wholes = set(features)
-    if not wholes:
+    """Yield sets of attributes to divide together: head counts and widths."""
+    full = set(features)
+    if not full:
         return
     known = {
         name: value
         for name, value in vars(node.module).items()
         if type(value) is int and value > 0 and value % size == 0 and name not in node.changed_attributes
     }
-    counts = [name for name, value in known.items() if any(whole % value == 0 and whole > value for whole in wholes)]
+    counts = [name for name, value in known.items() if any(extent % value == 0 and extent > value for extent in full)]
     heads = [name for name in counts if re.search("head|group", name) and not re.search("dim|size|width", name)]
-    parts = {whole // number for whole in wholes for number in (1, 2, 3) if whole % number == 0}
+    parts = {extent // number for extent in full for number in (1, 2, 3) if extent % number == 0}
     widths = [name for name, value in known.items() if value in parts and name not in heads]
     heads = heads or [name for name in counts if name not in widths and not re.search("dim|size|width|idx|index", name)]
     sets = [heads, [*heads, *widths], widths, *([name] for name in (*widths, *heads))]

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.internals import children_of
 from slapo_core.observers import HookKind
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, FunctionHook
 from slapo_tp.layers import LINEAR, layer_type_of, partial_axis
 from slapo_tp.overlap import can_overlap, under_weight_gradient
-from slapo_tp.preconditions import Distributed
-from slapo_tp.private import children_of
-from slapo_tp.splits import (
+from slapo_tp.preconditions import needs_mesh
+from slapo_tp.split_state import (
     bias_is_left_out,
     gathers_itself,
     has_split_below,
@@ -25,11 +25,11 @@ from slapo_tp.splits import (
     output_state,
     own_tensor,
 )
-from slapo_tp.sync_hooks import GradientHook, InputHook, OutputHook
+from slapo_tp.sync_hooks import InputHook, OutputHook
 
 
 def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | None, int]:
-    """Mode, op and axis with the short forms written out; op is None where they do not say which."""
+    """Resolve mode, op and axis; op is None where undetermined."""
     if sync.mode == "backward":
         return "bwd_post", sync.op or "all_reduce", sync.axis
     if sync.mode != "forward":
@@ -43,7 +43,7 @@ def resolve(sync: Sync, node: Node) -> tuple[str, str | Callable[..., Any] | Non
 
 
 def unpadded_features(node: Node) -> int | None:
-    """The number of output features without the padding of ``shard(..., pad=True)``; None where there is none.
+    """Return the number of output features without padding; None without padding.
 
     Of this layer, or of one below whose output no step there gathers.
     """
@@ -58,48 +58,40 @@ def unpadded_features(node: Node) -> int | None:
     return None
 
 
-def argument_violations(sync: Sync, node: Node) -> list[Violation]:
-    """Arguments that do not go together."""
-    found = []
+def argument_violations(sync: Sync, node: Node) -> Iterator[Violation]:
+    """Refuse arguments that exclude each other."""
     mode, op, _ = resolve(sync, node)
     if op is None and sync.mode == "forward":
         if not has_split_below(node, sync.mesh_dim):
-            return []  # said by place_violations
-        found.append(
-            Violation(
-                f"cannot tell from its own weight whether the output of this {type(node.module).__name__} is partial",
-                'use sync("fwd_post", "all_reduce") for a partial sum, sync("fwd_post", "all_gather") for a shard',
-            )
+            return  # refused by place_violations
+        yield Violation(
+            f"cannot tell from its own weight whether the output of this {type(node.module).__name__} is partial",
+            'use sync("fwd_post", "all_reduce") for a partial sum, sync("fwd_post", "all_gather") for a shard',
         )
     elif op is None:
-        found.append(Violation(f"mode '{mode}' needs an op", f'use sync("{mode}", "all_reduce")'))
+        yield Violation(f"mode '{mode}' needs an op", f'use sync("{mode}", "all_reduce")')
     elif mode == "bwd_post" and op in ("all_gather", "reduce_scatter"):
         instead = "all_gather" if op == "reduce_scatter" else "reduce_scatter"
-        found.append(
-            Violation(
-                f"the gradient of an input that passes unchanged has that input's shape, which {op} would change",
-                f'use sync("fwd_pre", "{instead}", axis={sync.axis}), whose backward is the {op}',
-            )
+        yield Violation(
+            f"the gradient of an input that passes unchanged has that input's shape, which {op} would change",
+            f'use sync("fwd_pre", "{instead}", axis={sync.axis}), whose backward is the {op}',
         )
     if sync.axis != -1 and (op == "all_reduce" or callable(op) or op is None):
-        found.append(
-            Violation(f"axis={sync.axis} means nothing here: only gather and scatter have one", "leave it out")
-        )
+        yield Violation(f"axis applies only to all_gather and reduce_scatter (got axis={sync.axis})", "leave it out")
     if sync.inputs is not None and (mode == "fwd_post" or callable(op)):
-        found.append(Violation(f"inputs={sync.inputs} belongs to built-in ops of fwd_pre and bwd_post", "leave it out"))
+        yield Violation(f"inputs={sync.inputs} belongs to built-in ops of fwd_pre and bwd_post", "leave it out")
     if sync.outputs is not None and (mode != "fwd_post" or callable(op)):
-        found.append(Violation(f"outputs={sync.outputs} belongs to built-in ops of fwd_post", "leave it out"))
+        yield Violation(f"outputs={sync.outputs} belongs to built-in ops of fwd_post", "leave it out")
     if sync.overlap:
-        found += _overlap_violations(sync, node, mode, op)
+        yield from _overlap_violations(sync, node, mode, op)
     if sync.inputs is not None:
-        found += _unknown_inputs(sync.inputs, node)
+        yield from _unknown_inputs(sync.inputs, node)
     if any(position < 0 for position in sync.outputs or ()):
-        found.append(Violation(f"outputs={sync.outputs} must count from 0", "outputs=(0,)"))
-    return found
+        yield Violation(f"outputs must be non-negative positions (got {sync.outputs})", "outputs=(0,)")
 
 
 def _overlap_violations(sync: Sync, node: Node, mode: str, op: object) -> Iterator[Violation]:
-    """Why the module has no weight's gradient to compute while the gradient of its input is reduced."""
+    """Refuse an overlap without a weight gradient to compute meanwhile."""
     if (mode, op) not in (("bwd_post", "all_reduce"), ("fwd_pre", "all_gather")):
         yield Violation(
             "overlap=True belongs to a reduction of the input's gradient",
@@ -119,30 +111,29 @@ def _overlap_violations(sync: Sync, node: Node, mode: str, op: object) -> Iterat
         )
 
 
-def place_violations(sync: Sync, node: Node) -> list[Violation]:
-    """Refuse arguments that do not fit the split tensors or the earlier collectives."""
+def place_violations(sync: Sync, node: Node) -> Iterator[Violation]:
+    """Refuse a collective that does not fit the split tensors or earlier ones."""
     mode, op, axis = resolve(sync, node)
     if not has_split_below(node, sync.mesh_dim):
-        return [_nothing_split(sync, node, mode, op)]
+        yield _nothing_split(sync, node, mode, op)
+        return
     repeated = _repeated(sync, node, mode, op)
-    if repeated or callable(op):
-        return repeated
-    found = []
-    if mode == "fwd_post":
-        found += _output_violations(sync, node, str(op), axis)
+    if repeated is not None:
+        yield repeated
+    elif mode == "fwd_post" and not callable(op):
+        yield from _output_violations(sync, node, str(op), axis)
         if op != "all_gather":
-            found += _biases_below(sync, node, str(op), axis)
-    if mode == "bwd_post":
-        found += _gradient_violations(sync, node)
-    return found
+            yield from _biases_below(sync, node, str(op), axis)
+    elif mode == "bwd_post" and not callable(op):
+        yield from _gradient_violations(sync, node)
 
 
 def _nothing_split(sync: Sync, node: Node, mode: str, op: object) -> Violation:
-    """Why a collective means nothing at a module without shards, and what to write instead."""
+    """Refuse a collective at a module without shards; write the step to add."""
     message = f"nothing was split over mesh_dim '{sync.mesh_dim}' on this module or below it"
     kind = layer_type_of(node.module)
     if kind is not None and mode == "fwd_post" and op in ("all_reduce", "reduce_scatter"):
-        message += ": its output is whole on every rank, not a partial sum"
+        message += ": its output is full on every rank, not a partial sum"
         axis = partial_axis(kind)
         before = f'write shard("{kind.weight}", axis={axis}) before, which makes it one'
         hint = before if axis is not None else "remove this call"
@@ -157,123 +148,103 @@ def _nothing_split(sync: Sync, node: Node, mode: str, op: object) -> Violation:
     return Violation(message, hint)
 
 
-def _unknown_inputs(inputs: tuple[int | str, ...], node: Node) -> list[Violation]:
+def _unknown_inputs(inputs: tuple[int | str, ...], node: Node) -> Iterator[Violation]:
     parameters = list(inspect.signature(type(node.module).forward).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     accepts_any = len(names) < len(parameters)
     unknown = [key for key in inputs if (key not in names if isinstance(key, str) else not 0 <= key < len(names))]
-    if not unknown or (accepts_any and not any(isinstance(key, int) and key < 0 for key in unknown)):
-        return []
-    return [
-        Violation(
+    if unknown and (not accepts_any or any(isinstance(key, int) and key < 0 for key in unknown)):
+        yield Violation(
             f"forward of {type(node.module).__name__} has no input {unknown[0]!r}",
             f"it has {', '.join(names) or 'none'}",
         )
-    ]
 
 
-def _repeated(sync: Sync, node: Node, mode: str, op: object) -> list[Violation]:
-    """A second collective on what an earlier step synchronized already."""
+def _repeated(sync: Sync, node: Node, mode: str, op: object) -> Violation | None:
+    """Refuse a second collective on the same tensor."""
     for record in node.records:
         before: Any = record.primitive
         if record.name != "tp.sync" or before.mesh_dim != sync.mesh_dim:
             continue
         before_mode, before_op, _ = resolve(before, node)
         if before == sync:
-            return [Violation(f"step {record} is the same sync", "remove this call")]
+            return Violation(f"step {record} is the same sync", "remove this call")
         if callable(op) or callable(before_op):
             continue
         if mode == before_mode == "fwd_post" and _overlap(sync.outputs, before.outputs):
-            return [Violation(f"the output is synchronized already, by {record}", "remove one of the two")]
+            return Violation(f"the output is synchronized already, by {record}", "remove one of the two")
         if mode != "fwd_post" and before_mode != "fwd_post" and _overlap(sync.inputs, before.inputs):
             both = {mode, before_mode}
             if len(both) == 1 or {op, before_op} == {"all_gather", "all_reduce"}:
                 what = "input" if mode == before_mode == "fwd_pre" else "gradient of the input"
-                return [Violation(f"the {what} is synchronized already, by {record}", "remove one of the two")]
-    return []
+                return Violation(f"the {what} is synchronized already, by {record}", "remove one of the two")
+    return None
 
 
 def _overlap(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
     return one is None or other is None or bool(set(one) & set(other))
 
 
-def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
+def _output_violations(sync: Sync, node: Node, op: str, axis: int) -> Iterator[Violation]:
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
-    if state == "split" and kind is not None and op != "all_gather":
+    if kind is None:
+        return
+    if state == "split" and op != "all_gather":
         partial = partial_axis(kind)
         instead = f', or shard("{kind.weight}", axis={partial}), whose output is a partial sum'
         scattered = instead if op == "reduce_scatter" and partial is not None else ""
-        return [
-            Violation(
-                f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
-                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){scattered}',
-            )
-        ]
-    if state == "split" and kind is not None and axis < 0 > kind.feature_axis != axis:
-        return [
-            Violation(
-                f"the output is split on axis {kind.feature_axis}, not on axis {axis}",
-                f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)})',
-            )
-        ]
-    if state == "partial" and op == "all_gather":
-        return [
-            Violation(
-                "the output is a partial sum of the whole output on each rank, which all_gather would not add up",
-                'use sync("fwd_post", "all_reduce"), or sync("fwd_post", "reduce_scatter", axis=...)',
-            )
-        ]
-    left_out = op == "reduce_scatter" and kind is not None and bias_is_left_out(node, sync.mesh_dim)
-    if left_out and kind is not None and axis == kind.feature_axis:
-        return [
-            Violation(
-                "the bias that the layer left out is whole, and cannot be added to a shard of the output features",
-                'use sync("fwd_post", "reduce_scatter", axis=...) with another axis, e.g. the sequence',
-            )
-        ]
-    return []
-
-
-def _biases_below(sync: Sync, node: Node, op: str, axis: int) -> list[Violation]:
-    """A reduction further up does not know of the bias that a layer left out."""
-    if not children_of(node.module):
-        return []
-    call = f'sync("fwd_post", "{op}"{_axis(axis) if op == "reduce_scatter" else ""})'
-    return [
-        Violation(
-            f"'{below.path}' gives a partial sum and left its bias out, which only a sync there adds",
-            f"use sch['{below.path}'].{call}",
+        yield Violation(
+            f"the weight is split on its output axis, so each rank has other features, which {op} would add up",
+            f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)}){scattered}',
         )
-        for below in node.walk()
-        if below.path != node.path
-        and bias_is_left_out(below, sync.mesh_dim)
-        and not any(r.name == "tp.sync" and resolve(r.primitive, below)[0] == "fwd_post" for r in below.records)  # type: ignore[arg-type]
-    ]
+    elif state == "split" and axis < 0 > kind.feature_axis != axis:
+        yield Violation(
+            f"the output is split on axis {kind.feature_axis}, not on axis {axis}",
+            f'use sync("fwd_post", "all_gather"{_axis(kind.feature_axis)})',
+        )
+    elif state == "partial" and op == "all_gather":
+        yield Violation(
+            "the output is a partial sum on each rank, which all_gather would not add up",
+            'use sync("fwd_post", "all_reduce"), or sync("fwd_post", "reduce_scatter", axis=...)',
+        )
+    elif op == "reduce_scatter" and axis == kind.feature_axis and bias_is_left_out(node, sync.mesh_dim):
+        yield Violation(
+            "the bias that the layer left out is full: it cannot be added to a shard of the output features",
+            'use sync("fwd_post", "reduce_scatter", axis=...) with another axis, e.g. the sequence',
+        )
 
 
-def _gradient_violations(sync: Sync, node: Node) -> list[Violation]:
+def _biases_below(sync: Sync, node: Node, op: str, axis: int) -> Iterator[Violation]:
+    """Refuse a reduction around a layer that left its bias out."""
+    call = f'sync("fwd_post", "{op}"{_axis(axis) if op == "reduce_scatter" else ""})'
+    for below in node.walk() if children_of(node.module) else ():
+        if below.path == node.path or not bias_is_left_out(below, sync.mesh_dim):
+            continue
+        if not any(r.name == "tp.sync" and resolve(r.primitive, below)[0] == "fwd_post" for r in below.records):  # type: ignore[arg-type]
+            yield Violation(
+                f"'{below.path}' gives a partial sum and left its bias out, which only a sync there adds",
+                f"use sch['{below.path}'].{call}",
+            )
+
+
+def _gradient_violations(sync: Sync, node: Node) -> Iterator[Violation]:
     state, kind = output_state(node, sync.mesh_dim), layer_type_of(node.module)
     if kind is None or state is None:
-        return []
+        return
     if kind.role(0) == "channel":
-        return [
-            Violation(
-                "the channels are split, so each rank's input is its own shard with its own gradient",
-                "remove this call; it belongs to the layer before that is split on its output axis",
-            )
-        ]
-    if makes_gradient_partial(node, sync.mesh_dim):
-        return []
-    if kind.axis_of("input") is None:
-        return [Violation(f"the inputs of {kind.name} are ids, which have no gradient", "remove this call")]
-    if state == "partial":
-        return [
-            Violation(
-                "the weight is split on its input axis, so each rank's input is its own shard with its own gradient",
-                "remove this call; it belongs to the layer that is split on its output axis",
-            )
-        ]
-    return []
+        yield Violation(
+            "the channels are split, so each rank's input is its own shard with its own gradient",
+            "remove this call; it belongs to the layer before that is split on its output axis",
+        )
+    elif makes_gradient_partial(node, sync.mesh_dim):
+        return
+    elif kind.axis_of("input") is None:
+        yield Violation(f"the inputs of {kind.name} are ids, which have no gradient", "remove this call")
+    elif state == "partial":
+        yield Violation(
+            "the weight is split on its input axis, so each rank's input is its own shard with its own gradient",
+            "remove this call; it belongs to the layer that is split on its output axis",
+        )
 
 
 def _axis(axis: int) -> str:
@@ -345,9 +316,9 @@ class Sync(Primitive):
     outputs: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
     overlap: bool = dataclasses.field(default=False, kw_only=True)
 
+    @needs_mesh
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        unplaced = list(Distributed(self.mesh_dim)(node))
-        yield from unplaced or argument_violations(self, node) or place_violations(self, node)
+        yield from list(argument_violations(self, node)) or place_violations(self, node)
 
     def apply(self, node: Node, edit: Edit) -> None:
         active = mesh_size(node, self.mesh_dim) > 1
@@ -372,7 +343,7 @@ class Sync(Primitive):
             yield Violation("the module's forward is not wrapped")
 
     def _hooks(self, node: Node) -> Iterator[tuple[HookKind, Callable[..., Any]]]:
-        """The hooks of this step, with torch's name of their kind."""
+        """Yield the hooks of this step, with torch's name of their kind."""
         assert node.mesh is not None
         mode, op, axis = resolve(self, node)
         group = RankGroup.along(node.mesh, self.mesh_dim)
@@ -403,7 +374,6 @@ class Sync(Primitive):
                     unpadded_features(node) if op == "all_gather" else None,
                 ),
             )
-        elif mode == "fwd_pre":
-            yield "forward_pre", InputHook(str(op), axis, group, node.path, self.inputs, parameters, self.overlap)
         else:
-            yield "forward_pre", GradientHook(group, node.path, self.inputs, parameters, self.overlap)
+            op = str(op) if mode == "fwd_pre" else "copy"
+            yield "forward_pre", InputHook(op, axis, group, node.path, self.inputs, parameters, self.overlap)

@@ -11,17 +11,17 @@ from typing import Any
 from torch import is_grad_enabled
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.internals import parameters_of
 from slapo_core.observers import Forward
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
-from slapo_tp.preconditions import Distributed
-from slapo_tp.private import parameters_of
-from slapo_tp.splits import as_tuple, bias_is_left_out, has_split_below, mesh_size, split_axis
+from slapo_tp.preconditions import needs_mesh
+from slapo_tp.split_state import as_tuple, bias_is_left_out, has_split_below, mesh_size, root_of, split_axis
 
 
 @dataclass(frozen=True)
 class SyncGradient(Primitive):
-    """Sum the gradient that whole parameters get from this module over the ranks.
+    """Sum unsharded parameters' gradients from this module over the ranks.
 
     For a module that is the same on every rank, but works on a shard: a norm on this rank's heads (Qwen3's ``q_norm``),
     or a LayerNorm on this rank's part of the sequence. What another module that is tied to the parameter adds to the
@@ -50,27 +50,21 @@ class SyncGradient(Primitive):
     names: str | tuple[str, ...]
     mesh_dim: str = dataclasses.field(default="tp", kw_only=True)
 
+    @needs_mesh
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        unplaced = list(Distributed(self.mesh_dim)(node))
-        if unplaced:
-            yield from unplaced
-            return
         names = as_tuple(self.names)
         if not names:
             yield Violation("it names no parameter", 'write sync_gradient("weight")')
         for name in names:
             yield from self._violations(node, name)
-        root = node
-        while root.parent is not None:
-            root = root.parent
-        if not has_split_below(root, self.mesh_dim):
-            yield Violation("nothing in the model is split, so every rank sees the whole gradient", "shard first")
+        if not has_split_below(root_of(node), self.mesh_dim):
+            yield Violation("nothing in the model is split, so every rank has the full gradient", "shard first")
 
     def apply(self, node: Node, edit: Edit) -> None:
         assert node.mesh is not None
         active = mesh_size(node, self.mesh_dim) > 1
         if not active:
-            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank: it sees the whole gradient")
+            edit.note(f"mesh_dim '{self.mesh_dim}' has one rank, which has the full gradient")
         group = RankGroup.along(node.mesh, self.mesh_dim)
         wrapper = functools.partial(gradients_summed, names=as_tuple(self.names), group=group)
         edit.wrap_forward(node, wrapper, active=active)
@@ -101,7 +95,7 @@ class SyncGradient(Primitive):
         if mesh_dim == self.mesh_dim:
             return Violation(
                 "'bias' is left out of the forward, whose weight is split on its input axis, and sync adds it with its "
-                "whole gradient",
+                "full gradient",
                 "leave 'bias' out",
             )
         return Violation(
@@ -112,7 +106,7 @@ class SyncGradient(Primitive):
 
 
 def summed_among_holders(wrapper: Any) -> tuple[str, ...]:
-    """Return the parameters whose gradients a wrapper sums over the ranks that hold the same shard."""
+    """Return the parameters whose gradients a wrapper sums over a shard's holders."""
     if not isinstance(wrapper, functools.partial) or wrapper.func is not gradients_summed:
         return ()
     return wrapper.keywords["names"] if wrapper.keywords["group"].holders is not None else ()  # type: ignore[no-any-return]

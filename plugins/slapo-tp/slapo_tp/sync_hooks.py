@@ -1,4 +1,4 @@
-"""Run the collectives of ``sync`` as hooks: plain values, to copy, trace and compile."""
+"""Run the collectives of ``sync`` as hooks to copy, trace and compile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_unary
 
 from slapo_core import ArgumentError
-from slapo_core.errors import InputError
+from slapo_core.errors import InputError, place
 from slapo_core.observers import is_recording
 from slapo_tp import collectives
 from slapo_tp.collectives import RankGroup
 from slapo_tp.forwards import AddBias, gives_fresh_output
-from slapo_tp.overlap import from_source
-from slapo_tp.private import has_global_forward_hooks, hooks_of, tree_flatten, tree_unflatten
+from slapo_tp.overlap import with_source
+from slapo_tp.private import forward_hooks_of, has_global_forward_hooks, tree_flatten, tree_unflatten
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -27,7 +27,7 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True)
 class OutputHook:
-    """Forward hook: a collective on the output, and its gradient on the output's gradient.
+    """Communicate a module's output, and in backward its gradient (forward hook).
 
     Args:
         op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
@@ -94,14 +94,16 @@ class OutputHook:
 
 @dataclass(frozen=True)
 class InputHook:
-    """Forward pre-hook: a collective on an input, and its gradient on the input's gradient.
+    """Communicate a module's input, and in backward its gradient (forward pre-hook).
 
     Args:
-        op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``; ``"copy"`` passes the inputs unchanged, and sums
+            their gradients over the ranks.
         axis: the axis to gather or scatter.
         group: the ranks.
         path: of the module, for messages.
-        inputs: which arguments, by position or name; None for the only one that is a floating-point tensor.
+        inputs: which arguments, by position or name; None for the only one that is a floating-point tensor, or, for
+            ``"copy"``, for every tensor that requires a gradient.
         parameters: the names of the forward's parameters, in order.
         overlap: whether the module, a linear layer, may reduce the gradient itself.
     """
@@ -116,8 +118,14 @@ class InputHook:
     slapo_is_inlined = True
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if self.op == "copy" and not is_grad_enabled():
+            return args, kwargs
         if self.inputs is None and len(args) == 1 and not kwargs and _is_floating(args[0]):  # the usual call
             return (self._communicate(args[0]),), kwargs
+        if self.op == "copy":
+            change = InputChange(self._copy_if_differentiable, _requires_grad, self.path)
+            return change.of(module, args, kwargs, self.inputs, self.parameters)
+        count = 0
         if self.inputs is None:
             count = sum(_is_floating(tensor) for tensor in _tensors_in((args, kwargs)))
             if count > 1 or (count == 0 and not any(_held(value) for value in (*args, *kwargs.values()))):
@@ -126,12 +134,13 @@ class InputHook:
                     self.path,
                     f'name those to synchronize: sync("fwd_pre", "{self.op}", inputs=(0,))',
                 )
-        is_meant = _requires_grad if self.inputs is None and count else _is_floating
-        return InputChange(self._communicate, is_meant, self.path).of(
-            module, args, kwargs, self.inputs, self.parameters
-        )
+        change = InputChange(self._communicate, _requires_grad if count else _is_floating, self.path)
+        return change.of(module, args, kwargs, self.inputs, self.parameters)
 
     def _communicate(self, tensor: Tensor) -> Tensor:
+        if self.op == "copy":
+            copied = collectives.copy(tensor, self.group)
+            return with_source(copied, tensor, None, self.group) if self.overlap else copied
         if not tensor.is_floating_point():
             return tensor
         if self.op == "all_reduce":
@@ -140,53 +149,21 @@ class InputHook:
         if self.op == "all_gather":
             gathered = collectives.gather_sum(tensor, self.axis, self.group)
             overlaps = self.overlap and is_grad_enabled()
-            return from_source(gathered, tensor, self.axis, self.group) if overlaps else gathered
+            return with_source(gathered, tensor, self.axis, self.group) if overlaps else gathered
         return collectives.reduce_scatter(tensor, self.axis, self.group)
 
-
-@dataclass(frozen=True)
-class GradientHook:
-    """Forward pre-hook: the inputs pass unchanged, and their gradients are summed over the ranks on the way back.
-
-    Args:
-        group: the ranks.
-        path: of the module, for messages.
-        inputs: which arguments, by position or name; None for every tensor that requires a gradient.
-        parameters: the names of the forward's parameters, in order.
-        overlap: whether the module, a linear layer, may reduce the gradient itself.
-    """
-
-    group: RankGroup
-    path: str = field(compare=False)
-    inputs: tuple[int | str, ...] | None = None
-    parameters: tuple[str, ...] = ()
-    overlap: bool = False
-    slapo_is_inlined = True
-
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if not is_grad_enabled():
-            return args, kwargs
-        if self.inputs is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual call
-            return ((self._copy(args[0]),) if args[0].is_floating_point() else args), kwargs
-        change = InputChange(self._communicate, _requires_grad, self.path)
-        return change.of(module, args, kwargs, self.inputs, self.parameters)
-
-    def _communicate(self, tensor: Tensor) -> Tensor:
+    def _copy_if_differentiable(self, tensor: Tensor) -> Tensor:
         # While a graph is recorded, do not read requires_grad: the graph would hold for one value only.
         if not (tensor.is_floating_point() if has_torch_function_unary(tensor) else tensor.requires_grad):
             return tensor
-        return self._copy(tensor)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        copied = collectives.copy(tensor, self.group)
-        return from_source(copied, tensor, None, self.group) if self.overlap else copied
+        return self._communicate(tensor)
 
 
 class InputChange:
     """Change the tensors among the inputs of one call.
 
-    Lists and mappings stay the same objects, because the module may add to them: they hold the changed tensors during
-    the call, and the original ones again after it.
+    Lists and mappings stay the same objects, because the module may add to them: they contain the changed tensors
+    during the call, and the original ones again after it.
 
     Args:
         change: of one tensor.
@@ -209,7 +186,7 @@ class InputChange:
         inputs: tuple[int | str, ...] | None,
         parameters: tuple[str, ...],
     ) -> tuple[Args, Kwargs]:
-        """Change ``inputs``, by position or name, or all, before a call of ``module``."""
+        """Change ``inputs``, or all, before a call of ``module``."""
         if inputs is None:
             args = tuple([self._changed(value, position) for position, value in enumerate(args)])
             kwargs = {name: self._changed(value, name) for name, value in kwargs.items()}
@@ -232,7 +209,7 @@ class InputChange:
             else:
                 hint = f"inputs={inputs} must be given"
                 _refuse(f"the module was called without its input {key!r}", self._path, hint)
-        # The module may put what it is given into the containers that were not named.
+        # The module may put its inputs into the containers that were not named.
         self._containers += [value for value in (*args, *kwargs.values()) if _is_container(value)]
         return tuple(positional), named
 
@@ -282,8 +259,8 @@ class InputChange:
 
 
 def _is_alone(module: nn.Module) -> bool:
-    """Whether only this hook has seen the output: no other hook or forward may have kept it."""
-    return len(hooks_of(module)[0]) == 1 and not has_global_forward_hooks() and gives_fresh_output(module)
+    """Return whether only this hook has a reference to the output."""
+    return len(forward_hooks_of(module)) == 1 and not has_global_forward_hooks() and gives_fresh_output(module)
 
 
 def _place(key: int | str, parameters: tuple[str, ...]) -> tuple[int | None, str | None]:
@@ -306,7 +283,7 @@ def _entries(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a tuple of the parts, the same one if they are."""
+    """Return a tuple of the parts: the same object if nothing changed."""
     if all(part is before for part, before in zip(parts, value, strict=True)):
         return value
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -322,9 +299,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _held(value: Any, depth: int = 0) -> list[tuple[str, Tensor]]:
-    """Return the tensors that an object holds, with their names: a dataclass, or another object with attributes.
+    """List the tensors in an object's attributes or entries, with their names.
 
-    None are those of modules, and of key-value caches, which hold what each rank computed of its own heads.
+    Modules are not entered, nor are key-value caches: these hold each rank's results for its own heads.
     """
     if type(value) in _ATOMS or isinstance(value, _CODE) or depth > 3:
         return []
@@ -347,11 +324,11 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _refuse_held(value: Any, is_meant: Callable[[Tensor], bool], what: str, path: str, named: str) -> None:
-    """Refuse an object that holds tensors to synchronize, which would be left as they are."""
+    """Refuse an object whose tensors the collective would not reach."""
     for name, tensor in [] if isinstance(value, Tensor) else _held(value):
         if is_meant(tensor):
             raise InputError(
-                f"tp.sync at '{path}': {what} is a {type(value).__name__}, and the collective does not reach its "
+                f"tp.sync at {place(path)}: {what} is a {type(value).__name__}, and the collective does not reach its "
                 f"tensor '{name}' {tuple(tensor.shape)}",
                 path=path,
                 hint="call sync at the layers below that take the tensors themselves, or give the module the tensors "
@@ -384,4 +361,4 @@ def _check_axis(tensor: Tensor, axis: int, op: str, group: RankGroup, path: str)
 
 
 def _refuse(message: str, path: str, hint: str) -> NoReturn:
-    raise ArgumentError(f"tp.sync at '{path}': {message}", path=path, hint=hint)
+    raise ArgumentError(f"tp.sync at {place(path)}: {message}", path=path, hint=hint)

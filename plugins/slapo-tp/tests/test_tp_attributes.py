@@ -44,7 +44,7 @@ def test_shard_attribute_says_what_to_write_instead(names: tuple[str, ...], word
     message(refused, f"shard_attribute('{names[-1]}') at 'heads': ", word)
 
 
-def test_the_attributes_are_divided_on_the_instance_and_come_back() -> None:
+def test_shard_attribute_divides_on_the_instance_and_undo_restores() -> None:
     heads = Heads()
     sch = slapo.create_schedule(nn.ModuleDict({"heads": heads}), mesh={"tp": 2})
     sch["heads"].shard_attribute(["num_heads", "layers"])
@@ -55,7 +55,7 @@ def test_the_attributes_are_divided_on_the_instance_and_come_back() -> None:
     assert "layers" not in vars(heads)
 
 
-def test_an_attribute_that_shard_keeps_true_cannot_be_divided_again(message: Messages) -> None:
+def test_attribute_updated_by_shard_cannot_be_divided_again(message: Messages) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 8)), mesh={"tp": 2})
     with pytest.raises(PreconditionError) as refused:
         sch["0"].shard("weight", axis=0).shard_attribute("out_features")

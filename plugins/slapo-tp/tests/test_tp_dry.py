@@ -64,7 +64,7 @@ def test_second_step_of_a_primitive_reads_no_signature_again(monkeypatch: pytest
     assert len(sch.records) == 4
 
 
-def test_on_one_rank_every_step_is_recorded_and_nothing_changes() -> None:
+def test_steps_on_one_rank_are_recorded_without_effect() -> None:
     model = Model()
     before = facts(model)
     sch = slapo.create_schedule(model, mesh={"tp": 1})
@@ -82,7 +82,7 @@ def test_on_one_rank_every_step_is_recorded_and_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_dry_schedule_holds_its_ranks_pieces(rank: int, message: Messages) -> None:
+def test_abstract_mesh_gives_this_ranks_shards(rank: int, message: Messages) -> None:
     model = Model()
     reference = copy.deepcopy(model)
     sch = slapo.create_schedule(model, mesh={"tp": 2}, rank=rank)
@@ -168,7 +168,7 @@ def test_shapes_are_right_on_meta() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_only_cuts_a_tensor_says_so() -> None:
+def test_unknown_layer_types_are_noted_in_the_record() -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 2})
     sch["norm"].shard("weight", axis=0)
     assert sch.records[-1].effects == (
@@ -177,7 +177,7 @@ def test_what_only_cuts_a_tensor_says_so() -> None:
         "(slapo_tp.register_layer names it)",
     )
     sch["fc1"].shard("weight", axis=0)
-    assert sch.records[-1].effects[-1] == "the bias of 'fc1' is whole still: shard('bias', axis=0) belongs to this"
+    assert sch.records[-1].effects[-1] == "the bias of 'fc1' is still full: shard('bias', axis=0) belongs to this"
 
 
 class Scaled(nn.Linear):
@@ -206,7 +206,7 @@ def test_a_subclass_that_calls_the_forward_of_its_base_class_is_of_its_type(mess
     assert "forward" not in sch["0"].module.__dict__
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_only_cut(message: Messages) -> None:
+def test_subclass_with_other_forward_gets_only_its_tensor_sharded(message: Messages) -> None:
     sch = slapo.create_schedule(nn.Sequential(OwnEmbedding(6, 8), OwnLinear(8, 4)), mesh={"tp": 2})
     sch["1"].shard("weight", axis=1)
     assert sch["1"].module.in_features == 8

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import slapo_core as slapo
 from slapo_testing import run_ranks
 from slapo_tp import ForkRng
-from slapo_tp.fork_rng import drawing_on_its_own
+from slapo_tp.fork_rng import with_own_rng
 from tests.messages import Messages
 
 SIZE = 64
@@ -112,7 +112,7 @@ def check_streams(device: str = "cpu") -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_draw_differently_inside_and_alike_behind_and_recomputation_draws_the_same() -> None:
+def test_fork_rng_differs_by_rank_inside_only_and_recompute_repeats_it() -> None:
     run_ranks(check_streams, world_size=2)
 
 
@@ -131,7 +131,7 @@ def check_training() -> None:
 
 
 @pytest.mark.ranks
-def test_a_split_pair_with_a_stream_of_its_own_is_the_untouched_pair_but_for_what_it_drops() -> None:
+def test_split_pair_under_fork_rng_equals_the_reference_except_for_dropout() -> None:
     run_ranks(check_training, world_size=2)
 
 
@@ -196,7 +196,7 @@ class Watching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_it_draws_the_same_when_it_is_compiled_watched_or_not() -> None:
+def test_fork_rng_gives_equal_numbers_compiled_observed_or_eager() -> None:
     def dropped(module: Any, x: Tensor) -> Tensor:
         return torch.dropout(x, 0.5, True)
 
@@ -204,7 +204,7 @@ def test_it_draws_the_same_when_it_is_compiled_watched_or_not() -> None:
         torch.manual_seed(0)
         return run(None, torch.ones(3, 4)), torch.rand(2)
 
-    forked = drawing_on_its_own(dropped, rank=1, own=nn.Dropout)
+    forked = with_own_rng(dropped, rank=1, own=nn.Dropout)
     compiled = torch.compile(forked, backend="eager")
     for mode in (contextlib.nullcontext(), Watching()):
         with mode:
@@ -212,17 +212,17 @@ def test_it_draws_the_same_when_it_is_compiled_watched_or_not() -> None:
                 assert torch.equal(one, other)
 
 
-def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
+def test_one_rank_records_an_inactive_wrapper() -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 1})
     sch["split"].fork_rng()
     assert sch.records[-1].effects == (
-        "forward wrapped by drawing_on_its_own, inactive (nothing to do on this mesh)",
+        "forward wrapped by with_own_rng, inactive (nothing to do on this mesh)",
         "mesh_dim 'tp' has one rank: there is one stream",
     )
     assert "forward" not in sch.model.split.__dict__
 
 
-def test_what_it_refuses_and_what_to_write_instead(message: Messages) -> None:
+def test_refusals_name_the_call_to_write(message: Messages) -> None:
     sch = slapo.create_schedule(nn.ModuleDict({"layers": nn.ModuleList([Model()])}), mesh={"tp": 2})
     sch["layers.0"].fork_rng()
     for path, word in (("layers.0", "#1 fork_rng() at 'layers.0'"), ("layers", "sch['layers.*'].fork_rng()")):
@@ -320,9 +320,7 @@ def forks() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_verify_finds_a_stream_of_its_own_around_a_dropout_of_what_every_rank_has_whole(
-    forks: dict[str, Any], message: Messages
-) -> None:
+def test_verify_finds_fork_rng_around_dropout_of_full_tensors(forks: dict[str, Any], message: Messages) -> None:
     found, hint, steps = forks["whole"]
     message(found, "shared dropout of 0.behind on rank 0", "(4, 6)", "ranks 0 and 1")
     assert [step.partition(" ")[2] for step in steps] == ["fork_rng() at '0.behind'"]
@@ -342,7 +340,7 @@ def test_verify_finds_a_stream_of_its_own_around_a_dropout_of_what_every_rank_ha
 
 
 @pytest.mark.ranks
-def test_verify_finds_copies_that_drift_apart_where_the_untouched_model_has_no_such_module(
+def test_verify_finds_diverging_replicas_at_modules_missing_in_the_reference(
     forks: dict[str, Any], message: Messages
 ) -> None:
     found, _, steps = forks["moved"]
@@ -352,9 +350,7 @@ def test_verify_finds_copies_that_drift_apart_where_the_untouched_model_has_no_s
 
 
 @pytest.mark.ranks
-def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_is_noted(
-    forks: dict[str, Any], message: Messages
-) -> None:
+def test_dropout_on_shards_needs_fork_rng(forks: dict[str, Any], message: Messages) -> None:
     notes, _, steps = forks["right"]
     assert steps == ()
     (note,) = notes.splitlines()[1:]
@@ -366,7 +362,7 @@ def test_where_pieces_are_dropped_a_stream_of_its_own_agrees_and_a_missing_one_i
 
 
 @pytest.mark.ranks
-def test_a_stream_of_its_own_where_nothing_is_dropped_is_noted(forks: dict[str, Any], message: Messages) -> None:
+def test_fork_rng_without_dropout_is_noted(forks: dict[str, Any], message: Messages) -> None:
     notes, _, steps = forks["nowhere"]
     assert steps == ()
     (note,) = notes.splitlines()[2:]
@@ -375,9 +371,7 @@ def test_a_stream_of_its_own_where_nothing_is_dropped_is_noted(forks: dict[str, 
 
 
 @pytest.mark.ranks
-def test_a_stream_of_its_own_somewhere_hides_no_dropout_that_is_gone_elsewhere(
-    forks: dict[str, Any], message: Messages
-) -> None:
+def test_fork_rng_does_not_hide_missing_dropout_elsewhere(forks: dict[str, Any], message: Messages) -> None:
     for case in ("gone", "gone, without fork_rng"):
         found, _, steps = forks[case]
         message(found.splitlines()[0], "dropout of 0.behind on rank 0", "p=0.2")
@@ -394,7 +388,7 @@ def verify_two_dimensions() -> list[Any]:
 
 
 @pytest.mark.ranks
-def test_replicas_which_see_other_samples_may_drop_other_elements_of_them() -> None:
+def test_data_parallel_replicas_may_drop_different_elements() -> None:
     for over_replicas, both, wrong in run_ranks(verify_two_dimensions, world_size=4):
         assert over_replicas[1:] == (None, ())
         assert both[1:] == (None, ())

@@ -448,7 +448,7 @@ def test_what_fused_heads_refuse_and_what_to_write_instead(message: Messages) ->
         message(refused, word)
 
 
-def test_outputs_that_would_be_repeated_and_biases_that_stay_whole_are_refused_before_the_first_step() -> None:
+def test_gathered_shared_shards_and_full_biases_are_refused_before_the_first_step() -> None:
     arguments: Any = {"axis": 0, "packed": (16, 4, 4), "shards": (None, 2, 2)}
     for names, steps, word in (
         (["weight", "bias"], ["all_gather"], "would repeat them"),

@@ -150,7 +150,7 @@ UNCERTAIN = [
 
 @MESHES
 @pytest.mark.parametrize("apply", UNCERTAIN, ids=lambda apply: apply.__name__)
-def test_what_may_be_right_is_not_spoken_of(apply: Callable[[Schedule], None], size: int) -> None:
+def test_uncertain_reductions_are_not_reported(apply: Callable[[Schedule], None], size: int) -> None:
     sch = scheduled(size, bias=apply is function_of_the_users)
     apply(sch)
     assert obligations(sch) == ()
@@ -334,7 +334,7 @@ REDUCED = [
 
 @MESHES
 @pytest.mark.parametrize("apply", REDUCED, ids=lambda apply: apply.__name__)
-def test_a_gradient_that_may_be_reduced_is_not_spoken_of(apply: Callable[[Schedule], None], size: int) -> None:
+def test_uncertain_gradient_reductions_are_not_reported(apply: Callable[[Schedule], None], size: int) -> None:
     sch = stacked(size)
     assert len(obligations(sch)) == 1
     apply(sch)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
@@ -24,20 +21,11 @@ from slapo_testing import preload_modules, run_ranks
 from slapo_tp import Sync
 from tests.messages import Messages
 
-from .checks import rand
+from .overlap_model import Events, Mlp, Scenario, assert_same, gradients, outcome, split
 
 preload_modules("transformers.pytorch_utils")
 
 pytestmark = pytest.mark.ranks
-
-
-class Mlp(nn.Module):
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.first, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 8, bias=bias), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.first(x))))
 
 
 class Twice(Mlp):
@@ -72,49 +60,9 @@ def parametrized(model: nn.Module) -> nn.Module:
     return model
 
 
-def split(sch: slapo.Schedule, *, overlap: bool) -> None:
-    transposed = type(sch["up"].module).__name__ == "Conv1D"
-    names = [name for name in ("weight", "bias") if name in sch["up"].parameters]
-    sch["up"].shard(names, axis=int(transposed)).sync("bwd_post", "all_reduce", overlap=overlap)
-    sch["down"].shard("weight", axis=int(not transposed)).sync("fwd_post", "all_reduce")
-
-
 def split_sequence(sch: slapo.Schedule, *, overlap: bool, axis: int = 1) -> None:
     sch["up"].shard(["weight", "bias"], axis=0).sync("fwd_pre", "all_gather", axis=axis, overlap=overlap)
     sch["down"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=axis)
-
-
-class Events(TorchDispatchMode):
-    """Write down the collectives and the matrix products that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.see(func)
-        return func(*args, **(kwargs or {}))
-
-    def see(self, operator: Any) -> None:
-        name = operator._schema.name.rpartition("::")[2]
-        if name in ("all_reduce", "all_reduce_", "reduce_scatter_tensor"):
-            self.seen.append("start")
-        elif name in ("wait_tensor", "mm"):
-            self.seen.append("wait" if name == "wait_tensor" else "mm")
-
-    def see_graph(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        """Write down those of a graph, in place of those that run."""
-        from torch._functorch.aot_autograd import make_boxed_func
-
-        for node in graph.graph.nodes:
-            if isinstance(node.target, torch._ops.OpOverload):
-                self.see(node.target)
-        return make_boxed_func(graph.forward)
-
-    @property
-    def overlapped(self) -> int:
-        """The number of collectives that a matrix product ran beside."""
-        return " ".join(self.seen).count("start mm wait")
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +71,7 @@ def checked() -> dict[str, Any]:
 
 
 def check() -> dict[str, Any]:
-    return {"scenarios": check_scenarios(), "sequence": check_sequence(), "steps": check_steps()}
-
-
-Scenario = Callable[[nn.Module, Tensor], list[Any]]
-
-
-def gradients(model: nn.Module, x: Tensor, *, run: Callable[[nn.Module], Any] = lambda model: model) -> list[Any]:
-    y = run(model)(x)
-    (y * torch.arange(1.0, y.numel() + 1, dtype=y.dtype).view_as(y)).sum().backward()
-    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+    return {"scenarios": check_scenarios(), "sequence": check_sequence()}
 
 
 def twice_through(model: nn.Module, x: Tensor) -> list[Any]:
@@ -294,37 +233,6 @@ SCENARIOS: list[tuple[str, Callable[[], nn.Module], Scenario, int]] = [
 ]
 
 
-def outcome(
-    build: Callable[[], nn.Module],
-    run: Scenario,
-    overlap: bool,
-    *,
-    apply: Any = split,
-    axis: int | None = None,
-    watch: bool = True,
-) -> tuple[list[Any], Events, slapo.Schedule]:
-    torch.manual_seed(0)
-    model = build().double()
-    sch = slapo.create_schedule(model, mesh={"tp": dist.get_world_size()}, example_inputs=rand(2, 4, 6))
-    apply(sch, overlap=overlap)
-    x = rand(2, 4, 6)
-    x = x if axis is None else x.chunk(dist.get_world_size(), axis)[dist.get_rank()].clone()
-    events = Events()
-    with events if watch else contextlib.nullcontext():
-        found = run(model, x.requires_grad_())
-    return found, events, sch
-
-
-def assert_same(one: list[Any], other: list[Any], name: str) -> None:
-    assert len(one) == len(other), name
-    for number, (left, right) in enumerate(zip(one, other, strict=True)):
-        assert (left is None) == (right is None), f"{name}: {number}"
-        if name == "kept input":  # the two parts of its gradient are summed over the ranks one by one
-            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
-        else:
-            assert left is None or torch.equal(left, right), f"{name}: {number}: {(left - right).abs().max()}"
-
-
 def check_scenarios() -> dict[str, tuple[int, int]]:
     found = {}
     for name, build, run, _ in SCENARIOS:
@@ -404,98 +312,6 @@ def test_gradients_are_bitwise_those_without_overlap_and_the_weight_comes_betwee
     assert checked["scenarios"] == {name: (0, count) for name, _, _, count in SCENARIOS}
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Mlp(), Mlp()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-def checkpointed(sch: slapo.Schedule, *, overlap: bool) -> None:
-    traced_after(sch, overlap=overlap, trace=False)
-    sch["blocks.0"].checkpoint()
-    sch["blocks.1.up"].checkpoint()
-
-
-def traced_before(sch: slapo.Schedule, *, overlap: bool, flatten: bool) -> None:
-    sch["blocks.*"].trace(flatten=flatten)
-    traced_after(sch, overlap=overlap, trace=False)
-
-
-def traced_after(sch: slapo.Schedule, *, overlap: bool, flatten: bool = True, trace: bool = True) -> None:
-    for block in sch["blocks.*"]:
-        split(block, overlap=overlap)
-    if trace:
-        sch["blocks.*"].trace(flatten=flatten)
-
-
-def fused(sch: slapo.Schedule, *, overlap: bool) -> None:
-    """A step that computes what is behind the layer in another way."""
-    traced_after(sch, overlap=overlap)
-    sch["blocks.*"].checkpoint(match=lambda x: F.gelu(x))
-
-
-def undone(sch: slapo.Schedule, *, overlap: bool) -> None:
-    traced_after(sch, overlap=overlap, trace=False)
-    while sch.records:
-        sch.undo()
-    assert sch.model.blocks[0].up.__dict__.keys() == nn.Linear(6, 8).__dict__.keys()
-    traced_after(sch, overlap=overlap, trace=False)
-
-
-STEPS: dict[str, Any] = {
-    "checkpointed": checkpointed,
-    "traced before": functools.partial(traced_before, flatten=False),
-    "traced flat before": functools.partial(traced_before, flatten=True),
-    "traced": functools.partial(traced_after, flatten=False),
-    "traced flat": traced_after,
-    "fused": fused,
-    "undone": undone,
-}
-
-
-def check_steps() -> dict[str, int]:
-    found = {}
-    for name, apply in STEPS.items():
-        wanted, _, _ = outcome(Blocks, gradients, False, apply=apply)
-        got, events, sch = outcome(Blocks, gradients, True, apply=apply)
-        found[name] = events.overlapped
-        assert_same(got, wanted, name)
-        again = slapo.replay(Blocks().double(), sch.to_json(), mesh=sch.mesh, example_inputs=rand(2, 4, 6))
-        assert [record.primitive for record in again.records] == [record.primitive for record in sch.records]
-    return found
-
-
-def test_traced_checkpointed_and_replayed_schedules_overlap(checked: Any) -> None:
-    assert checked["steps"] == dict.fromkeys(STEPS, 2)
-
-
-def check_replicas() -> None:
-    """Two replicas of two ranks each: three steps of AdamW."""
-    found = []
-    for overlap in (False, True):
-        torch.manual_seed(0)
-        sch = slapo.create_schedule(Mlp().double(), mesh={"dp": 2, "tp": 2})
-        split(sch, overlap=overlap)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*never verified")
-            engine = slapo.build(sch, optimizer=torch.optim.AdamW, loss=lambda y, _=None: y.square().mean())
-        for step in range(3):
-            generator = torch.Generator().manual_seed(2 * step + dist.get_rank() // 2)
-            engine.train_step(torch.randn(4, 6, dtype=torch.float64, generator=generator))
-        found.append([parameter.detach().clone() for parameter in sch.model.parameters()])
-    assert_same(found[1], found[0], "replicas")
-
-
-@pytest.mark.breadth
-def test_gradients_of_replicas_are_exchanged_beside_it() -> None:
-    run_ranks(check_replicas, world_size=4)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -510,7 +326,7 @@ class Scaled(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_what_it_refuses_and_what_to_write_instead(message: Messages) -> None:
+def test_refusals_name_the_call_to_write(message: Messages) -> None:
     model = nn.ModuleDict({"attention": Attention(), "scaled": Scaled(6, 8), "conv": nn.Conv1d(6, 8, 1)})
     own = nn.Linear(6, 8)
     own.forward = lambda input: 2 * nn.Linear.forward(own, input)

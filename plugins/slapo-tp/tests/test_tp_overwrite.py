@@ -62,13 +62,13 @@ keep_by_forward_set_before = functools.partial(keep_by_forward)
 
 def check_overwriting() -> None:
     overwritten: list[Tensor] = []
-    original = collectives._AllReduceInPlace.forward
+    original = collectives._TABLE["all_reduce_"]
 
-    def spy(ctx: Any, tensor: Tensor, name: str) -> Tensor:
+    def spy(tensor: Tensor, *arguments: Any) -> Tensor:
         overwritten.append(tensor)
-        return original(ctx, tensor, name)
+        return original.run(tensor, *arguments)
 
-    collectives._AllReduceInPlace.forward = staticmethod(spy)
+    collectives._TABLE["all_reduce_"] = original._replace(run=spy)
     try:
         same_as_untouched(mlp, split, (rand(5, 6),))
         assert len(overwritten) == 3  # once a step: the usual case saves the copy
@@ -125,9 +125,9 @@ def check_overwriting() -> None:
         assert overwritten == []
         assert not torch.allclose(other[1].last, summed)
     finally:
-        collectives._AllReduceInPlace.forward = staticmethod(original)
+        collectives._TABLE["all_reduce_"] = original
 
 
 @pytest.mark.ranks
-def test_only_an_output_that_nobody_else_holds_is_overwritten() -> None:
+def test_all_reduce_overwrites_only_an_output_without_other_references() -> None:
     run_ranks(check_overwriting, world_size=2)

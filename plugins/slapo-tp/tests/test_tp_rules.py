@@ -61,7 +61,7 @@ SHARD = [
     (lambda s: s["fc"].shard("weight", axis=1).shard("bias", axis=0), "'fc'", "leave 'bias' out"),
     (lambda s: s["fc"].shard("bias", axis=0).shard("weight", axis=1), "'fc'", "the bias is split already"),
     (lambda s: s["conv1d"].shard("weight", axis=1, packed=(16, 16)), "'conv1d'", "gives 32"),
-    (lambda s: s["conv1d"].shard("weight", axis=1, packed=5), "'conv1d'", "packed=5 does not divide"),
+    (lambda s: s["conv1d"].shard("weight", axis=1, packed=5), "'conv1d'", "not divisible by packed=5"),
     (lambda s: s["fc"].shard("weight", axis=1, pad=True), "'fc'", "axis 1 of 'weight' of Linear"),
     (lambda s: s["fc"].shard("weight", axis=0, packed=2, pad=True), "'fc'", "(got packed=2)"),
     (lambda s: s["conv"].shard("weight", axis=0, pad=True), "'conv'", "axis 0 of 'weight' of Conv2d"),
@@ -92,7 +92,7 @@ def test_shard_names_sizes_that_can_be_divided(message: Messages) -> None:
     message(packed, "matrix 2 of 3", "11 elements", "matrix 3 of 3", "5 elements", "tp size 8")
 
 
-def test_shard_names_whole_heads_and_padding_where_they_are_meant(message: Messages) -> None:
+def test_shard_suggests_sizes_in_heads_and_padding(message: Messages) -> None:
     attention = nn.Module()
     attention.num_heads, attention.head_dim, attention.query = 4, 16, nn.Linear(64, 64)
     model = nn.ModuleDict({"attention": attention, "words": nn.Embedding(7, 64), "head": nn.Linear(64, 7)})
@@ -148,14 +148,14 @@ SYNC = [
     ),
     (lambda s: split_pair(s)["out"].sync("backward"), "'out'", "its own gradient"),
     (lambda s: s["counted"].shard("weight", axis=1).sync("backward"), "'counted'", "ids"),
-    (lambda s: split_pair(s)["out"].sync("fwd_post", "all_reduce", axis=1), "'out'", "axis=1 means nothing"),
+    (lambda s: split_pair(s)["out"].sync("fwd_post", "all_reduce", axis=1), "'out'", "axis applies only to"),
     (lambda s: split_pair(s)["out"].sync("fwd_post", "all_reduce", inputs=(0,)), "'out'", "inputs=(0,) belongs"),
     (lambda s: split_pair(s)["fc"].sync("backward", outputs=(0,)), "'fc'", "outputs=(0,) belongs"),
     (lambda s: split_pair(s)["fc"].sync("backward", inputs=("x",)), "'fc'", "no input 'x'"),
     (
         lambda s: split_pair(s)["out"].sync("fwd_post", "all_reduce", outputs=(-1,)),
         "'out'",
-        "outputs=(-1,) must count from 0",
+        "must be non-negative positions",
     ),
 ]
 
@@ -180,7 +180,7 @@ def test_without_a_mesh_every_primitive_says_how_to_declare_one(call: str, messa
     message(refusal(act, {"dp": 2}), f"{call} at 'fc': ", "mesh_dim 'tp'", "{'dp': 2}", 'mesh={"tp": N}')
 
 
-def test_an_argument_of_the_wrong_type_is_refused_before_anything_is_looked_at(message: Messages) -> None:
+def test_arguments_of_wrong_type_are_refused_first(message: Messages) -> None:
     sch = slapo.create_schedule(Model(), mesh={"tp": 2})
     with pytest.raises(ArgumentError) as caught:
         sch["fc"].sync("fwd", "all_reduce")
@@ -199,7 +199,7 @@ class Attending(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
-def test_the_weights_of_multihead_attention_are_refused_because_it_reads_them_without_calling_anyone(
+def test_weights_of_multihead_attention_are_refused(
     message: Messages,
 ) -> None:
     sch = slapo.create_schedule(Attending(), mesh={"tp": 2})
@@ -212,7 +212,7 @@ def test_the_weights_of_multihead_attention_are_refused_because_it_reads_them_wi
     assert sch.records == ()
 
 
-def test_a_weight_that_is_computed_from_others_is_said_to_stay_as_it_is() -> None:
+def test_parametrized_weights_are_noted() -> None:
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     sch = slapo.create_schedule(nn.Sequential(normed), mesh={"tp": 2})
     sch["0"].shard("bias", axis=0)

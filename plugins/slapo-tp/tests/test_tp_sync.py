@@ -173,7 +173,7 @@ def check_copies_and_undo() -> None:
     assert "forward" not in model[2].__dict__
 
 
-def test_a_copy_runs_on_its_own_pieces_and_undo_brings_the_untouched_model_back() -> None:
+def test_copy_runs_on_its_own_shards_and_undo_restores_the_model() -> None:
     run_ranks(check_copies_and_undo, world_size=2)
 
 
@@ -248,7 +248,7 @@ def check_functions_and_the_bias() -> tuple[str, ...]:
     return tuple(texts)
 
 
-def test_the_bias_gets_its_whole_gradient_whatever_a_function_of_the_users_gives(message: Messages) -> None:
+def test_bias_gets_its_full_gradient_from_a_user_function(message: Messages) -> None:
     (texts,) = set(run_ranks(check_functions_and_the_bias, world_size=2))
     for text, given in zip(texts, ("shape (4, 6, 3)", "tuple"), strict=True):
         message(text, "tp.sync at '2'", given, "(4, 6, 6)", "(2, 6, 6) or (4, 3, 6)")

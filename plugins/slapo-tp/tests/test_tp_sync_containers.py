@@ -149,7 +149,7 @@ def check_containers() -> tuple[str, ...]:
     return tuple(texts)
 
 
-def test_containers_reach_the_module_and_are_as_without_the_schedule_and_objects_are_refused(
+def test_containers_reach_the_module_unchanged_and_objects_are_refused(
     message: Messages,
 ) -> None:
     (texts,) = set(run_ranks(check_containers, world_size=2))

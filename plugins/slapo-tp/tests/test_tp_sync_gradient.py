@@ -81,7 +81,7 @@ def check_sequence_parallel_block() -> None:
 
 
 @pytest.mark.ranks
-def test_the_layer_norm_of_a_sequence_parallel_block_gets_its_whole_gradient() -> None:
+def test_sequence_parallel_layer_norm_gets_its_full_gradient() -> None:
     run_ranks(check_sequence_parallel_block, world_size=2)
 
 
@@ -142,17 +142,17 @@ def test_undo_brings_the_untouched_module_back() -> None:
     assert before.differences(model) == []
 
 
-def test_on_one_rank_it_is_recorded_and_costs_nothing() -> None:
+def test_one_rank_records_an_inactive_wrapper() -> None:
     sch = scheduled(1)
     split_block(sch)
     assert sch.records[-1].effects == (
         "forward wrapped by gradients_summed, inactive (nothing to do on this mesh)",
-        "mesh_dim 'tp' has one rank: it sees the whole gradient",
+        "mesh_dim 'tp' has one rank, which has the full gradient",
     )
     assert "forward" not in sch.model.norm.__dict__
 
 
-def test_what_it_refuses_and_what_to_write_instead(message: Messages) -> None:
+def test_refusals_name_the_call_to_write(message: Messages) -> None:
     sch = scheduled()
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["norm"].apply(SyncGradient("weight"))
@@ -173,7 +173,7 @@ def test_what_it_refuses_and_what_to_write_instead(message: Messages) -> None:
     sch["down"].apply(Shard("weight", axis=1))
     with pytest.raises(slapo.PreconditionError) as refused:
         sch["down"].apply(SyncGradient("bias"))
-    message(refused, "sync_gradient('bias') at 'down': ", "its whole gradient")
+    message(refused, "sync_gradient('bias') at 'down': ", "its full gradient")
     sch = slapo.create_schedule(Block(), mesh={"cp": 2, "tp": 2})
     sch["up"].apply(Shard("weight", axis=1, mesh_dim="cp"))
     sch["down"].apply(Shard("weight", axis=1))

@@ -129,7 +129,7 @@ def test_a_new_module_may_be_split_again(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_sync_of_a_module_that_is_whole_again_is_refused(size: int, message: Messages) -> None:
+def test_sync_of_an_unsharded_replacement_is_refused(size: int, message: Messages) -> None:
     """It would add up the whole output once for every rank."""
     sch = slapo.create_schedule(Blocks(), mesh={"tp": size})
     sch["block.up"].shard("weight", axis=0)
@@ -141,7 +141,7 @@ def test_a_sync_of_a_module_that_is_whole_again_is_refused(size: int, message: M
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("sync", [("forward",), ("backward",), ("fwd_post", None)], ids=lambda sync: sync[0])
-def test_a_sync_does_not_go_on_with_a_module_that_is_whole_again(
+def test_replace_with_an_unsharded_module_is_refused_while_synced(
     size: int, sync: tuple[Any, ...], message: Messages
 ) -> None:
     """``replace`` carries hooks over: the whole output would be added up once for every rank."""
@@ -157,7 +157,7 @@ def test_a_sync_does_not_go_on_with_a_module_that_is_whole_again(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_sync_of_a_block_does_not_go_on_with_a_block_that_is_whole_again(size: int, message: Messages) -> None:
+def test_replace_with_an_unsharded_block_is_refused_while_synced(size: int, message: Messages) -> None:
     sch = slapo.create_schedule(Blocks(), mesh={"tp": size})
     sch["block.up"].shard(["weight", "bias"], axis=0)
     sch["block"].sync("backward")

@@ -1,10 +1,10 @@
-"""``verify``: compare a scheduled model with the reference model."""
+"""Compare a scheduled model with the reference model: ``verify``."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import Internals
@@ -12,38 +12,30 @@ from slapo_verify.report import VerifyReport
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_verify.trials import Options
+    from slapo_verify.trials import VerifyOptions
 
 __all__ = ["VerifyReport", "verify"]
 
 
+class VerifyArguments(TypedDict, total=False):
+    """Type the keyword arguments of :func:`verify`."""
+
+    more_batches: Sequence[Any]
+    rtol: float | None
+    atol: float | None
+    optimizer_steps: int
+    seed: int
+    blame_seconds: float | None
+    timeout: float | None
+
+
 @overload
-def verify(
-    sch: Schedule,
-    example_inputs: Any = None,
-    *,
-    more_batches: Sequence[Any] = (),
-    rtol: float | None = None,
-    atol: float | None = None,
-    optimizer_steps: int = 3,
-    seed: int = 0,
-    blame_seconds: float | None = 120.0,
-    timeout: float | None = None,
-) -> VerifyReport: ...
+def verify(sch: Schedule, example_inputs: Any = None, **arguments: Unpack[VerifyArguments]) -> VerifyReport: ...
 
 
 @overload
 def verify(
-    sch: Sequence[Schedule],
-    example_inputs: Any = None,
-    *,
-    more_batches: Sequence[Any] = (),
-    rtol: float | None = None,
-    atol: float | None = None,
-    optimizer_steps: int = 3,
-    seed: int = 0,
-    blame_seconds: float | None = 120.0,
-    timeout: float | None = None,
+    sch: Sequence[Schedule], example_inputs: Any = None, **arguments: Unpack[VerifyArguments]
 ) -> tuple[VerifyReport, ...]: ...
 
 
@@ -94,8 +86,8 @@ def verify(
     Args:
         sch: the schedule, not yet built; or a list of schedules of one model.
         example_inputs: one batch: a mapping (keyword arguments), a tuple (positional ones), or one argument; the same
-            on every rank. None takes ``sch.example_inputs``, of several schedules those of the first that has some.
-        more_batches: further ones, in the same form, of which outputs and gradients are compared.
+            on every rank. None takes ``sch.example_inputs``, of several schedules the first one's that has some.
+        more_batches: further batches, given likewise, whose outputs and gradients are compared.
         rtol: the difference allowed, relative to the largest element of a tensor; None follows from the type in which
             the model computes and from what the steps promise: see ``slapo_verify.compare``.
         atol: the absolute difference allowed, in place of the floor that follows from the type.
@@ -138,7 +130,7 @@ def verify(
     import torch
 
     from slapo_verify.inputs import Inputs
-    from slapo_verify.trials import Options
+    from slapo_verify.trials import VerifyOptions
 
     with torch.inference_mode(False), torch.enable_grad():  # whatever is set where verify is called
         schedules = _schedules(sch, example_inputs)
@@ -147,25 +139,25 @@ def verify(
         given = next((one.example_inputs for one in schedules if one.example_inputs is not None), None)
         given = example_inputs if example_inputs is not None else given
         further = tuple(Inputs.of(batch) for batch in more_batches)
-        options = Options(rtol, atol, optimizer_steps, seed, more_batches=further, blame_seconds=blame_seconds)
+        options = VerifyOptions(rtol, atol, optimizer_steps, seed, more_batches=further, blame_seconds=blame_seconds)
         reports = _verify_each(schedules, given, options, timeout)
     return reports if isinstance(sch, (list, tuple)) else reports[0]
 
 
 def _verify_each(
-    schedules: Sequence[Schedule], given: Any, options: Options, timeout: float | None
+    schedules: Sequence[Schedule], given: Any, options: VerifyOptions, timeout: float | None
 ) -> tuple[VerifyReport, ...]:
     import torch
 
     from slapo_verify.child_processes import check_in_processes
     from slapo_verify.inputs import Inputs
-    from slapo_verify.report import Outcome, Siblings, conclude
+    from slapo_verify.report import ScheduleSet, VerifyOutcome, conclude
     from slapo_verify.session import check_each
 
     for one in schedules:
         Internals(one).mark_verified(passed=False)  # whatever is raised from here on
-    siblings = Siblings(schedules)
-    found: dict[int, Outcome] = {}
+    schedule_set = ScheduleSet(schedules)
+    found: dict[int, VerifyOutcome] = {}
     by_mesh: dict[Any, list[int]] = {}  # those with one declared mesh are verified in the same processes
     for number, one in enumerate(schedules):
         is_abstract = one.mesh is not None and one.mesh.is_abstract
@@ -174,14 +166,14 @@ def _verify_each(
         together = [schedules[number] for number in numbers]
         if mesh is None:
             live = dataclasses.replace(options, timeout=timeout)
-            outcomes = check_each(together, given, live, siblings=siblings)
+            outcomes = check_each(together, given, live, schedule_set=schedule_set)
         else:
             on_device = Inputs.of(given)
             inputs, kind = on_device.on_cpu(), on_device.device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             for one in together:
                 with one.reference() as model:
-                    siblings.require_same_model(one, model)
+                    schedule_set.require_same_model(one, model)
             further = tuple(batch.on_cpu() for batch in options.more_batches)
             on_cpu = dataclasses.replace(options, more_batches=further, autocast=autocast)
             outcomes = check_in_processes(together, inputs, on_cpu, timeout=120.0 if timeout is None else timeout)
@@ -193,14 +185,15 @@ def _verify_each(
 
 
 def _schedules(sch: Schedule | Sequence[Schedule], example_inputs: Any) -> tuple[Schedule, ...]:
-    """
+    """Return one schedule or several as a tuple.
+
     Raises:
         ArgumentError: not a schedule or list of schedules, or the second argument is one.
     """
     from slapo_core import Schedule
 
     if isinstance(example_inputs, Schedule):
-        raise ArgumentError("the second argument of verify is a schedule", hint="verify([sch_a, sch_b], batch)")
+        raise ArgumentError("example_inputs must be one batch (got a schedule)", hint="verify([sch_a, sch_b], batch)")
     schedules = tuple(sch) if isinstance(sch, (list, tuple)) else (sch,)
     for one in schedules or (sch,):
         if not isinstance(one, Schedule):

@@ -1,9 +1,9 @@
-"""Check exact steps without the approximate ones, whose looser tolerance could hide mistakes of the exact ones.
+"""Check exact steps without the approximate ones, whose tolerance could hide mistakes.
 
-A step that promises APPROXIMATE loosens the comparison of the whole model. So the schedule is run once more without
+A step that promises APPROXIMATE loosens the comparison of the entire model. So the schedule is run once more without
 such steps. The rest may depend on them, though: a sync whose shard is inside of a replaced module is wrong without it.
-Where the rest does not agree, ever more of what is around the approximate steps is left out too; and a difference
-counts only if the loose tolerance would have hidden it, and if the steps that were left out agree on their own.
+Where the rest does not agree, ever more steps around the approximate ones are left out too; and a difference counts
+only if the loose tolerance would have hidden it, and if the steps that were left out agree on their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from slapo_verify.kinds import EARLY
 from slapo_verify.search import is_below
-from slapo_verify.trials import ReferenceRun, Trials, Tried
+from slapo_verify.trials import ReferenceRun, ScheduleTrials, TrialResult
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
@@ -25,37 +25,39 @@ _LEVELS = 4  # trials: without the approximate steps; those below them; below th
 
 @dataclass(frozen=True)
 class Hidden:
-    """The outcome of the other steps.
+    """Describe the outcome of the other steps.
 
     Args:
         rest: the steps that were run.
         left_out: the others.
         found: where they differ from the reference model; None if they agree.
-        reference: the reference run that they were held against.
+        reference: the reference run that they were compared with.
         note: which steps were judged with the loose tolerance only; "" if none of those that promise more.
     """
 
     rest: tuple[Record, ...]
     left_out: tuple[Record, ...]
-    found: Tried | None
+    found: TrialResult | None
     reference: ReferenceRun
     note: str = ""
 
 
-def without_approximate_steps(trials: Trials, reference: ReferenceRun, records: Sequence[Record]) -> Hidden | None:
-    """Check the exact steps under their own promises; None if no step loosens the tolerance.
+def without_approximate_steps(
+    trials: ScheduleTrials, reference: ReferenceRun, records: Sequence[Record]
+) -> Hidden | None:
+    """Check the exact steps under their own promises; None without looser ones.
 
     All ranks call it, and get the same answer.
 
     Args:
         trials: runs parts of the schedule.
-        reference: how it ran when the whole schedule agreed with it.
-        records: the steps of the whole schedule.
+        reference: its run, with which the full schedule agreed.
+        records: all steps of the schedule.
     """
     loose = tuple(record for record in records if _is_loose(record))
     strict = tuple(record for record in records if not _is_loose(record))
-    whole, theirs = (trials.tolerance(reference, part) for part in (records, strict))
-    if not loose or not strict or (whole.rtol <= theirs.rtol and whole.atol <= theirs.atol):
+    given, exact = (trials.tolerance(reference, part) for part in (records, strict))
+    if not loose or not strict or (given.rtol <= exact.rtol and given.atol <= exact.atol):
         return None
     reference_model = trials.again(reference, EARLY)
     for level, rest in enumerate(_parts(strict, loose)):
@@ -78,7 +80,7 @@ def _is_loose(record: Record) -> bool:
 
 
 def _parts(strict: Sequence[Record], loose: Sequence[Record]) -> Iterator[tuple[Record, ...]]:
-    """Yield the steps without the approximate ones; then also without those at or below ever higher modules."""
+    """Yield the exact steps; then also without the ones below ever higher modules."""
     places = [record.path for record in loose]
     yield tuple(strict)
     for _ in range(_LEVELS - 1):

@@ -1,252 +1,16 @@
-"""Find the steps that broke the model, and a fix that was tried: repeat parts of the schedule on fresh copies."""
+"""Find the steps that broke the model, by trials on fresh copies."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from slapo_core.errors import HookError
-from slapo_core.internals import Internals
 from slapo_core.primitive import Change, Record, Suggestion
-from slapo_verify.search import SINGLE_STEPS, Failed, Part, Search, Try, block_pattern, is_below, nearest
+from slapo_verify.fixes import Fix, Suggest, applied, as_the_others, change_pattern, find_fix, first_fix, without_one
+from slapo_verify.search import SINGLE_STEPS, Failed, Search, Steps, Try, block_pattern, is_below, nearest, record_line
 
-if TYPE_CHECKING:
-    from slapo_core import Schedule
-
-
-def suggestions(schedule: Schedule, gradients: Sequence[str]) -> list[Suggestion]:
-    """Collect the suggestions of the plugins that a schedule names.
-
-    Raises:
-        HookError: a plugin's ``slapo_suggest`` raised, or gave something else than suggestions.
-    """
-    found: list[Suggestion] = []
-    for distribution, answer in Internals(schedule).hooks.call_each(
-        "slapo_suggest", schedule=schedule, gradients=tuple(gradients)
-    ):
-        given = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
-        for item in given:
-            if not isinstance(item, Suggestion):
-                raise HookError(
-                    f"hook slapo_suggest of {distribution} must yield Suggestion objects (got {item!r})",
-                    plugin=distribution,
-                    hint="yield Suggestion((Change(path, primitive),))",
-                )
-        found += given
-    return found
-
-
-_MOST = 6
-
-
-def as_the_others(records: Sequence[Record], paths: Sequence[str]) -> list[Suggestion]:
-    """Suggest for a module whose steps differ from those at the same place in other blocks: these other steps.
-
-    Args:
-        records: the whole schedule.
-        paths: of all modules.
-
-    Returns:
-        the rarest variants first; empty where all blocks are equal, or all differ.
-    """
-    steps: dict[str, list[Record]] = {}
-    for record in records:
-        steps.setdefault(record.path, []).append(record)
-    places: dict[str, list[str]] = {}
-    for path in paths:
-        places.setdefault(block_pattern(path), []).append(path)
-    found: list[tuple[int, Suggestion]] = []
-    for alike in places.values():
-        if len(alike) < 2 or not any(path in steps for path in alike):
-            continue
-        variants = {path: tuple(steps.get(path, ())) for path in alike}
-        counts = Counter(map(_texts, variants.values()))
-        if len(counts) < 2 or len(counts) > 3:
-            continue
-        for path, own in variants.items():
-            if counts[_texts(own)] == max(counts.values()) and len(set(counts.values())) > 1:
-                continue
-            for other in _unlike(own, variants.values()):
-                changes = tuple(_changes(path, own, other))
-                if changes:
-                    found.append((counts[_texts(own)], Suggestion(changes, likely=True)))
-    found.sort(key=lambda item: item[0])
-    return [suggestion for _, suggestion in found][:_MOST]
-
-
-def _texts(steps: Part) -> tuple[str, ...]:
-    return tuple(sorted(str(record.primitive) for record in steps))
-
-
-def _unlike(own: Part, variants: Iterable[Part]) -> list[Part]:
-    unlike: dict[tuple[str, ...], Part] = {}
-    for other in variants:
-        if _texts(other) != _texts(own):
-            unlike.setdefault(_texts(other), other)
-    return list(unlike.values())
-
-
-def _changes(path: str, own: Part, other: Part) -> Iterator[Change]:
-    """Return the changes that turn the steps at a module into those of another."""
-    wanted = Counter(_texts(other)) - Counter(_texts(own))
-    surplus = Counter(_texts(own)) - Counter(_texts(other))
-    added = [record for record in other if _take(wanted, record)]
-    removed = [record for record in own if _take(surplus, record)]
-    while removed and added and (pair := _pair(removed, added)):
-        old, new = pair
-        removed.remove(old)
-        added.remove(new)
-        yield Change(path, new.primitive, instead_of=old)
-    for record in removed:
-        yield Change(path, instead_of=record)
-    for record in added:
-        yield Change(path, record.primitive, first=record is other[0])
-
-
-def _pair(removed: Sequence[Record], added: Sequence[Record]) -> tuple[Record, Record] | None:
-    return next(((old, new) for old in removed for new in added if old.name == new.name), None)
-
-
-def _take(counter: Counter[str], record: Record) -> bool:
-    text = str(record.primitive)
-    if not counter[text]:
-        return False
-    counter[text] -= 1
-    return True
-
-
-_LIKELY = 12  # trials, before the steps are narrowed down
-_TOGETHER = 3  # at most this many steps are an answer
-
-Suggest = Callable[[], Sequence[Suggestion]]
-
-
-@dataclass(frozen=True)
-class Cure:
-    """Changes that make the schedule agree.
-
-    Args:
-        suggestion: the changes.
-        likewise: paths at which the same is needed besides.
-        of_part: whether only the part that was looked at agrees with them, and the whole schedule has more mistakes.
-    """
-
-    suggestion: Suggestion
-    likewise: tuple[str, ...] = ()
-    of_part: bool = False
-
-
-def applied(records: Sequence[Record], changes: Sequence[Change]) -> Part:
-    """Return the steps with the changes made."""
-    found: list[Record] = []
-    instead = {change.instead_of.index: change.primitive for change in changes if change.instead_of is not None}
-    waiting = [change for change in changes if change.instead_of is None]
-    for record in records:
-        early = [change for change in waiting if change.first and change.path == record.path]
-        waiting = [change for change in waiting if change not in early]
-        found += map(_added, early)
-        primitive = instead.get(record.index, record.primitive)
-        if primitive is not None:
-            found.append(dataclasses.replace(record, primitive=primitive))
-    return (*found, *map(_added, waiting))
-
-
-def _added(change: Change) -> Record:
-    assert change.primitive is not None
-    return Record(0, change.primitive, change.path, "", "")
-
-
-def without_one(search: Search, part: Part) -> Cure | None:
-    """Find a step of ``part`` without which all others agree; several, if only together."""
-    steps = part if len(search.steps) > 1 else ()
-    changes = [Change(record.path, instead_of=record) for record in steps if search.agrees_without(record)]
-    return Cure(Suggestion(tuple(changes))) if 0 < len(changes) <= _TOGETHER else None
-
-
-def first_cure(search: Search, suggestions: Sequence[Suggestion]) -> Cure | None:
-    """Try likely changes before the search; return the first that makes the whole schedule agree."""
-    end, seen = search.trials + _LIKELY, set[object]()
-    for suggestion in suggestions:
-        key = tuple(
-            (block_pattern(each.path), str(each.primitive), each.instead_of is None) for each in suggestion.changes
-        )
-        for variant, likewise in _variants(search, suggestion) if suggestion.likely else ():
-            if variant is not suggestion and key in seen:
-                continue
-            if search.trials < end and search.agrees(applied(search.steps, variant.changes)):
-                return Cure(suggestion, likewise)
-        seen.add(key)
-    return None
-
-
-def find_cure(search: Search, part: Part, suggestions: Sequence[Suggestion]) -> Cure | None:
-    """Find the first suggestion that makes the schedule agree, those near ``part`` first.
-
-    Args:
-        search: what tries.
-        part: the steps that were found to fail.
-        suggestions: what may be changed.
-    """
-    ordered = sorted(suggestions, key=lambda each: _distance(each, part))
-    everywhere_first = bool(search.likewise)
-    for suggestion in ordered:
-        variants = _variants(search, suggestion)
-        for variant, likewise in reversed(variants) if everywhere_first else variants:
-            if search.agrees(applied(search.steps, variant.changes)):
-                return Cure(suggestion, likewise)
-    if len(part) == len(search.steps):
-        return None
-    for suggestion in ordered:
-        if _is_within(suggestion, part) and search.agrees(applied(part, suggestion.changes)):
-            return Cure(suggestion, of_part=True)
-    return None
-
-
-def _variants(search: Search, suggestion: Suggestion) -> list[tuple[Suggestion, tuple[str, ...]]]:
-    """Extend a suggestion to all repeated blocks; with the paths of further changes."""
-    changes = {(str(each), each.first): each for change in suggestion.changes for each in _alike(search, change)}
-    if len(changes) <= len(suggestion.changes):
-        return [(suggestion, ())]
-    own = {change.path for change in suggestion.changes}
-    others = dict.fromkeys(change.path for change in changes.values() if change.path not in own)
-    return [(suggestion, ()), (Suggestion(tuple(changes.values())), tuple(others))]
-
-
-def _alike(search: Search, change: Change) -> Iterator[Change]:
-    if change.instead_of is not None:
-        old, place = str(change.instead_of.primitive), block_pattern(change.path)
-        for record in search.steps:
-            if str(record.primitive) == old and block_pattern(record.path) == place:
-                yield dataclasses.replace(change, path=record.path, instead_of=record)
-        return
-    has = {record.path for record in search.steps if str(record.primitive) == str(change.primitive)}
-    for path in search.paths if "*" in block_pattern(change.path) else (change.path,):
-        if block_pattern(path) == block_pattern(change.path) and path not in has:
-            yield dataclasses.replace(change, path=path)
-
-
-def _is_within(suggestion: Suggestion, part: Part) -> bool:
-    indices = {record.index for record in part}
-    return all(change.instead_of is None or change.instead_of.index in indices for change in suggestion.changes)
-
-
-def _distance(suggestion: Suggestion, part: Part) -> int:
-    """Return how many levels above the part's steps a change is."""
-    return max(min(_up(record.path, change.path) for record in part) for change in suggestion.changes)
-
-
-def _up(path: str, other: str) -> int:
-    levels, others = path.split("."), other.split(".")
-    common = 0
-    while common < min(len(levels), len(others)) and levels[common] == others[common]:
-        common += 1
-    return len(levels) - common
-
-
-MAX_CURES = 60  # further trials of other steps
+_MAX_FIX_TRIALS = 60  # further trials of other steps
 _FEW = 24  # steps tried one by one in the remaining part
 _REPEATED = 8  # repeated blocks tried for a mistake found in one
 _NAMED = 3  # steps named at most where the cause among them is not known
@@ -254,7 +18,7 @@ _NAMED = 3  # steps named at most where the cause among them is not known
 
 @dataclass(frozen=True)
 class Blame:
-    """The steps to blame, and how they were found.
+    """Name the steps to blame, and how they were found.
 
     Args:
         records: the steps that most likely broke the model, oldest first.
@@ -285,7 +49,7 @@ class Blame:
 
     @classmethod
     def by_place(cls, records: Sequence[Record]) -> Blame:
-        """Blame the first of steps that each cause the failure at their own path; list the other paths."""
+        """Blame the first step of a failure at each step's own path."""
         likewise = tuple(dict.fromkeys(record.path for record in records[1:] if record.path != records[0].path))
         return cls(tuple(records[:1]), proven=True, likewise=likewise, placed=True)
 
@@ -295,16 +59,16 @@ class Blame:
                 "  no step causes it: the same steps on a fresh copy of the reference model agree, so the "
                 "scheduled model, or its weights, were changed outside of the schedule"
             )
-        shown = [*map(_line, self.records)]
+        shown = [*map(record_line, self.records)]
         likewise = [f"  and likewise at {', '.join(self.likewise)}"] if self.likewise else []
         copy = "a copy with the steps around it alone" if self.of_part else "a copy"
-        cured = [f"  suggestion, tried on {copy}, which then agrees: {self.suggestion}"] if self.suggestion else []
-        return "\n".join([f"  {self._how()}", *shown, *likewise, *cured])
+        fixed = [f"  suggestion, tried on {copy}, which then agrees: {self.suggestion}"] if self.suggestion else []
+        return "\n".join([f"  {self._how()}", *shown, *likewise, *fixed])
 
     def _how(self) -> str:
         if self.placed:
             return "the step that causes it, the only one at or above this module:"
-        ended = ", which is as many as there may be" if self.ran_out else ""
+        ended = ", the trial limit" if self.ran_out else ""
         ended = "; search stopped: verify(..., blame_seconds=None) goes on" if self.stopped else ended
         if not self.proven and self.among:
             return (
@@ -343,7 +107,7 @@ def find_steps(
     plugins suggest: what makes the schedule agree is the cause.
 
     Args:
-        records: the whole schedule.
+        records: all steps of the schedule.
         try_steps: repeats some steps on a fresh copy; every rank must get the same answer.
         near: the module that owns the first tensor that differs, for when nothing is found; None if there is none.
         tied: the paths of modules that share a parameter, one set for each such parameter.
@@ -356,10 +120,10 @@ def find_steps(
     if not steps:
         return Blame((), proven=False)
     search = Search(steps, try_steps, tied, near=near, paths=paths, stop=stop)
-    whole = search.outcome(steps)
-    if whole == "agrees":
+    outcome = search.outcome(steps)
+    if outcome == "agrees":
         return Blame((), proven=True, trials=search.trials)
-    search.target = whole if isinstance(whole, Failed) and (failed is None or whole.is_like(failed)) else failed
+    search.target = outcome if isinstance(outcome, Failed) and (failed is None or outcome.is_like(failed)) else failed
     if search.target is None:
         return Blame(nearest(steps, near)[:_NAMED], proven=False, trials=search.trials, among=len(steps))
     found = _find(search, suggest)
@@ -382,7 +146,7 @@ def _instead(search: Search, step: Record, suggestions: Sequence[Suggestion]) ->
 
 
 def _repeated(search: Search, step: Record) -> tuple[Record, tuple[str, ...]]:
-    """Find the first of the same steps in repeated blocks that fail alone, and the blocks of the others."""
+    """Find the first of equal steps in repeated blocks that fail alone, and the others."""
     same = [record for record in search.steps if _kind(record) == _kind(step)]
     others = len(same) <= _REPEATED and not search.agrees_without(step)
     failing = [other for other in same if other is step or (others and search.is_like((other,)))]
@@ -396,7 +160,7 @@ def _kind(record: Record) -> tuple[str, str]:
 
 
 def _block(path: str, other: str) -> str:
-    """Return a path up to the number in which it differs from another."""
+    """Return a path up to the first level that differs from another path."""
     levels = path.split(".")
     differing = [place for place, (own, its) in enumerate(zip(levels, other.split("."), strict=True)) if own != its]
     return ".".join(levels[: differing[0] + 1]) if differing else path
@@ -408,12 +172,12 @@ def _find(search: Search, suggest: Suggest) -> Blame:
         return Blame((single,), proven=True, alone=True)
     steps, near, advice = search.steps, search.near, suggest()
     suggestions = [*as_the_others(steps, search.paths), *advice] if len(steps) > 1 or suggest is not tuple else []
-    cure = first_cure(search, suggestions)
-    if cure is not None:
-        return _cured(search, cure, advice)
+    fix = first_fix(search, suggestions)
+    if fix is not None:
+        return _blame_fix(search, fix, advice)
     part = search.narrow(steps)
     ran_out = search.ran_out
-    search.budget = search.trials + MAX_CURES
+    search.budget = search.trials + _MAX_FIX_TRIALS
     found = _in_part(search, part, suggestions, advice)
     if found is None and search.stopped_at_blocks:
         search.into_blocks = True
@@ -434,18 +198,18 @@ def _find(search: Search, suggest: Suggest) -> Blame:
 
 
 def _tells_by_numbers(search: Search) -> bool:
-    """Return whether an equal failure proves the mistake: many mistakes raise the same exception."""
+    """Return whether an equal failure proves the mistake."""
     return search.target is not None and not search.target.raises
 
 
-def _without_alike(steps: Part, part: Part) -> Part:
+def _without_alike(steps: Steps, part: Steps) -> Steps:
     """Drop the steps of ``part``, and equal ones in all repeated blocks."""
     alike = set(map(_kind, part))
     return tuple(record for record in steps if _kind(record) not in alike)
 
 
 def _in_part(
-    search: Search, part: Part, suggestions: Sequence[Suggestion], advice: Sequence[Suggestion]
+    search: Search, part: Steps, suggestions: Sequence[Suggestion], advice: Sequence[Suggestion]
 ) -> Blame | None:
     """Find the cause within the remaining part, if it can be shown."""
     found = part if len(part) == 1 and (len(search.steps) > 1 or isinstance(search.outcome(part), Failed)) else ()
@@ -453,50 +217,47 @@ def _in_part(
         found = next(((record,) for record in part if search.is_same((record,))), ())
     if found and (_tells_by_numbers(search) or search.agrees(_without_alike(search.steps, found))):
         return Blame(found, proven=True, likewise=tuple(search.likewise), alone=True)
-    cure = without_one(search, part) if len(part) <= _FEW else None
-    cure = cure or find_cure(search, part, suggestions)
-    return None if cure is None else _cured(search, cure, advice)
+    fix = without_one(search, part) if len(part) <= _FEW else None
+    fix = fix or find_fix(search, part, suggestions)
+    return None if fix is None else _blame_fix(search, fix, advice)
 
 
-def _cured(search: Search, cure: Cure, advice: Sequence[Suggestion]) -> Blame:
+def _blame_fix(search: Search, fix: Fix, advice: Sequence[Suggestion]) -> Blame:
     """Blame the changed steps, or else those nearest to an added one.
 
     Leaving a step out is advice where a plugin suggests it (``advice``); otherwise it only shows the cause.
     """
-    given, cure = cure.suggestion.changes, _shortened(cure)
-    changes = cure.suggestion.changes
+    given, fix = fix.suggestion.changes, _shortened(fix)
+    changes = fix.suggestion.changes
     wrong = tuple(change.instead_of for change in changes if change.instead_of is not None)
-    told = any(change.primitive for change in changes) or any(each.changes == given for each in advice)
+    is_advice = any(change.primitive for change in changes) or any(each.changes == given for each in advice)
     if not wrong:
         places = dict.fromkeys(record for change in changes for record in _beside(search, change.path)[-1:])
         wrong = tuple(sorted(places, key=lambda record: record.index))[:_NAMED]
-    suggestion = cure.suggestion if told else None
-    return Blame(wrong, proven=True, likewise=cure.likewise, suggestion=suggestion, of_part=cure.of_part)
+    suggestion = fix.suggestion if is_advice else None
+    return Blame(wrong, proven=True, likewise=fix.likewise, suggestion=suggestion, of_part=fix.of_part)
 
 
 _SHOWN = 4  # changes of a suggestion shown one by one
 
 
-def _shortened(cure: Cure) -> Cure:
-    """Keep the changes of the first of repeated blocks, if there are many, and name the other blocks."""
-    changes = cure.suggestion.changes
+def _shortened(fix: Fix) -> Fix:
+    """Keep the changes of the first of many repeated blocks; name the others."""
+    changes = fix.suggestion.changes
     first: dict[tuple[str, str, bool], Change] = {}
     for change in changes if len(changes) > _SHOWN else ():
-        key = (block_pattern(change.path), str(change.primitive), change.instead_of is None)
-        first.setdefault(key, change)
+        first.setdefault(change_pattern(change), change)
     if not first or len(first) == len(changes):
-        return cure
+        return fix
     blocks = (
-        _block(change.path, kept.path)
-        for change in changes
-        if (kept := first[block_pattern(change.path), str(change.primitive), change.instead_of is None]) is not change
+        _block(change.path, kept.path) for change in changes if (kept := first[change_pattern(change)]) is not change
     )
-    likewise = (*cure.likewise, *dict.fromkeys(blocks))
-    return dataclasses.replace(cure, suggestion=Suggestion(tuple(first.values())), likewise=likewise)
+    likewise = (*fix.likewise, *dict.fromkeys(blocks))
+    return dataclasses.replace(fix, suggestion=Suggestion(tuple(first.values())), likewise=likewise)
 
 
-def _beside(search: Search, path: str) -> Part:
-    """Return the steps at a module, or at one tied to it, or in the smallest sub-tree around it."""
+def _beside(search: Search, path: str) -> Steps:
+    """Return the steps at a module, at one tied to it, or around it."""
     together = frozenset[str]().union(*(paths for paths in search.tied if path in paths))
     at = tuple(record for record in search.steps if record.path == path)
     at = at or tuple(record for record in search.steps if record.path in together)
@@ -505,7 +266,3 @@ def _beside(search: Search, path: str) -> Part:
         at = tuple(record for record in search.steps if is_below(record.path, place))
         place = place.rpartition(".")[0]
     return at
-
-
-def _line(record: Record) -> str:
-    return f"    {record}" + (f"  ({record.location})" if record.location else "")

@@ -1,4 +1,4 @@
-"""Verify schedules of an abstract mesh: start its processes, repeat the steps there, and compare."""
+"""Verify schedules of an abstract mesh in child processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from slapo_runtime.launcher import preload_modules, run_ranks
 from slapo_runtime.schedule_copies import Sent, installed_modules, sent
 from slapo_runtime.trial_groups import SECONDS
 from slapo_verify.inputs import Inputs
-from slapo_verify.report import Outcome
+from slapo_verify.report import VerifyOutcome
 from slapo_verify.session import check_each
-from slapo_verify.trials import Options
+from slapo_verify.trials import VerifyOptions
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -29,15 +29,15 @@ _NO_LIMIT = 7 * 86400.0  # seconds: of a search that the user ends
 
 
 def check_in_processes(
-    schedules: Sequence[Schedule], inputs: Inputs, options: Options, *, timeout: float
-) -> list[Outcome]:
-    """Start as many processes as the declared mesh needs, on this machine's CPU, and verify there.
+    schedules: Sequence[Schedule], inputs: Inputs, options: VerifyOptions, *, timeout: float
+) -> list[VerifyOutcome]:
+    """Start the processes of the declared mesh on this machine's CPU, and verify there.
 
     Args:
         schedules: of one abstract mesh; each process repeats their steps on copies of the reference models.
         inputs: one batch, on the CPU.
         options: as for :func:`slapo_core.verify`.
-        timeout: seconds for the whole run, without the search for the steps to blame.
+        timeout: seconds for the run, without the search for the steps to blame.
 
     Returns:
         for each schedule its report or its error.
@@ -86,8 +86,8 @@ def _check_on_rank(
     sent: Sequence[Sent],
     sizes: Mapping[str, int],
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    options: Options,
-) -> list[Outcome]:
+    options: VerifyOptions,
+) -> list[VerifyOutcome]:
     args, kwargs = inputs
     try:
         with torch.autocast("cpu", options.autocast, enabled=options.autocast is not None):

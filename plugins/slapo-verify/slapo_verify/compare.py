@@ -1,4 +1,4 @@
-"""Compare two runs, tensor by tensor, within tolerances that follow from what the steps promise."""
+"""Compare two runs, tensor by tensor, within the tolerance of the steps' promises."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OWN_SCALE = ("output", "buffer")  # any kind of them
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The difference allowed in each tensor: ``rtol * max|reference| + floor``.
+    """Allow a difference in each tensor: ``rtol * max|reference| + floor``.
 
     ``rtol`` follows from the coarsest floating-point type in which the reference model computes, and from the
     weakest promise among the steps:
@@ -48,10 +48,10 @@ class Tolerance:
     ============  ==========================  =====================================================
 
     APPROXIMATE(rtol, atol) adds its own to the REORDERED ones. EXACT is not bitwise, because parallel kernels may
-    add in another order from run to run. The floor lets pass what is zero in real numbers and rounding noise in
-    floating point (the gradient of an attention's key bias): one percent of ``rtol``, at least 16 roundings, of the
-    largest gradient (or parameter) of the whole model; for outputs and buffers, whose scales have nothing to do with
-    one another, of 1 or the largest of them, whichever is smaller.
+    add in another order from run to run. The floor lets rounding noise of values pass that are zero in exact arithmetic
+    (the gradient of an attention's key bias): one percent of ``rtol``, at least 16 roundings, of the model's largest
+    gradient (or parameter); for outputs and buffers, whose scales are unrelated, of 1 or the largest of them, whichever
+    is smaller.
 
     Args:
         dtype: the coarsest type seen.
@@ -74,7 +74,7 @@ class Tolerance:
     def of(
         cls, dtype: torch.dtype, promises: Iterable[Equivalence], *, rtol: float | None, atol: float | None
     ) -> Tolerance:
-        """Return the tolerance for a type and promises; given ``rtol`` and ``atol`` replace the derived ones."""
+        """Derive the tolerance from a type and promises; ``rtol`` and ``atol`` replace it."""
         promise = Equivalence.weakest(promises)
         reordered = _REORDERED.get(dtype, _COARSER)
         exact = min(_EXACT_ROUNDINGS * torch.finfo(dtype).eps, reordered)
@@ -121,7 +121,7 @@ _OF_THE_KIND = 1e-2
 def room_for_rounding(
     fine: Observation, own: Observation, types: Mapping[tuple[str, str], torch.dtype]
 ) -> dict[tuple[str, str], float]:
-    """Compute the absolute difference allowed in each tensor besides the tolerance of its type.
+    """Compute the difference that rounding of the model's own types may add.
 
     Args:
         fine: the reference model in a finer type: ``"output"``, ``"gradient"``, ...
@@ -151,8 +151,10 @@ _CHUNK = 1 << 20  # elements that are widened at a time, so that comparing takes
 
 
 def gap(before: torch.Tensor, after: torch.Tensor) -> float:
-    """Return the largest absolute difference of two tensors; equal infinite or NaN elements do not count, others are
-    an infinite difference."""
+    """Return the largest absolute difference of two tensors.
+
+    Equal infinite or NaN elements do not count; unequal ones are an infinite difference.
+    """
     wide = torch.complex128 if before.is_complex() else torch.float64
     found = 0.0
     chunks = zip(before.reshape(-1).split(_CHUNK), after.reshape(-1).split(_CHUNK), strict=True)
@@ -166,7 +168,7 @@ def gap(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def is_close_in_norm(before: Any, after: Any, share: float) -> bool:
-    """Return whether the norm of the difference is at most ``share`` of the norm of the first tensor."""
+    """Return whether the difference's norm is at most ``share`` of the tensor's."""
     if not share or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     if before.shape != after.shape or not before.is_floating_point():
@@ -176,12 +178,12 @@ def is_close_in_norm(before: Any, after: Any, share: float) -> bool:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value of a floating-point or complex tensor; NaN if there is one."""
+    """Return the largest absolute value of a tensor; NaN if it has one."""
     return float(torch.linalg.vector_norm(tensor.detach(), ord=math.inf)) if tensor.numel() else 0.0
 
 
-def marks(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the norm and a weighted sum, which together tell tensors apart."""
+def fingerprint(tensor: torch.Tensor) -> tuple[float, float]:
+    """Return the norm and a weighted sum, to tell tensors apart."""
     wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1).double()
     weights = torch.arange(wide.numel(), device=wide.device, dtype=torch.float64).cos_()
     return float(torch.linalg.vector_norm(wide)), float(torch.dot(wide, weights)) / math.sqrt(wide.numel() or 1)
@@ -189,7 +191,7 @@ def marks(tensor: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs beyond the tolerance.
+    """Describe a value that differs beyond the tolerance.
 
     Args:
         kind: of :data:`~slapo_verify.kinds.KINDS`.
@@ -213,7 +215,7 @@ class Difference:
 
 
 def _compared(kind: str, before: Any, after: Any, allowed: float) -> tuple[str, float, str | None]:
-    """Compare two tensors: the problem in words ("" for none), the difference, and its usual cause."""
+    """Compare two tensors: problem ("" for none), difference, and usual cause."""
     if isinstance(before, float) and isinstance(after, float):
         before, after = torch.tensor(before).double(), torch.tensor(after).double()
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
@@ -299,7 +301,7 @@ def _shape_hint(before: torch.Size, after: torch.Size) -> str | None:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest difference of one kind, and its share of the tolerance.
+    """Describe the largest difference of one kind, and its share of the tolerance.
 
     Args:
         kind: of the values, e.g. ``"gradient"``.
@@ -317,13 +319,13 @@ class Largest:
 
     @property
     def fraction(self) -> float:
-        """The difference as a share of the tolerance, at most 1 in a report."""
+        """Return the difference as a share of the tolerance, at most 1 in a report."""
         return self.difference / self.allowed if self.allowed else (math.inf if self.difference else 0.0)
 
 
 @dataclass
 class Comparison:
-    """The comparison of a rank: differences in the order of search, the first one decides."""
+    """Collect a rank's differences in the order of search; the first decides."""
 
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, Largest] = field(default_factory=dict)
@@ -344,9 +346,9 @@ def compare(
     tolerance: Tolerance,
     finer: Mapping[tuple[str, str], Tolerance] | None = None,
 ) -> Comparison:
-    """Compare this rank's ``candidate`` with the ``reference``; kinds that one lacks are left out.
+    """Compare this rank's ``candidate`` with the ``reference``, kind by kind.
 
-    ``finer`` holds, by kind and name in the reference model, what is allowed less than ``tolerance``.
+    ``finer`` gives, by kind and name in the reference model, tolerances below ``tolerance``.
 
     Gradients are looked at in the order in which backward makes them, last layer first, so that the first difference
     is the one nearest to its cause.
@@ -415,7 +417,7 @@ def _drawn(
         return []
     hint = (
         "drop as often and with the same p as the reference model: F.dropout(x, p, training=self.training); a kernel "
-        "that drops in a way of its own is compared where the model's p is 0"
+        "with dropout of its own is compared where the model's p is 0"
     )
     rule = "every module drops as often, and with the same probability, as in the reference model"
     return [Difference(kind, alike.path, alike.wrong, math.inf, 0.0, hint, rule)]
@@ -437,7 +439,7 @@ def _output_pairs(
         added = [name for name in got if name not in expected]
         parts = [f"without {', '.join(missing)}"] if missing else []
         parts += [f"with {', '.join(added)} more"] if added else []
-        problem = f"the output is another structure: {' and '.join(parts) or 'its parts come in another order'}"
+        problem = f"the output is another structure: {' and '.join(parts) or 'its leaves come in another order'}"
         name = (missing or added or ["output"])[0]
         result.differences.append(Difference(kind, name, problem, math.inf, 0.0))
     for name, before in expected.items():

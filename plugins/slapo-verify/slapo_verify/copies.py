@@ -1,4 +1,4 @@
-"""Private copies of the reference model, of the scheduled one, and of schedules that hold some of its steps."""
+"""Copy the reference model, the scheduled model, and parts of the schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def convert(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def changed_outside(schedule: Schedule, copied: Schedule) -> str | None:
-    """Find the first module or tensor that differs from the repeated one: by type, value, or hooks.
+    """Find the first module or tensor that differs from the repeated schedule's.
 
     Args:
         schedule: only read.
@@ -57,7 +57,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _contents(schedule: Schedule) -> Iterator[tuple[str, Any, torch.Tensor | None]]:
-    """Yield every module and tensor: a description, and values that do not depend on a step's random numbers."""
+    """Yield every module and tensor: a description, and reproducible values."""
     for path, module in schedule.model.named_modules():
         tables = hooks_of(module)
         hooks = (*tables["forward_pre"].values(), *tables["forward"].values())
@@ -80,7 +80,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Counterparts:
-    """A correspondence by name, so that it holds for every copy of the scheduled model.
+    """Map names of the scheduled model to reference tensors, for every copy.
 
     Args:
         correspondence: of the schedule; None where no tensor is compared.
@@ -104,17 +104,17 @@ class Counterparts:
         return cls(correspondence, tensors, places, paths)
 
     def explained(self, name: str) -> str | None:
-        """Return the first name of the reference tensor that ``name`` is (a shard of) by its layout; else None."""
+        """Return the reference tensor's name that ``name`` corresponds to by its layout."""
         live = self.tensors.get(name)
         return live.reference_names[0] if live is not None and live.reference_names and live.layout.origin else None
 
     def expected(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of the reference tensor ``full`` that ``name`` corresponds to."""
+        """Return this rank's shard of the reference tensor ``full`` for ``name``."""
         assert self.correspondence is not None
         return self.tensors[name].layout.local(full, self.correspondence.mesh)
 
     def translated(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Translate a tensor without a layout to reference tensors, by a plugin; empty if it was added."""
+        """Translate a tensor to reference tensors by a plugin; empty if a step added it."""
         live = self.tensors.get(name)
         if self.correspondence is None or live is None or not live.reference_names:
             return {}
@@ -122,7 +122,7 @@ class Counterparts:
         return self.correspondence.translations.to_reference(live, full)
 
     def reference_names(self, name: str) -> tuple[str, ...]:
-        """Return the reference tensors of a live one, e.g. those that were merged into it."""
+        """Return the reference tensors of a live one, e.g. merged ones."""
         live = self.tensors.get(name)
         return tuple(live.reference_names) if live is not None else ()
 
@@ -132,7 +132,7 @@ class Counterparts:
         return live is not None and self.explained(name) is not None and not live.layout.placements
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a parameter of the scheduled model is not trained."""
+        """Return whether a parameter of the scheduled model is not trained."""
         live = self.tensors.get(name)
         return live is not None and isinstance(live.tensor, nn.Parameter) and not live.tensor.requires_grad
 
@@ -155,12 +155,12 @@ class Counterparts:
         )
 
     def first_name(self, name: str) -> str:
-        """The first name of a reference tensor."""
+        """Return the first name of a reference tensor."""
         return self.correspondence.survey.origins.get(name, name) if self.correspondence is not None else name
 
 
-class Subjects:
-    """Copies to experiment with; the user's model is only read.
+class ModelCopies:
+    """Make copies to experiment with; the user's model is only read.
 
     Args:
         schedule: not sealed.
@@ -190,7 +190,7 @@ class Subjects:
         self.frozen = self._train_alike(Internals(schedule).tree.tensors.trained)
 
     def tied_modules(self) -> list[frozenset[str]]:
-        """List the paths of modules that share a parameter of the reference model."""
+        """List sets of module paths that share a parameter of the reference model."""
         holders: dict[int, set[str]] = {}
         for name, parameter in self.reference_model.named_parameters(remove_duplicate=False):
             holders.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
@@ -213,7 +213,7 @@ class Subjects:
         return convert(model, dtype)
 
     def redraw_constants(self) -> list[str]:
-        """Randomize parameters of (nearly) equal values in all further copies; return their names.
+        """Randomize (nearly) constant parameters in all further copies; return their names.
 
         Zero biases, norms of ones and small gates (LayerScale, adaLN-zero) multiply the error of a step away. Each
         element is drawn from +-[0.5, 1.5].
@@ -230,13 +230,13 @@ class Subjects:
         return list(self._redrawn)
 
     def frozen_parameters(self) -> list[str]:
-        """Parameters of the reference model that are not trained, though no step decided it."""
+        """List the reference model's frozen parameters that no step decided."""
         decided = Internals(self.schedule).tree.tensors.trained
         parameters = self.reference_model.named_parameters()
         return [name for name, parameter in parameters if not parameter.requires_grad and name not in decided]
 
     def frozen_by(self, records: Sequence[Record]) -> list[str]:
-        """Names of the parameters that ``records`` freeze, without saying so, in a model of which all is trained.
+        """List the parameters that ``records`` freeze without declaring it.
 
         Raises:
             SlapoError: as for :meth:`trial`.
@@ -252,11 +252,11 @@ class Subjects:
         ]
 
     def unfrozen_parameters(self) -> list[str]:
-        """Parameters that were frozen before the first step and are trained now, though no step decided it."""
+        """List parameters frozen before the first step and trained now, undeclared."""
         return _unfrozen(self.schedule)
 
     def unfrozen_by(self, records: Sequence[Record]) -> list[str]:
-        """Names of the parameters that ``records`` unfreeze, without saying so.
+        """List the parameters that ``records`` unfreeze without declaring it.
 
         Raises:
             SlapoError: as for :meth:`trial`.
@@ -264,7 +264,7 @@ class Subjects:
         return _unfrozen(self.trial(records, lambda model: train_as_at_first(model, self.schedule)))
 
     def trial(self, records: Sequence[Record], prepare: Callable[[nn.Module], None] | None = None) -> Schedule:
-        """Make a schedule of a fresh copy of the reference model, with only ``records`` applied.
+        """Make a schedule of a fresh reference copy, with only ``records`` applied.
 
         Args:
             records: the steps.
@@ -294,7 +294,7 @@ class Subjects:
         return schedule
 
     def _step(self, record: Record) -> Step:
-        """Return the copy of a step; a step that is only tried is taken as it is."""
+        """Return the copy of an applied step; other steps as they are."""
         applied = self.schedule.records
         is_applied = 0 < record.index <= len(applied) and applied[record.index - 1] is record
         return self._steps[record.index - 1] if is_applied else record
@@ -318,7 +318,7 @@ class Subjects:
     # -- values of tensors on the meta device -----------------------------------------------------------------
 
     def _initial_values(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Make full values of reference tensors on the meta device, by first name; the same on every rank."""
+        """Initialize reference tensors on the meta device; the same on every rank."""
         on_meta = {name: tensor for name, tensor in self._originals.items() if tensor.is_meta}
         if not on_meta:
             return {}
@@ -354,7 +354,7 @@ class Subjects:
                 _set(parameter, live.layout.local(full, self.schedule.mesh))
 
     def _full(self, live: LiveTensor, correspondence: Correspondence | None) -> torch.Tensor | None:
-        """Return the full value of a tensor that corresponds to reference tensors; None if a step added it."""
+        """Return the full value of a corresponding tensor; None if a step added it."""
         values = {**self._values, **self._redrawn}
         parts = {
             name: values[name] if name in values else self._originals[name].detach() for name in live.reference_names
@@ -419,7 +419,7 @@ def _parts(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_data(record: Record) -> bool:
-    """Return whether a step holds only numbers and names, so that repeating it shares no object."""
+    """Return whether a step consists of numbers and names only."""
     try:
         primitive_to_json(record.primitive, where=str(record))
     except SerializationError:

@@ -1,4 +1,4 @@
-"""Dropout while verifying: switched off or on, recorded, and compared."""
+"""Switch dropout off or on while verifying, record it, and compare it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SDPA_DROPOUT_POSITION = 4  # scaled_dot_product_attention(query, key, value, at
 
 @dataclass(frozen=True)
 class Draw:
-    """One dropout call of a forward pass.
+    """Describe one dropout call of a forward pass.
 
     Args:
         path: the module that calls it; "" if none does.
@@ -58,20 +58,20 @@ class Draw:
 
     @property
     def stream(self) -> tuple[Any, ...]:
-        """Everything but the RNG state that decides its random numbers."""
+        """Return the properties that, with the RNG state, determine the random numbers."""
         return self.function, self.p, self.shape, self.order
 
 
 class DropoutMode(TorchFunctionMode):
-    """Records every dropout call, by whatever function; and switches dropout off.
+    """Record every dropout call, by whatever function; switch dropout off.
 
     Args:
         paths: id of a module -> its path.
         is_on: whether dropout is left as the model has it.
 
     Attributes:
-        draws: those of the forward, in order.
-        recomputed: those of the backward, which may run parts of the forward again.
+        draws: dropout calls of the forward, in order.
+        recomputed: dropout calls of the backward, which may run parts of the forward again.
         in_backward: to be set to True before backward.
         slapo_notes: of steps on what they did not do, for the report.
     """
@@ -95,8 +95,8 @@ class DropoutMode(TorchFunctionMode):
             p, training = _probability(func, args, kwargs)
             self._keep(func, source, p if training else 0.0)
             if not self._is_on:
-                whole = func is torch.native_dropout
-                return (source, torch.ones_like(source, dtype=torch.bool)) if whole else source
+                has_mask = func is torch.native_dropout
+                return (source, torch.ones_like(source, dtype=torch.bool)) if has_mask else source
         elif func is F.scaled_dot_product_attention:
             position = _SDPA_DROPOUT_POSITION
             p = args[position] if len(args) > position else kwargs.get("dropout_p", 0.0)
@@ -160,7 +160,7 @@ def _probability(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 @dataclass(frozen=True)
 class DropoutComparison:
-    """The comparison of two runs' dropout.
+    """Describe the comparison of two runs' dropout.
 
     Args:
         wrong: the mistake of the scheduled model; None for none.
@@ -211,7 +211,7 @@ def compare_draws(
 def _wrong(
     expected: Sequence[Draw], got: Sequence[Draw], is_split: Callable[[str], bool], is_local: Callable[[str], bool]
 ) -> DropoutComparison | None:
-    """Find the first module whose dropout differs, unless it drops shards, or the calls only moved."""
+    """Find the first module whose dropout differs, except on shards or moved calls."""
     left: dict[str, tuple[list[float], list[float]]] = {}
     for path in _differing(expected, got):
         theirs, ours = _at(path, expected), _at(path, got)
@@ -225,7 +225,7 @@ def _wrong(
 
 
 def _is_for_shards(theirs: Sequence[Draw], ours: Sequence[Draw], *, is_local: bool) -> bool:
-    """Return whether the number of dropout calls differs because of shards: fewer heads, or other shapes."""
+    """Return whether the number of dropout calls differs because of shards."""
     if not ours or not theirs:
         return not ours and not is_local
     if {draw.p for draw in theirs} != {draw.p for draw in ours}:
@@ -244,7 +244,7 @@ def _problem(theirs: list[float], ours: list[float]) -> str:
 
 
 def _differing(expected: Sequence[Draw], got: Sequence[Draw]) -> list[str]:
-    """List modules with another number of dropout calls, or other probabilities, in the two models."""
+    """List modules whose dropout calls or probabilities differ between the models."""
     counts = [Counter((draw.path, draw.p) for draw in draws) for draws in (expected, got)]
     places = dict.fromkeys((draw.path, draw.p) for draw in (*expected, *got))
     return list(dict.fromkeys(place[0] for place in places if counts[0][place] != counts[1][place]))

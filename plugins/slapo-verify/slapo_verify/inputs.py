@@ -20,7 +20,7 @@ from slapo_verify.private import pytree
 
 @dataclass(frozen=True)
 class Batch:
-    """A private copy of the inputs.
+    """Hold a private copy of the inputs.
 
     Args:
         args: positional arguments of the call.
@@ -36,7 +36,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a model's call; see :meth:`of`."""
+    """Hold the arguments of a model's call; see :meth:`of`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

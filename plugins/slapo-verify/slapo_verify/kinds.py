@@ -1,4 +1,4 @@
-"""The kinds of values that a verification compares, and the phases that produce them."""
+"""List the kinds of values that a verification compares, and their phases."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Of = Literal["outputs", "parameters", "buffers", "inputs", "draws", "ranks"]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of value.
+class ValueKind:
+    """Describe one kind of value.
 
     Args:
         name: e.g. ``"gradient"``; of the model's own types ``"own gradient"``.
@@ -36,39 +36,41 @@ _OWN_EVALUATED = "outputs, evaluation mode, own types"
 _TRAINED, _UPDATED = "after a training step", "after the optimizer steps"
 
 _TABLE = (
-    Kind("output", "training", "outputs", "{name}", "outputs, training mode"),
-    Kind("buffer", "training", "buffers", f"buffer {{name}} {_TRAINED}", f"buffers {_TRAINED}"),
-    Kind("gradient", "training", "parameters", "gradient of {name}", "gradients of parameters"),
-    Kind("dropout", "training", "draws", "dropout of {name}"),
-    Kind("evaluation output", "evaluation", "outputs", f"{{name}} {_EVALUATED}", "outputs, evaluation mode"),
-    Kind("evaluation dropout", "evaluation", "draws", f"dropout of {{name}} {_EVALUATED}"),
-    Kind(
+    ValueKind("output", "training", "outputs", "{name}", "outputs, training mode"),
+    ValueKind("buffer", "training", "buffers", f"buffer {{name}} {_TRAINED}", f"buffers {_TRAINED}"),
+    ValueKind("gradient", "training", "parameters", "gradient of {name}", "gradients of parameters"),
+    ValueKind("dropout", "training", "draws", "dropout of {name}"),
+    ValueKind("evaluation output", "evaluation", "outputs", f"{{name}} {_EVALUATED}", "outputs, evaluation mode"),
+    ValueKind("evaluation dropout", "evaluation", "draws", f"dropout of {{name}} {_EVALUATED}"),
+    ValueKind(
         "evaluation buffer",
         "evaluation",
         "buffers",
         "buffer {name} after a forward in evaluation mode",
         "buffers after evaluation",
     ),
-    Kind("batch output", "batches", "outputs", "{name}", "outputs, further batches"),
-    Kind(
+    ValueKind("batch output", "batches", "outputs", "{name}", "outputs, further batches"),
+    ValueKind(
         "batch gradient",
         "batches",
         "parameters",
         "gradient of {name} for further batches",
         "gradients, further batches",
     ),
-    Kind("input gradient", "inputs", "inputs", "gradient of input {name}", "gradients of inputs"),
-    Kind("parameter", "updates", "parameters", "parameter {name} {after}", f"parameters {_UPDATED}"),
-    Kind("updated output", "updates", "outputs", f"{{name}} {_EVALUATED} {{after}}", f"outputs {_UPDATED}"),
-    Kind("updated buffer", "updates", "buffers", "buffer {name} {after}", f"buffers {_UPDATED}"),
-    Kind("recomputed dropout", "dropout", "draws", "recomputed dropout of {name}"),
-    Kind("diverged dropout", "dropout", "ranks", "shared dropout of {name}"),
-    Kind("output with dropout", "dropout", "outputs", "{name} with dropout", "outputs with dropout"),
-    Kind("gradient with dropout", "dropout", "parameters", "gradient of {name} with dropout", "gradients with dropout"),
-    Kind("own output", OWN_TYPES, "outputs", f"{{name}} {_OWN}", "outputs, own types"),
-    Kind("own buffer", OWN_TYPES, "buffers", f"buffer {{name}} {_TRAINED} {_OWN}", "buffers, own types"),
-    Kind("own gradient", OWN_TYPES, "parameters", f"gradient of {{name}} {_OWN}", "gradients, own types"),
-    Kind(
+    ValueKind("input gradient", "inputs", "inputs", "gradient of input {name}", "gradients of inputs"),
+    ValueKind("parameter", "updates", "parameters", "parameter {name} {after}", f"parameters {_UPDATED}"),
+    ValueKind("updated output", "updates", "outputs", f"{{name}} {_EVALUATED} {{after}}", f"outputs {_UPDATED}"),
+    ValueKind("updated buffer", "updates", "buffers", "buffer {name} {after}", f"buffers {_UPDATED}"),
+    ValueKind("recomputed dropout", "dropout", "draws", "recomputed dropout of {name}"),
+    ValueKind("diverged dropout", "dropout", "ranks", "shared dropout of {name}"),
+    ValueKind("output with dropout", "dropout", "outputs", "{name} with dropout", "outputs with dropout"),
+    ValueKind(
+        "gradient with dropout", "dropout", "parameters", "gradient of {name} with dropout", "gradients with dropout"
+    ),
+    ValueKind("own output", OWN_TYPES, "outputs", f"{{name}} {_OWN}", "outputs, own types"),
+    ValueKind("own buffer", OWN_TYPES, "buffers", f"buffer {{name}} {_TRAINED} {_OWN}", "buffers, own types"),
+    ValueKind("own gradient", OWN_TYPES, "parameters", f"gradient of {{name}} {_OWN}", "gradients, own types"),
+    ValueKind(
         "own evaluation output",
         OWN_TYPES,
         "outputs",
@@ -91,7 +93,7 @@ follows the gradients of training. All other phases have a fresh copy each."""
 
 
 def phases_for(kind: str) -> tuple[str, ...]:
-    """Return the phase of a kind, and those that must agree before its difference counts as the first."""
+    """Return the phases needed to decide about a kind."""
     phase = KINDS[kind].phase
     return ON_ONE_COPY[: ON_ONE_COPY.index(phase) + 1] if phase in ON_ONE_COPY else (EARLY[0], phase)
 

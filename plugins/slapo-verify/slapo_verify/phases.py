@@ -1,4 +1,4 @@
-"""Run a model under fixed conditions, phase by phase, and keep every number that is compared."""
+"""Run a model under fixed conditions, phase by phase; keep all compared numbers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _attribute(key: Any) -> Any:
 
 @contextlib.contextmanager
 def fixed_conditions(seed: int, dropout: DropoutMode | None = None) -> Iterator[None]:
-    """Run the block reproducibly, and leave every random number generator as it was.
+    """Run the block reproducibly; restore every random number generator.
 
     Float32 products are computed in full precision: TF32 and the like differ by more than the tolerance of float32.
     Backward runs in the calling thread, where the mode that switches dropout off holds, so that a forward that
@@ -98,7 +98,7 @@ _PATTERN = 65_537  # elements of a cotangent, then repeated: a prime, so that no
 
 
 class Caller:
-    """Calls a model, here without stages.
+    """Call a model, here without stages.
 
     Args:
         model: a private copy.
@@ -120,13 +120,13 @@ class Caller:
         self.paths.update((id(module), path) for path, module in model.named_modules())
 
     def __call__(self, batch: Batch) -> Callable[[], Any]:
-        """Prepare a batch, outside of the fixed conditions; return the call of the model."""
+        """Prepare a batch outside of the fixed conditions; return the model's call."""
         return lambda: self.model(*batch.args, **batch.kwargs)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions that two runs must share to be comparable.
+    """Describe the conditions that make two runs comparable.
 
     Args:
         dtype: the type that floating-point inputs are converted to; None leaves them.
@@ -154,19 +154,13 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Withheld:
-    """Stands for an output that a step withholds.
+    """Stand for an output that a step withholds.
 
     Args:
         why: in words.
     """
 
     why: str
-
-
-def _backward(roots: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...]) -> None:
-    # torch.autograd.backward is a torch function, within which no torch-function mode is active: recomputed activations
-    # would run without the mode that switches dropout off.
-    run_backward(roots, cotangents)
 
 
 def _cotangent(leaf: torch.Tensor, position: int, seed: int) -> torch.Tensor:
@@ -191,12 +185,12 @@ def _copied(item: Any) -> Any:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is not sparse."""
+    """Return a copy that is not sparse."""
     return _strided(tensor.detach()).clone()
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, unless it is sparse, or consists of others."""
+    """Return the tensor; of a sparse or composite one a plain tensor."""
     return plain(tensor.to_dense() if tensor.is_sparse else tensor)
 
 
@@ -205,7 +199,7 @@ MOMENTUM = 0.9
 
 @dataclass
 class Observation:
-    """The values of a run: kind -> name -> value. None means "no gradient".
+    """Keep the values of a run: kind -> name -> value; None: no gradient.
 
     Args:
         values: these.
@@ -220,7 +214,7 @@ class Observation:
 
 
 class Runner:
-    """Runs one private copy of a model through phases, which change it.
+    """Run one private copy of a model through phases, which change it.
 
     Args:
         model: the copy; submodules that are in evaluation mode within a model in training mode stay so.
@@ -232,12 +226,12 @@ class Runner:
         self.model, self.inputs, self.conditions = model, inputs, conditions
         self.caller = conditions.caller(model)
         self._has_gradients, self._notes = False, list[str]()
-        kept = model.training  # a model that is in evaluation mode as a whole has no training mode of its own to keep
+        kept = model.training  # a model in evaluation mode has no training mode of its own to keep
         self._modes = [(module, module.training or not kept) for module in model.modules()]
         model.zero_grad(set_to_none=True)
 
     def run(self, phases: Sequence[str]) -> Observation:
-        """Run ``phases`` and return their values: the model's own tensors where no phase follows."""
+        """Run ``phases`` and return their values."""
         seen = Observation(notes=self._notes)
         for phase in phases:
             for module, trains in self._modes:
@@ -246,7 +240,7 @@ class Runner:
         return seen
 
     def make_ready(self) -> None:
-        """Prepare the first forward in this mode, e.g. the stages of a cut model."""
+        """Prepare the first forward in this mode, e.g. the stages."""
         self.caller(self.inputs.batch(self.conditions.dtype))
 
     def evaluate(self) -> None:
@@ -337,7 +331,7 @@ class Runner:
     def _forward_backward(
         self, inputs: Inputs | Batch | None = None, *, dropout: DropoutMode | None = None
     ) -> dict[str, Any]:
-        """Run forward, and backward from every floating-point leaf with a fixed random cotangent; return the output.
+        """Run forward and backward with fixed random cotangents; return the output.
 
         The gradients are added to the parameters'.
         """
@@ -353,21 +347,21 @@ class Runner:
                 for position, (_, leaf) in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad
             }
-            given = {position: leaf for position, leaf in roots.items() if not self._is_withheld(leaves[position][0])}
+            skipped = self.conditions.withheld
+            given = {position: leaf for position, leaf in roots.items() if leaves[position][0] not in skipped}
             roots = given or roots
             if roots:
                 cotangents = (_cotangent(leaf, position, seed) for position, leaf in roots.items())
-                _backward(tuple(roots.values()), tuple(cotangents))
+                # torch.autograd.backward is a torch function, within which no torch-function mode is active: recomputed
+                # activations would run without the mode that switches dropout off.
+                run_backward(tuple(roots.values()), tuple(cotangents))
         return seen
-
-    def _is_withheld(self, name: str) -> bool:
-        return name in self.conditions.withheld
 
     def _buffers(self) -> dict[str, Any]:
         return _detached(self.model.named_buffers(remove_duplicate=False))
 
     def _gradients(self) -> dict[str, Any]:
-        """Take the gradients of all parameters, which the next backward does not add to."""
+        """Return the gradients of all parameters, detached from later passes."""
         return {
             name: None if parameter.grad is None else _strided(parameter.grad)
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -386,7 +380,7 @@ _PHASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
 
 
 def step_size(model: nn.Module, seen: Observation) -> float:
-    """Return a learning rate whose first step moves the weights by about one percent; 0 without gradients."""
+    """Return a learning rate that moves the weights by about one percent."""
     length = _length(grad for grad in seen.of("gradient").values() if grad is not None)
     weights = _length(plain(parameter.detach()) for parameter in model.parameters())
     rate = 0.01 * (weights or 1.0) / length if length else 0.0

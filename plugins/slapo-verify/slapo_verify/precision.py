@@ -1,4 +1,4 @@
-"""The floating-point types of a run, and choices by rounded numbers (top-k, routing)."""
+"""Observe the floating-point types of a run, and its choices (top-k, routing)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SAME_SCORES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.25}
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the type with the largest rounding error; float64 if there is none."""
+    """Return the type with the largest rounding error; float64 without types."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as a plain tensor: of a quantized one dequantized, of a nested one its parts in a row."""
+    """Return the values as a plain tensor: dequantized, or with parts concatenated."""
     parts = parts_of(tensor)
     if parts is None:
         return tensor
@@ -37,7 +37,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_dtype(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> torch.dtype:
-    """The coarsest floating-point type among a model's parameters and buffers, or else among its inputs.
+    """Return the coarsest floating-point type of a model, or else of its inputs.
 
     A complex type counts as that of its parts.
     """
@@ -48,12 +48,12 @@ def own_dtype(model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> torch.dt
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float64"``."""
+    """Format a type as ``"float64"``."""
     return str(dtype).removeprefix("torch.")
 
 
 class DtypeObserver(TorchDispatchMode):
-    """Records the floating-point types of all computations, and the coarsest type behind each tensor.
+    """Record the types of all computations, and the coarsest behind each tensor.
 
     A constant that is only made (a mask of zeros in the default type) rounds nothing and does not count.
 
@@ -90,7 +90,7 @@ class DtypeObserver(TorchDispatchMode):
         return result
 
     def coarsest_to(self, tensor: torch.Tensor) -> torch.dtype:
-        """The coarsest type on the way to a tensor that was computed under this mode, the inputs' own included."""
+        """Return the coarsest type on the way to a tensor, inputs included."""
         return coarsest([self._way(tensor), self._scalars])
 
     def _way(self, tensor: torch.Tensor) -> torch.dtype:
@@ -100,7 +100,7 @@ class DtypeObserver(TorchDispatchMode):
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Indices that were chosen by scores, e.g. the experts of each token.
+    """Describe indices chosen by scores, e.g. the experts of each token.
 
     Args:
         call: the operator, and its arguments behind the scores.
@@ -116,7 +116,7 @@ class Choice:
 
     @classmethod
     def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Choice | None:
-        """Return the choice of a call; None if it chooses nothing, or among all elements."""
+        """Return the choice of a call; None if it does not choose along an axis."""
         position = _CHOOSE.get(func)
         if position is None or not is_inexact(args[0]):
             return None
@@ -127,13 +127,13 @@ class Choice:
         return cls((func, *args[1:], kwargs), axis, args[0].detach().clone(), indices.detach().clone())
 
     def apart(self, other: Choice) -> torch.Tensor:
-        """Return the distance of each score from another choice's, in float64; 0 for equal infinite ones."""
+        """Return the distances between two choices' scores, in float64."""
         one, two = self.scores.double(), other.scores.to(self.scores.device).double()
         return torch.where(one == two, 0.0, (one - two).abs()).nan_to_num(nan=torch.inf)
 
 
 class ChoosesAlike(TorchDispatchMode):
-    """Repeats the choices of another run wherever scores are equal up to rounding.
+    """Repeat another run's choices wherever scores are equal up to rounding.
 
     Rounding decides near ties, and one token that goes to another expert is a large difference.
 

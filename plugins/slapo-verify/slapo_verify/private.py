@@ -1,4 +1,4 @@
-"""Wrap the private names of torch that this distribution uses; its tests check them against the installed version."""
+"""Wrap the private names of torch that this distribution uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def refresh_flat_weights(module: nn.RNNBase) -> None:
 
 
 def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
-    """Return the identity of a storage, which views share; of a tensor itself if it is not strided."""
+    """Return the identity of a storage; of a tensor that is not strided, its own."""
     if isinstance(holder, torch.Tensor):
         return holder.untyped_storage()._cdata if holder.layout is torch.strided else id(holder)
     return holder._cdata

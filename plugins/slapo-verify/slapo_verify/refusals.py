@@ -9,37 +9,37 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from slapo_core.errors import VerifyError
 from slapo_runtime.correspondence import Correspondence
 from slapo_verify.blame import find_steps
-from slapo_verify.search import Failed, Outcome
+from slapo_verify.search import Failed, TrialOutcome
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
     from slapo_runtime.world import World
-    from slapo_verify.copies import Subjects
+    from slapo_verify.copies import ModelCopies
 
 T = TypeVar("T")
 
 
-def refuse_unexplained(world: World, subjects: Subjects) -> None:
+def refuse_unexplained(world: World, copies: ModelCopies) -> None:
     """Check the correspondence of every tensor, on every rank.
 
     Raises:
         VerifyError: on every rank, naming the first tensor without a correspondence and the steps that made it.
     """
-    rank, found = _first(world, subjects.correspondence.unexplained())
+    rank, found = _first(world, copies.correspondence.unexplained())
     if found is not None:
         problem = f"the scheduled model cannot be compared with the reference model: {found.message}"
-        is_wrong = lambda part: bool(Correspondence.of(subjects.trial(part))[0].unexplained())  # noqa: E731
-        _refuse(world, subjects, is_wrong, problem, rank=rank, name=found.name, hint=found.hint)
+        is_wrong = lambda part: bool(Correspondence.of(copies.trial(part))[0].unexplained())  # noqa: E731
+        _refuse(world, copies, is_wrong, problem, rank=rank, name=found.name, hint=found.hint)
 
 
-def refuse_unsaid_freezing(world: World, subjects: Subjects) -> list[str]:
-    """Repeat the steps on a copy, and check which parameters they froze or unfroze; on every rank.
+def refuse_unsaid_freezing(world: World, copies: ModelCopies) -> list[str]:
+    """Check on a copy which parameters the steps froze or unfroze undeclared.
 
-    The reference model cannot tell: a step that changed its own parameter object changed it there too. So what is
-    frozen is looked for on a copy with everything trained; what is unfrozen, on one as it was before the first step.
+    The reference model does not show it: a step that changed its own parameter object changed it there too. So frozen
+    parameters are searched on a copy with everything trained; unfrozen ones, on a copy as before the first step.
 
     Returns:
-        what could not be looked at, and why.
+        notes on checks that could not run, and why.
 
     Raises:
         VerifyError: on every rank, naming the first such parameter and the steps that did it.
@@ -48,12 +48,12 @@ def refuse_unsaid_freezing(world: World, subjects: Subjects) -> list[str]:
     unfrozen = "is frozen in the reference model and trained in the scheduled one, and the step that unfroze it"
     notes = []
     for verb, state, suspects, names_by in (
-        ("freeze", frozen, subjects.frozen_parameters, subjects.frozen_by),
-        ("unfreeze", unfrozen, subjects.unfrozen_parameters, subjects.unfrozen_by),
+        ("freeze", frozen, copies.frozen_parameters, copies.frozen_by),
+        ("unfreeze", unfrozen, copies.unfrozen_parameters, copies.unfrozen_by),
     ):
         if not any(world.gather(bool(suspects()))):
             continue
-        tried = world.attempt(functools.partial(names_by, subjects.schedule.records))
+        tried = world.attempt(functools.partial(names_by, copies.schedule.records))
         if tried.failures:
             why = f"because they cannot be repeated: {tried.failures[0]}"
             notes.append(f"parameters that steps {verb} were not compared, {why}")
@@ -62,8 +62,8 @@ def refuse_unsaid_freezing(world: World, subjects: Subjects) -> list[str]:
         if name is not None:
             is_wrong = functools.partial(_is_among, name, names_by)
             hint = f"edit.set_requires_grad(node, '{name.rpartition('.')[2]}', {state is unfrozen})"
-            problem = f"parameter {name} {state} did not say so"
-            _refuse(world, subjects, is_wrong, problem, rank=rank, name=name, hint=hint)
+            problem = f"parameter {name} {state} did not declare it"
+            _refuse(world, copies, is_wrong, problem, rank=rank, name=name, hint=hint)
     return notes
 
 
@@ -79,7 +79,7 @@ def _first(world: World, found: Sequence[T]) -> tuple[int, T] | tuple[int, None]
 
 def _refuse(
     world: World,
-    subjects: Subjects,
+    copies: ModelCopies,
     is_wrong: Callable[[Sequence[Record]], bool],
     problem: str,
     *,
@@ -89,14 +89,14 @@ def _refuse(
 ) -> NoReturn:
     """Find the steps that cause it, and raise."""
 
-    def try_steps(part: Sequence[Record]) -> Outcome:
+    def try_steps(part: Sequence[Record]) -> TrialOutcome:
         tried = world.attempt(lambda: is_wrong(part))
         if tried.failures:
             return "refused"
         return Failed(problem, "") if any(world.gather(tried.value())) else "agrees"
 
     path = name.rpartition(".")[0]
-    blame = find_steps(subjects.schedule.records, try_steps, near=path, tied=subjects.tied_modules())
+    blame = find_steps(copies.schedule.records, try_steps, near=path, tied=copies.tied_modules())
     raise VerifyError(
         f"{problem}\n{blame}",
         tensor=name,

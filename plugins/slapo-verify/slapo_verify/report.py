@@ -1,7 +1,8 @@
-"""Reports of verifications, also of several schedules together."""
+"""Report verifications, also of several schedules together."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A scheduled model that agrees with the reference model; print it.
+    """Report a scheduled model that agrees with the reference model; print it.
 
     Args:
         model: the type of the model, e.g. ``"BertForMaskedLM"``.
@@ -68,18 +69,18 @@ class VerifyReport:
 
 
 def merge_largest(ranks: Sequence[dict[str, Largest]]) -> tuple[Largest, ...]:
-    """Merge entries: for each kind, that of the rank closest to the tolerance."""
+    """Merge the ranks' entries: for each kind the one closest to the tolerance."""
     kinds = dict.fromkeys(kind for rank in ranks for kind in rank)
     return tuple(max((rank[kind] for rank in ranks if kind in rank), key=lambda e: e.fraction) for kind in kinds)
 
 
-Outcome: TypeAlias = VerifyReport | VerifyError
+VerifyOutcome: TypeAlias = VerifyReport | VerifyError
 """The outcome of one schedule."""
 
 
 @dataclass
-class Siblings:
-    """The schedules of one call, which must share the reference model.
+class ScheduleSet:
+    """Hold the schedules of one call, which must share the reference model.
 
     Args:
         schedules: all of them, in the order in which they were given.
@@ -109,7 +110,7 @@ class Siblings:
                 )
 
     def facts(self, ranks: Sequence[int]) -> Iterator[RankFact]:
-        """Yield what must be the same on all ranks of a mesh."""
+        """Yield the facts that must be equal on all ranks of a mesh."""
         number = sum(1 for schedule in self.schedules if _ranks(schedule) == tuple(ranks))
         yield RankFact("the number of schedules given to verify", str(number))
 
@@ -117,8 +118,8 @@ class Siblings:
         return 1 + next(number for number, other in enumerate(self.schedules) if other is schedule)
 
 
-def conclude(outcomes: Sequence[Outcome]) -> tuple[VerifyReport, ...]:
-    """The reports of all schedules.
+def conclude(outcomes: Sequence[VerifyOutcome]) -> tuple[VerifyReport, ...]:
+    """Return the reports of all schedules.
 
     Raises:
         VerifyError: of the first that differs; of several, the message says which, with the others' outcomes.
@@ -135,16 +136,9 @@ def conclude(outcomes: Sequence[Outcome]) -> tuple[VerifyReport, ...]:
             lines.append(f"  schedule {number} agrees with the reference model")
         elif number != first:
             lines.append(f"  schedule {number} fails too: {errors[number].message.splitlines()[0]}")
-    raise VerifyError(
-        "\n".join(lines),
-        tensor=error.tensor,
-        difference=error.difference,
-        tolerance=error.tolerance,
-        rank=error.rank,
-        steps=error.steps,
-        path=error.path,
-        hint=error.hint,
-    ) from error
+    named = copy.copy(error)
+    named.message = "\n".join(lines)
+    raise named from error
 
 
 def _facts(model: nn.Module) -> Iterator[tuple[str, str]]:

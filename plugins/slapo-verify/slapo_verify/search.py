@@ -1,4 +1,4 @@
-"""Search for the smallest part of a schedule that fails alone in the same way."""
+"""Search for the smallest part of a schedule that fails in the same way."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ def is_below(path: str, place: str) -> bool:
     return not place or f"{path}.".startswith(f"{place}.")
 
 
+def record_line(record: Record) -> str:
+    """Format a step and the line that applied it."""
+    return f"    {record}" + (f"  ({record.location})" if record.location else "")
+
+
 @dataclass(frozen=True)
 class Failed:
-    """How a schedule fails.
+    """Describe how a schedule fails.
 
     Args:
         kind: of the first difference, or the type of the exception.
@@ -54,11 +59,11 @@ class Failed:
         return cls(failure.kind, failure.where, failure.text, raises=True)
 
     def is_like(self, other: Failed) -> bool:
-        """Return whether the same tensor differs first, or the same line raises the same exception."""
+        """Return whether two failures are at the same tensor or line."""
         return (self.kind, self.place, self.raises) == (other.kind, other.place, other.raises)
 
     def is_same(self, other: Failed) -> bool:
-        """Return whether the numbers are equal, too: the same mistake gives the same numbers."""
+        """Return whether two failures have equal numbers, too."""
         if not self.is_like(other) or self.size is None or other.size is None:
             return False
         if isinstance(self.size, str) or isinstance(other.size, str):
@@ -67,15 +72,15 @@ class Failed:
         return math.isclose(self.size, other.size, rel_tol=_SAME_SIZE, abs_tol=noise)
 
 
-Outcome = Failed | Literal["agrees", "refused"]
+TrialOutcome = Failed | Literal["agrees", "refused"]
 """Of a trial: in which way it fails; or that it agrees with the reference model; or that a step was refused without the
 others."""
 
-Try = Callable[[Sequence[Record]], Outcome]
+Try = Callable[[Sequence[Record]], TrialOutcome]
 """Repeats some steps on a fresh copy; every rank must get the same answer."""
 
 
-Part = tuple[Record, ...]
+Steps = tuple[Record, ...]
 
 MAX_TRIALS = 40
 SINGLE_STEPS = 6  # steps tried one by one before anything else
@@ -83,10 +88,10 @@ _MANY = 8  # more groups than this are halved, not tried one by one
 
 
 class Search:
-    """Trials of parts, each part once, and no more than ``budget`` of them.
+    """Try parts of a schedule, each once, and at most ``budget``.
 
     Args:
-        steps: the whole schedule.
+        steps: all steps of the schedule.
         try_steps: repeats some steps on a fresh copy.
         tied: the paths of modules that share a parameter, one set for each such parameter.
         near: the module that owns the first tensor that differs; None if there is none.
@@ -106,7 +111,7 @@ class Search:
 
     def __init__(
         self,
-        steps: Part,
+        steps: Steps,
         try_steps: Try,
         tied: Sequence[frozenset[str]],
         *,
@@ -118,7 +123,7 @@ class Search:
         self._try, self._stop = try_steps, stop
         self.stopped = False
         self.tied = _joined(tied)
-        self._known: dict[tuple[tuple[int, str, str], ...], Outcome] = {}
+        self._known: dict[tuple[tuple[int, str, str], ...], TrialOutcome] = {}
         self.budget = MAX_TRIALS
         self.trials = 0
         self.target: Failed | None = None
@@ -130,7 +135,7 @@ class Search:
     def ran_out(self) -> bool:
         return self.stopped or self.trials >= self.budget
 
-    def outcome(self, part: Part) -> Outcome:
+    def outcome(self, part: Steps) -> TrialOutcome:
         if not part:
             return "agrees"
         key = tuple((record.index, record.path, str(record.primitive)) for record in part)
@@ -142,21 +147,21 @@ class Search:
             self._known[key] = self._try(part)
         return self._known[key]
 
-    def agrees(self, part: Part) -> bool:
+    def agrees(self, part: Steps) -> bool:
         return self.outcome(part) == "agrees"
 
-    def is_same(self, part: Part) -> bool:
+    def is_same(self, part: Steps) -> bool:
         """Return whether a part fails with the same numbers."""
         outcome = self.outcome(part)
         return isinstance(outcome, Failed) and self.target is not None and outcome.is_same(self.target)
 
-    def is_like(self, part: Part) -> bool:
+    def is_like(self, part: Steps) -> bool:
         """Return whether a part fails at the same place."""
         outcome = self.outcome(part)
         return isinstance(outcome, Failed) and self.target is not None and outcome.is_like(self.target)
 
     def single(self) -> Record | None:
-        """Find a step that fails alone, with the same numbers or so that the rest agrees."""
+        """Find a step that fails alone, or without which the rest agrees."""
         at = tuple(record for record in self.steps if record.path == self.near)
         likely = self.steps if len(self.steps) <= SINGLE_STEPS else at[:SINGLE_STEPS]
         return next((record for record in likely if self._does_it_alone(record)), None) if len(self.steps) > 1 else None
@@ -170,8 +175,8 @@ class Search:
         """Return whether all other steps agree."""
         return self.agrees(tuple(other for other in self.steps if other is not record))
 
-    def narrow(self, part: Part) -> Part:
-        """Narrow the steps to the smallest part found that fails in the same way."""
+    def narrow(self, part: Steps) -> Steps:
+        """Narrow the steps to the smallest part that fails in the same way."""
         while len(part) > 1:
             smaller = self._smaller(part)
             if smaller is None:
@@ -179,7 +184,7 @@ class Search:
             part = smaller
         return part
 
-    def _smaller(self, part: Part) -> Part | None:
+    def _smaller(self, part: Steps) -> Steps | None:
         groups = _groups(part, self.tied)
         if len(groups) > _MANY and (half := self._half(part, groups)) is not None:
             return half
@@ -199,10 +204,10 @@ class Search:
             self.likewise.extend(failing[1:])
             self._look_for(groups[failing[0]])
             return groups[failing[0]]
-        return self._cured(part, groups, failing) or self._shrunk(part, groups)
+        return self._without_group(part, groups, failing) or self._shrunk(part, groups)
 
-    def _half(self, part: Part, groups: dict[str, Part]) -> Part | None:
-        """Return half of many groups, if it fails and the other half does not."""
+    def _half(self, part: Steps, groups: dict[str, Steps]) -> Steps | None:
+        """Return the half of many groups that fails alone, if one does."""
         first = {record.index for group in list(groups.values())[: len(groups) // 2] for record in group}
         halves = [tuple(record for record in part if (record.index in first) is is_first) for is_first in (True, False)]
         same = [half for half in halves if self.is_same(half)]
@@ -210,42 +215,42 @@ class Search:
         found = same or like
         return found[0] if len(found) == 1 else None
 
-    def _cured(self, part: Part, groups: dict[str, Part], failing: Sequence[str]) -> Part | None:
+    def _without_group(self, part: Steps, groups: dict[str, Steps], failing: Sequence[str]) -> Steps | None:
         """Find the one group without which the rest agrees."""
-        cures = []
+        groups_to_blame = []
         for path in failing or list(groups):
             rest = tuple(record for record in part if record not in groups[path])
             if rest and self.agrees(rest):
-                cures.append(path)
-        if len(cures) != 1 or len(groups[cures[0]]) == len(part):
+                groups_to_blame.append(path)
+        if len(groups_to_blame) != 1 or len(groups[groups_to_blame[0]]) == len(part):
             return None
-        group = groups[cures[0]]
+        group = groups[groups_to_blame[0]]
         if not isinstance(self.outcome(group), Failed):
             return None if self.target is not None and self.target.size is not None else group
         self._look_for(group)
         return group
 
-    def _shrunk(self, part: Part, groups: dict[str, Part]) -> Part | None:
+    def _shrunk(self, part: Steps, groups: dict[str, Steps]) -> Steps | None:
         """Drop the sub-trees that the failure does not need."""
         if len({record.path for record in part}) == 1:
             return None  # single steps at one module belong together: a shard without its sync fails alone
         is_sized = self.target is not None and self.target.size is not None
-        whole = part
+        before = part
         for group in groups.values():
             rest = tuple(record for record in part if record not in group)
             if rest and (self.is_same(rest) if is_sized else self.is_like(rest)):
                 part = rest
-        return part if len(part) < len(whole) else None
+        return part if len(part) < len(before) else None
 
-    def _look_for(self, part: Part) -> None:
-        """From here on: a part with a mistake of its own has numbers of its own."""
+    def _look_for(self, part: Steps) -> None:
+        """Search for the failure of this part from here on."""
         outcome = self.outcome(part)
         if isinstance(outcome, Failed):
             self.target = outcome
 
 
-def nearest(records: Sequence[Record], near: str | None) -> Part:
-    """Return the steps at a module; else at the nearest one around it; else below it; else all."""
+def nearest(records: Sequence[Record], near: str | None) -> Steps:
+    """Return the steps at a module; else around it; else below; else all."""
     if near is None:
         return tuple(records)
     place = near
@@ -269,7 +274,7 @@ def _joined(tied: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     return joined
 
 
-def _levels(part: Part) -> tuple[list[list[str]], int]:
+def _levels(part: Steps) -> tuple[list[list[str]], int]:
     """Split the paths into levels, and count the common ones."""
     paths = [record.path.split(".") if record.path else [] for record in part]
     depth = 0
@@ -278,8 +283,8 @@ def _levels(part: Part) -> tuple[list[list[str]], int]:
     return paths, depth
 
 
-def _groups(part: Part, tied: Sequence[frozenset[str]]) -> dict[str, Part]:
-    """Group the steps by sub-tree below the deepest common module; single steps if that is one module.
+def _groups(part: Steps, tied: Sequence[frozenset[str]]) -> dict[str, Steps]:
+    """Group the steps by sub-tree below the deepest common module.
 
     Steps at tied modules that would come into several of these groups make one of their own.
     """
@@ -296,8 +301,8 @@ def _groups(part: Part, tied: Sequence[frozenset[str]]) -> dict[str, Part]:
     return _by_key(part, (keys[record.index] for record in part))
 
 
-def _across_blocks(part: Part) -> dict[str, Part]:
-    """Group the steps of equal sub-trees of all repeated blocks, e.g. every block's attention; empty without blocks."""
+def _across_blocks(part: Steps) -> dict[str, Steps]:
+    """Group the steps of equal sub-trees of all repeated blocks."""
     paths, depth = _levels(part)
     if not all(len(path) > depth + 1 and path[depth].isdigit() for path in paths):
         return {}
@@ -307,15 +312,15 @@ def _across_blocks(part: Part) -> dict[str, Part]:
     return _by_key(part, (".".join(path[depth + 1 : depth + 1 + length]) for path in paths))
 
 
-def _by_key(part: Part, keys: Iterable[str]) -> dict[str, Part]:
+def _by_key(part: Steps, keys: Iterable[str]) -> dict[str, Steps]:
     groups: dict[str, list[Record]] = {}
     for record, key in zip(part, keys, strict=True):
         groups.setdefault(key, []).append(record)
     return {key: tuple(group) for key, group in groups.items()}
 
 
-def _nearest_first(groups: dict[str, Part], near: str | None) -> list[Part]:
-    def is_far(group: Part) -> bool:
+def _nearest_first(groups: dict[str, Steps], near: str | None) -> list[Steps]:
+    def is_far(group: Steps) -> bool:
         return near is None or not any(f"{near}.".startswith(f"{record.path}.") for record in group)
 
     return sorted(groups.values(), key=is_far)

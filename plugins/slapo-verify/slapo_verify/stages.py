@@ -1,4 +1,4 @@
-"""Run a cut model stage by stage, and find the cut that is wrong."""
+"""Run a cut model stage by stage, and find the wrong cut."""
 
 from __future__ import annotations
 
@@ -16,41 +16,32 @@ from slapo_core.internals import Internals, ScheduledCopy, buffers_of, copies, m
 from slapo_runtime.batches import InputSignature, bound_call
 from slapo_runtime.stages import StagedModel, staged
 from slapo_runtime.stages.partition import Partition
-from slapo_verify.compare import marks
+from slapo_verify.compare import fingerprint
 from slapo_verify.inputs import Batch
 from slapo_verify.kinds import KINDS
 from slapo_verify.phases import Caller, Runner
 from slapo_verify.private import pytree
+from slapo_verify.search import record_line
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.primitive import Record
-    from slapo_verify.trials import ReferenceRun, Trials
+    from slapo_verify.trials import ReferenceRun, ScheduleTrials
 
 
 # `StagedCalls`: the stages of one scheduled model, made once for every input signature and every mode.
 
 
 class StagedCalls:
-    """Asks the plugins for stages, and keeps them.
+    """Ask the plugins for stages, and keep them.
 
     Args:
         schedule: its model is in the mode in which it is to run whenever stages are asked for.
-        outputs: see :func:`~slapo_runtime.stages.staged`.
-        batch_axes: likewise.
-        answers: shared by the copies of one model; None: its own.
+        answers: shared by the copies of one model.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        *,
-        outputs: Sequence[str] | None = None,
-        batch_axes: Mapping[str, int | None] | None = None,
-        answers: Answers | None = None,
-    ) -> None:
-        self._schedule, self._outputs, self._batch_axes = schedule, outputs, batch_axes
-        self._answers = answers if answers is not None else Answers()
+    def __init__(self, schedule: ScheduledCopy, *, answers: Answers) -> None:
+        self._schedule, self._answers = schedule, answers
         self._known: list[tuple[InputSignature, StagedModel | None]] = []
 
     def of(self, inputs: Mapping[str, Any]) -> StagedModel | None:
@@ -63,16 +54,16 @@ class StagedCalls:
             TraceError: it cannot be cut there.
             HookError: a plugin's answer is invalid, or contradicts that for a batch of another size.
         """
-        form = InputSignature(inputs, [module.training for module in self._schedule.model.modules()])
+        signature = InputSignature(inputs, [module.training for module in self._schedule.model.modules()])
         for known, stages in self._known:
-            if known == form:
+            if known == signature:
                 return stages
-        made = self._answers.of_copies(self._schedule, form, [self._schedule.model])
+        made = self._answers.of_copies(self._schedule, signature)
         if made is None:
-            made = staged(self._schedule, inputs, outputs=self._outputs, batch_axes=self._batch_axes)
-            if made is not None and not self._batch_axes:
-                self._answers.add(self._schedule, form, made)
-        self._known.append((form, made))
+            made = staged(self._schedule, inputs)
+            if made is not None:
+                self._answers.add(self._schedule, signature, made)
+        self._known.append((signature, made))
         return made
 
 
@@ -82,27 +73,27 @@ class Answers:
     def __init__(self) -> None:
         self._known: list[tuple[Sequence[Record], Any, InputSignature, StagedModel]] = []
 
-    def of_copies(self, schedule: Schedule, form: InputSignature, models: Sequence[nn.Module]) -> StagedModel | None:
-        """Return stages made of a copy with the same records and input signature.
+    def of_copies(self, schedule: ScheduledCopy, signature: InputSignature) -> StagedModel | None:
+        """Bind stages of another copy with the same records and input signature to this copy.
 
         Args:
-            schedule: of the first copy.
-            form: of the batch, and the modes.
-            models: one for each stage, or one for all of them.
+            schedule: of this copy.
+            signature: of the batch, and the modes.
         """
         structured = module_index.structure(schedule.model)
+        records = [*map(id, schedule.records)]
         for steps, known_structure, known, made in self._known:
-            if known_structure == structured and known == form and [*map(id, steps)] == [*map(id, schedule.records)]:
+            if known_structure == structured and known == signature and [*map(id, steps)] == records:
                 partition = made.partition
-                each = models if len(models) > 1 else [*models] * len(partition.stages)
-                bound = partition.bind(each) if partition.bind is not None else None
+                models = [schedule.model] * len(partition.stages)
+                bound = partition.bind(models) if partition.bind is not None else None
                 if bound is not None:
                     return dataclasses.replace(made, partition=bound)
         return None
 
-    def add(self, schedule: Schedule, form: InputSignature, made: StagedModel) -> None:
+    def add(self, schedule: ScheduledCopy, signature: InputSignature, made: StagedModel) -> None:
         """Keep an answer."""
-        self._known.append((schedule.records, module_index.structure(schedule.model), form, made))
+        self._known.append((schedule.records, module_index.structure(schedule.model), signature, made))
 
 
 # The stages of one model, each with modules of its own: like processes they share parameters and buffers at most.
@@ -111,25 +102,24 @@ class Answers:
 class IsolatedStagedCalls:
     """Make each stage of another copy of the modules, with the same tensors.
 
-    State that modules keep in attributes does not pass from one stage to the next then, as it would
-    not between processes; gradients and the optimizer's steps are those of the one model. The plugins are asked about
-    every copy, as they are on every rank, and must say the same.
+    State that modules keep in attributes does not pass from one stage to the next then, as it would not between
+    processes; gradients and the optimizer's steps are the one model's. The plugins are asked about every copy, as they
+    are on every rank, and must give the same answer.
 
     Args:
-        schedule: says where to cut.
+        schedule: with the cuts.
         model: a private copy of its model; the first stage is made of it.
         answers: see :class:`~slapo_verify.stages.StagedCalls`.
     """
 
-    def __init__(self, schedule: Schedule, model: nn.Module, *, answers: Answers | None = None) -> None:
-        self._schedule, self._model = schedule, model
-        self._answers = answers if answers is not None else Answers()
+    def __init__(self, schedule: Schedule, model: nn.Module, *, answers: Answers) -> None:
+        self._schedule, self._model, self._answers = schedule, model, answers
         self._calls = [StagedCalls(ScheduledCopy(schedule, model), answers=self._answers)]
         self.copies: list[nn.Module] = []
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # what stands in a copy for a module of the model
 
     def of(self, inputs: Mapping[str, Any]) -> StagedModel | None:
-        """As :meth:`slapo_verify.stages.StagedCalls.of`.
+        """Return the stages for a call; None where no plugin cuts the model.
 
         Raises:
             HookError: a plugin says something else about another copy, too.
@@ -161,7 +151,7 @@ class IsolatedStagedCalls:
         return dataclasses.replace(first, partition=dataclasses.replace(first.partition, stages=stages))
 
     def take_back(self, staged: StagedModel) -> None:
-        """Give the model the buffers that its stages have put in the places of others."""
+        """Give the model the buffers that its stages replaced."""
         for stage in staged.partition.stages[1:]:
             for name, buffer in stage.module.named_buffers():
                 path, _, own = name.rpartition(".")
@@ -189,7 +179,7 @@ T = TypeVar("T")
 
 
 class Staging:
-    """Calls the scheduled models of one verification stage by stage.
+    """Call the scheduled models of one verification stage by stage.
 
     Attributes:
         last: the stages that were made last; None as long as no plugin has cut a model.
@@ -204,11 +194,11 @@ class Staging:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a plugin has cut a model, or has refused to."""
+        """Return whether a plugin has cut a model, or has refused to."""
         return self.last is not None or bool(self.refusals)
 
     def caller(self, schedule: Schedule, model: nn.Module, *, apart: bool = False) -> Caller:
-        """Make the caller of a copy of a schedule's model: uncut where no active plugin can cut it.
+        """Make the caller of a copy, stage by stage where it is cut.
 
         Args:
             schedule: with the cuts.
@@ -255,13 +245,13 @@ class _StagedCaller(Caller):
 
 
 _CLOSE = 1e-6
-Call = tuple[str, int]
-Marks = tuple[tuple[float, float], ...]
+CallKey = tuple[str, int]
+Fingerprints = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
 class OtherCall:
-    """A call of a module that differs in the second run.
+    """Describe a module's call that differs in the second run.
 
     Args:
         path: of the module.
@@ -275,7 +265,7 @@ class OtherCall:
 
 
 class SeenCalls:
-    """Records inputs, outputs and gradients of every module call, two numbers for each tensor.
+    """Record two numbers of every module call's inputs, outputs and gradients.
 
     Args:
         modules: with their paths; of private copies.
@@ -287,11 +277,11 @@ class SeenCalls:
         gradients: of each call's outputs, by position.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, but: Collection[str] = ()) -> None:
-        self.given: dict[Call, Marks] = {}
-        self.gave: dict[Call, Marks] = {}
-        self.gradients: dict[Call, dict[int, Marks]] = {}
-        self._open: list[Call] = []
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, but: Collection[str]) -> None:
+        self.given: dict[CallKey, Fingerprints] = {}
+        self.gave: dict[CallKey, Fingerprints] = {}
+        self.gradients: dict[CallKey, dict[int, Fingerprints]] = {}
+        self._open: list[CallKey] = []
         self._modules = [(path, module) for path, module in modules if path and path not in but]
         self._handles: list[Any] = []
 
@@ -309,22 +299,22 @@ class SeenCalls:
         number = 0
         while (path, number) in self.given:
             number += 1
-        self.given[path, number] = _marks((args, kwargs))
+        self.given[path, number] = _fingerprints((args, kwargs))
         self._open.append((path, number))
 
     def _after(self, _: nn.Module, __: Any, output: Any) -> None:
         call = self._open.pop()
-        self.gave[call] = _marks(output)
+        self.gave[call] = _fingerprints(output)
         for number, tensor in enumerate(_tensors(output)):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._keep, call, number))
 
-    def _keep(self, call: Call, number: int, gradient: torch.Tensor) -> None:
-        self.gradients.setdefault(call, {})[number] = _marks(gradient)
+    def _keep(self, call: CallKey, number: int, gradient: torch.Tensor) -> None:
+        self.gradients.setdefault(call, {})[number] = _fingerprints(gradient)
 
 
 def first_other_call(one: SeenCalls, other: SeenCalls) -> OtherCall | None:
-    """Find the first call of ``one`` that differs in ``other``; else the last one whose gradient differs.
+    """Find the first call, or the last gradient, that differs in ``other``.
 
     Args:
         one: the first run.
@@ -347,25 +337,25 @@ def first_other_call(one: SeenCalls, other: SeenCalls) -> OtherCall | None:
     return None
 
 
-def _close(one: Marks, other: Marks) -> bool:
+def _close(one: Fingerprints, other: Fingerprints) -> bool:
     if len(one) != len(other):
         return False
     pairs = [(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)]
     return all(a == b or abs(a - b) <= _CLOSE * max(abs(a), abs(b), 1e-12) or (a != a and b != b) for a, b in pairs)
 
 
-def _marks(value: Any) -> Marks:
-    return tuple(marks(tensor) for tensor in _tensors(value))
+def _fingerprints(value: Any) -> Fingerprints:
+    return tuple(fingerprint(tensor) for tensor in _tensors(value))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """List the tensors of a value; objects that are not pytrees are left out in both runs."""
+    """List the tensors of a value, without objects that are not pytrees."""
     plain = dict(value) if isinstance(value, Mapping) else value
     return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
 
 
-def without_cuts(trials: Trials, records: Sequence[Record]) -> tuple[Record, ...]:
-    """List the steps that may be to blame without the cuts: not those that only mark a cut."""
+def without_cuts(trials: ScheduleTrials, records: Sequence[Record]) -> tuple[Record, ...]:
+    """List the steps to blame without the cuts: not those that only cut."""
     staged = trials.staging.last if trials.staging is not None else None
     boundaries = range(len(staged.partition.stages) - 1) if staged is not None else ()
     cuts = {record.index for at in boundaries if staged is not None for record in _cuts(staged, at, records)}
@@ -374,7 +364,7 @@ def without_cuts(trials: Trials, records: Sequence[Record]) -> tuple[Record, ...
 
 @dataclass(frozen=True)
 class CutFault:
-    """A mistake of the stages, where the schedule agrees without them.
+    """Describe a mistake of the stages, where the uncut schedule agrees.
 
     Args:
         records: the steps that cut at the first difference; all that cut, if it is not known.
@@ -387,20 +377,20 @@ class CutFault:
     plugin: str | None
 
     def __str__(self) -> str:
-        shown = [f"    {record}" + (f"  ({record.location})" if record.location else "") for record in self.records]
+        shown = map(record_line, self.records)
         head = "  the stages cause it: without the cuts, the same schedule agrees with the reference model"
         return "\n".join([head, *shown, *(f"  {line}" for line in self.lines)])
 
 
 def find_cut_fault(
-    trials: Trials,
+    trials: ScheduleTrials,
     reference: ReferenceRun,
     records: Sequence[Record],
     *,
-    kind: str | None = None,
-    error: BaseException | None = None,
+    kind: str | None,
+    error: BaseException | None,
 ) -> CutFault:
-    """Find the wrong stage of a schedule that agrees without the cuts; all ranks call it.
+    """Find the wrong stage of a schedule that agrees without cuts.
 
     Args:
         trials: that found the failure.
@@ -441,7 +431,7 @@ def find_cut_fault(
     return CutFault(tuple(found[index] for index in sorted(found)), tuple(lines), staged.partition_by)
 
 
-def _other_call(trials: Trials, staging: Staging, reference: ReferenceRun, kind: str) -> OtherCall | None:
+def _other_call(trials: ScheduleTrials, staging: Staging, reference: ReferenceRun, kind: str) -> OtherCall | None:
     assert staging.last is not None
     ends = [stage.last for stage in staging.last.partition.stages if stage.last is not None]
     looked_through = {".".join(end.split(".")[:depth]) for end in ends for depth in range(1, end.count(".") + 1)}
@@ -478,7 +468,7 @@ def _without_gradient(staged: StagedModel, boundary: int) -> list[str]:
 
 
 def _cuts(staged: StagedModel, boundary: int, records: Sequence[Record]) -> list[Record]:
-    """List the steps that ask for a cut, at its module or around it: of the plugin that cuts, or by namespace."""
+    """List the steps that ask for a cut at or around its module."""
     end = staged.partition.stages[boundary].last or ""
     around = [record for record in records if f"{end}.".startswith(f"{record.path}." if record.path else "")]
     distribution = staged.partition_by.partition(" ")[0]

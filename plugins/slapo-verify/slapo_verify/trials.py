@@ -1,4 +1,4 @@
-"""Run the reference model, the scheduled one, and parts of its schedule; compare, and blame."""
+"""Run the reference model, the scheduled model, and parts of its schedule."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from slapo_core.primitive import Equivalence
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.trial_groups import Failure
 from slapo_runtime.world import Attempt, World
-from slapo_verify.blame import Blame, find_steps, suggestions
+from slapo_verify.blame import Blame, find_steps
 from slapo_verify.compare import OF_NORM, Comparison, Difference, Tolerance, compare, compare_dropout, room_for_rounding
-from slapo_verify.copies import Counterparts, Subjects
-from slapo_verify.divergence import advice, diverged, tell, without_effect
+from slapo_verify.copies import Counterparts, ModelCopies
+from slapo_verify.divergence import advice, diverged, summarize, without_effect
+from slapo_verify.fixes import suggestions
 from slapo_verify.inputs import Inputs
 from slapo_verify.kinds import EARLY, ON_ONE_COPY, ORDER, OWN_TYPES
 from slapo_verify.phases import Conditions, Observation, Runner, Withheld, step_size
 from slapo_verify.precision import DtypeObserver, coarsest, own_dtype
-from slapo_verify.search import Failed, Outcome
+from slapo_verify.search import Failed, TrialOutcome
 from slapo_verify.stages import Staging
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
-    """The keyword arguments of :func:`slapo_core.verify`."""
+class VerifyOptions:
+    """Hold the keyword arguments of :func:`slapo_core.verify`."""
 
     rtol: float | None
     atol: float | None
@@ -51,7 +52,7 @@ class Options:
 
 @dataclass
 class ReferenceRun:
-    """The run of the reference model: its values, and the types of its computations.
+    """Keep a run of the reference model: its values and types.
 
     Args:
         seen: its values in the phases being compared.
@@ -74,7 +75,7 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scheduled model to run: its schedule, its tensors' counterparts, and a factory of fresh copies."""
+    """Describe a scheduled model to run, and how to copy it."""
 
     schedule: Schedule
     counterparts: Counterparts
@@ -82,8 +83,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """The outcome of a scheduled model, or of some steps alone; the same on every rank.
+class TrialResult:
+    """Describe the outcome of a scheduled model, or of some steps alone.
 
     Args:
         outcome: whether and how it fails.
@@ -92,13 +93,13 @@ class Tried:
         raised: where it raised; None if it did not.
     """
 
-    outcome: Outcome
+    outcome: TrialOutcome
     first: tuple[int, Difference] | None = None
     gradients: Sequence[str] = ()
     raised: Attempt[Any] | None = None
 
     @classmethod
-    def raising(cls, raised: Attempt[Any] | None) -> Tried:
+    def raising(cls, raised: Attempt[Any] | None) -> TrialResult:
         assert raised is not None
         return cls(Failed.with_exception(raised.failures[0]), raised=raised)
 
@@ -107,17 +108,22 @@ class Tried:
         return self.outcome == "agrees"
 
     @property
+    def kind(self) -> str | None:
+        """Return the kind of the first difference; None without one."""
+        return self.first[1].kind if self.first is not None else None
+
+    @property
     def failures(self) -> Sequence[Failure]:
-        """The exceptions, with their ranks."""
+        """Return the exceptions, with their ranks."""
         return self.raised.failures if self.raised is not None else ()
 
 
 class OtherRankError(VerifyError):
-    """Another rank raised an error of its own."""
+    """Report an error that another rank raised."""
 
 
 def reraise(attempt: Attempt[Any]) -> None:
-    """Raise the error of a rank before anything ran: its own, or the first one of the others."""
+    """Raise the error of a rank before anything ran: this rank's, or the first."""
     if not attempt.failures:
         return
     if attempt.error is not None:
@@ -127,34 +133,34 @@ def reraise(attempt: Attempt[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Trials:
-    """Runs both models, and parts of the schedule; all ranks call the same methods, in the same order.
+class ScheduleTrials:
+    """Run both models, and parts of the schedule, on all ranks in one order.
 
     Args:
         world: the ranks.
         inputs: one batch.
-        subjects: gives copies.
+        copies: makes copies of both models.
         options: of the call.
         staging: calls the scheduled models stage by stage where they are cut; None ignores the cuts.
     """
 
     world: World
     inputs: Inputs
-    subjects: Subjects
-    options: Options
+    copies: ModelCopies
+    options: VerifyOptions
     staging: Staging | None = None
 
     @property
     def candidate(self) -> Candidate:
         """Return the scheduled model itself."""
-        return Candidate(self.subjects.schedule, self.subjects.counterparts, self.subjects.candidate)
+        return Candidate(self.copies.schedule, self.copies.counterparts, self.copies.candidate)
 
     # -- the reference model ----------------------------------------------------------------------------------
 
     def start_reference(
-        self, dtype: torch.dtype | None, withheld: frozenset[str] = frozenset()
+        self, dtype: torch.dtype | None, withheld: frozenset[str]
     ) -> tuple[ReferenceRun, Runner, float]:
-        """Run the phases that every model can run; return values, runner, and a learning rate for the updates.
+        """Run the first phases of the reference model; find a learning rate.
 
         Args:
             dtype: as of :class:`~slapo_verify.phases.Conditions`.
@@ -162,7 +168,7 @@ class Trials:
         """
         options = self.options
         conditions = Conditions(dtype, options.seed, options.optimizer_steps, withheld=withheld)
-        model = self.subjects.reference(dtype)
+        model = self.copies.reference(dtype)
         base = self.own_dtype(model) if dtype is None else dtype
         runner = Runner(model, self.inputs.cast(dtype), conditions)  # before observing: casting is not the model's
         with DtypeObserver() as observer:
@@ -174,10 +180,10 @@ class Trials:
         return ReferenceRun(seen, conditions, EARLY, lowest, finer, base), runner, step_size(model, seen)
 
     def add_reference(self, reference: ReferenceRun, phase: str, runner: Runner | None = None) -> None:
-        """Run one more phase, on the copy that ran the first ones or on a fresh one, and add its values."""
+        """Run one more phase of the reference model, and add its values."""
         conditions = reference.conditions
         if phase not in ON_ONE_COPY:
-            model = self.subjects.reference(None if phase == OWN_TYPES else conditions.dtype)
+            model = self.copies.reference(None if phase == OWN_TYPES else conditions.dtype)
             runner = Runner(model, self.inputs, conditions)
         assert runner is not None
         runner.conditions = conditions
@@ -192,7 +198,7 @@ class Trials:
         reference.phases = (*dict.fromkeys((*reference.phases, phase)),)
 
     def again(self, reference: ReferenceRun, phases: Sequence[str]) -> ReferenceRun:
-        """Repeat the run with those of ``phases`` that it had."""
+        """Repeat the run, with the given phases that it had."""
         repeated, runner, _ = self.start_reference(reference.conditions.dtype, reference.conditions.withheld)
         again = dataclasses.replace(reference, seen=repeated.seen, phases=EARLY)
         for phase in phases:
@@ -201,7 +207,7 @@ class Trials:
         return again
 
     def own_dtype(self, model: nn.Module) -> torch.dtype:
-        """Return the coarsest type of a model's parameters and buffers, or else of the inputs."""
+        """Return the coarsest type of a model, or else of the inputs."""
         return own_dtype(model, (tensor for _, tensor in self.inputs.tensors()))
 
     # -- scheduled models -------------------------------------------------------------------------------------
@@ -237,7 +243,7 @@ class Trials:
     def late(
         self, candidate: Candidate, reference: ReferenceRun, phase: str, runner: Runner | None = None
     ) -> Observation:
-        """Run a later phase, on the copy that ran the first ones or on a fresh one."""
+        """Run a later phase on the same copy, or on a fresh one."""
         conditions = self.conditions(candidate, reference)
         if phase not in ON_ONE_COPY:
             model = candidate.make(None if phase == OWN_TYPES else conditions.dtype)
@@ -247,7 +253,7 @@ class Trials:
         return runner.run((phase,))
 
     def conditions(self, candidate: Candidate, reference: ReferenceRun, *, apart: bool = False) -> Conditions:
-        """Adapt the reference run's conditions to a scheduled model; ``apart``: stages with modules of their own."""
+        """Adapt the conditions to a scheduled model; ``apart``: isolated stages."""
         adapted = dataclasses.replace(reference.conditions, adapt_output=_output_adapter(candidate.schedule))
         if self.staging is None:
             return adapted
@@ -264,30 +270,30 @@ class Trials:
         mesh = candidate.schedule.mesh
         if not self.world.is_alone and mesh is not None:
             both = seen.of("output with dropout"), seen.of("gradient with dropout")
-            told = self.world.gather(tell(mesh, *both, drawn, candidate.counterparts))
-            seen.values["diverged dropout"] = {"ranks": told}
+            ranks = self.world.gather(summarize(mesh, *both, drawn, candidate.counterparts))
+            seen.values["diverged dropout"] = {"ranks": ranks}
         for kind in ("output with dropout", "gradient with dropout") if other_stream else ():
             seen.values.pop(kind)
 
     def advice(self, reference: ReferenceRun, seen: Observation) -> list[str]:
         """Return notes on the ranks' dropout, where it is right."""
-        told, reference_model = seen.of("diverged dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
-        records = self.subjects.schedule.records
-        return [*filter(None, (advice(told, reference_model), without_effect(told, reference_model, records)))]
+        ranks, drawn = seen.of("diverged dropout").get("ranks", []), reference.seen.of("dropout")["forward"]
+        records = self.copies.schedule.records
+        return [*filter(None, (advice(ranks, drawn), without_effect(ranks, drawn, records)))]
 
     def other_stream(self, candidate: Candidate, reference: ReferenceRun, seen: Observation) -> str | None:
-        """Return why some rank's dropout rightly uses another RNG stream than the reference model."""
+        """Return why a rank's dropout rightly uses another RNG stream."""
         promise = Equivalence.weakest(record.primitive.equivalence for record in candidate.schedule.records)
         alike = compare_dropout("dropout", reference.seen, seen, candidate.counterparts, promise)
         return next(filter(None, self.world.gather(alike.other_stream or alike.wrong)), None)
 
     def withheld(self, seen: Observation) -> frozenset[str]:
-        """Name the outputs that a scheduled model withholds in training, on any rank."""
+        """Return the outputs that a scheduled model withholds in training, on any rank."""
         found = {name for name, value in seen.of("output").items() if isinstance(value, Withheld)}
         return frozenset[str]().union(*self.world.gather(found))
 
     def was_refused(self, attempt: Attempt[Any]) -> bool:
-        """Return whether plugins refused to cut the model, or answered wrongly about its stages."""
+        """Return whether plugins refused to cut the model, or answered wrongly."""
         refusals = self.staging.refusals if self.staging is not None else set()
         refused = all((failure.kind, failure.text) in refusals for failure in attempt.failures)
         return all(self.world.gather(refused))
@@ -305,7 +311,7 @@ class Trials:
     def _tolerance(
         self, dtype: torch.dtype, records: Sequence[Record], room: float | None = None, *, jumps: bool = False
     ) -> Tolerance:
-        """Return the tolerance with ``room`` for rounding; given tolerances can only widen it."""
+        """Return the tolerance with ``room`` for rounding; options only widen it."""
         promises = [record.primitive.equivalence for record in records]
         rtol, atol = self.options.rtol, self.options.atol
         if room is None:
@@ -326,33 +332,33 @@ class Trials:
                 for place, dtype in reference.finer.items()
             }
             compared = compare(reference.seen, seen, names, self.tolerance(reference, records), finer)
-            told = seen.of("diverged dropout").get("ranks", [])
+            ranks = seen.of("diverged dropout").get("ranks", [])
             reference_model = reference.seen.of("dropout").get("forward", [])
-            compared.add(Comparison(diverged(told, reference_model, records, reference.coarsest)))
+            compared.add(Comparison(diverged(ranks, reference_model, records, reference.coarsest)))
             return compared
 
         compared = self.world.attempt(run)
         reraise(compared)
         return compared.value()
 
-    def conclude(self, own: Comparison) -> Tried:
-        """Merge the ranks' comparisons: of the first differences the earliest kind decides."""
+    def conclude(self, own: Comparison) -> TrialResult:
+        """Merge the ranks' comparisons: the earliest kind decides."""
         by_rank = zip(self.world.ranks, self.world.gather(own.differences[:1]), strict=True)
         firsts = [(rank, found[0]) for rank, found in by_rank if found]
         first = min(firsts, key=lambda item: (ORDER.index(item[1].kind), item[0]), default=None)
         if first is None:
-            return Tried("agrees")
+            return TrialResult("agrees")
         names = [found.name for found in own.differences if found.kind == first[1].kind]
         on_ranks = self.world.gather(names if first[1].kind == "gradient" else [])
-        return Tried(Failed.by(first[1]), first, list(dict.fromkeys(name for rank in on_ranks for name in rank)))
+        return TrialResult(Failed.by(first[1]), first, list(dict.fromkeys(name for rank in on_ranks for name in rank)))
 
     def judge(
         self, candidate: Candidate, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]
-    ) -> Tried:
-        """Run ``phases`` of a scheduled model, and compare them under the promises of ``records``."""
+    ) -> TrialResult:
+        """Run ``phases`` of a scheduled model, and compare them."""
         ran = self.run(candidate, reference, phases)
         if ran.failures:
-            return Tried.raising(ran)
+            return TrialResult.raising(ran)
         withheld = reference.conditions.withheld | self.withheld(ran.value())
         if withheld != reference.conditions.withheld:
             conditions = dataclasses.replace(reference.conditions, withheld=withheld)
@@ -366,12 +372,12 @@ class Trials:
         self,
         reference: ReferenceRun,
         phases: Sequence[str],
-        tried: Tried,
+        result: TrialResult,
         *,
         near: str | None,
         records: Sequence[Record],
     ) -> Blame:
-        """Find the steps that fail as ``records`` do (``tried``)."""
+        """Find the steps that fail as ``records`` do, with ``result``."""
         started, limit = time.monotonic(), self.options.blame_seconds
 
         def is_over() -> bool:
@@ -381,10 +387,10 @@ class Trials:
             records,
             lambda part: self.try_steps(reference, phases, part).outcome,
             near=near,
-            tied=self.subjects.tied_modules(),
-            failed=tried.outcome if isinstance(tried.outcome, Failed) else None,
-            suggest=lambda: suggestions(self.subjects.schedule, tried.gradients),
-            paths=[path for path, _ in self.subjects.reference_model.named_modules()],
+            tied=self.copies.tied_modules(),
+            failed=result.outcome if isinstance(result.outcome, Failed) else None,
+            suggest=lambda: suggestions(self.copies.schedule, result.gradients),
+            paths=[path for path, _ in self.copies.reference_model.named_modules()],
             stop=is_over,
         )
 
@@ -394,31 +400,31 @@ class Trials:
         phases: Sequence[str],
         part: Sequence[Record],
         promises: Sequence[Record] | None = None,
-    ) -> Tried:
-        """Try ``part`` alone, under the promises of its own steps, or of others; the same on every rank."""
+    ) -> TrialResult:
+        """Try ``part`` alone, under its own promises or others."""
         applied = self.world.attempt(lambda: self._applied(part))
         if applied.failures:
-            return Tried("refused")
+            return TrialResult("refused")
         schedule, counterparts = applied.value()
         schedules = iter([schedule])
 
         def make(dtype: torch.dtype | None) -> nn.Module:
-            trial = next(schedules, None) or self.subjects.trial(part)
-            return self.subjects.ready(trial, counterparts, dtype)
+            trial = next(schedules, None) or self.copies.trial(part)
+            return self.copies.ready(trial, counterparts, dtype)
 
         return self.judge(
             Candidate(schedule, counterparts, make), reference, phases, part if promises is None else promises
         )
 
-    def without_stages(self, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]) -> Tried:
-        """Try the whole schedule, or a part of its steps, without the cuts."""
+    def without_stages(self, reference: ReferenceRun, phases: Sequence[str], records: Sequence[Record]) -> TrialResult:
+        """Try all or some steps of the schedule without the cuts."""
         plain = dataclasses.replace(self, staging=None)
-        if len(records) < len(self.subjects.schedule.records):
+        if len(records) < len(self.copies.schedule.records):
             return plain.try_steps(reference, phases, records)
         return plain.judge(self.candidate, reference, phases, records)
 
     def _applied(self, part: Sequence[Record]) -> tuple[Schedule, Counterparts]:
-        schedule = self.subjects.trial(part)
+        schedule = self.copies.trial(part)
         correspondence, _ = Correspondence.of(schedule)
         correspondence.check()
         return schedule, Counterparts.of(correspondence, schedule.model)
@@ -435,7 +441,8 @@ def _output_adapter(schedule: Schedule) -> Callable[[Any], Any]:
 
 
 def _require_gradients(runner: Runner, seen: Observation) -> None:
-    """
+    """Require a gradient for some trained parameter.
+
     Raises:
         ValueError: nothing that is trained has a gradient, so that no backward pass could be compared.
     """
@@ -450,7 +457,7 @@ def _require_gradients(runner: Runner, seen: Observation) -> None:
 def _types(
     seen: Observation, observer: DtypeObserver, base: torch.dtype
 ) -> tuple[torch.dtype, dict[tuple[str, str], torch.dtype]]:
-    """Return the coarsest type of a run, and the finer types behind single tensors."""
+    """Return the coarsest type of a run, and finer types behind single tensors."""
     lowest = coarsest([base, *(found for found in observer.seen if _coarser(found, base))])
     finer = {
         (kind, name): found

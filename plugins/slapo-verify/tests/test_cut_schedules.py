@@ -104,7 +104,7 @@ WRONG_LIVENESS = {
         ("", "a list", ("slapo_liveness", "a list")),
     ],
 )
-def test_answers_that_cannot_be_right_are_refused_with_their_plugin(
+def test_invalid_stages_are_refused_with_their_plugin(
     cut: Make, fault: str, live: str | None, words: tuple[str, ...], message: Messages
 ) -> None:
     with pytest.raises(HookError) as caught:
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_be_cut_there_is_refused_as_the_plugin_says(cut: Mak
     assert caught.value.path == "blocks.0"
 
 
-def test_what_modules_leave_to_each_other_does_not_pass_a_cut(cut: Make) -> None:
+def test_module_state_does_not_pass_a_cut(cut: Make) -> None:
     """In one process a later stage would find it, in another one not: a run that trains, wrongly."""
     assert slapo.verify(cut(cuts=(), talks=True), batch(), optimizer_steps=0)
     with pytest.raises(VerifyError) as caught:
@@ -134,7 +134,7 @@ def test_what_modules_leave_to_each_other_does_not_pass_a_cut(cut: Make) -> None
     assert "at 'blocks.1' in stage 1: it gets the same inputs" in text
 
 
-def test_an_argument_that_one_stage_writes_to_is_as_it_was_for_the_others(cut: Make) -> None:
+def test_stage_writes_do_not_reach_other_stages_arguments(cut: Make) -> None:
     """Every stage reads its own batch; that the model changes its argument in place does not pass the cut."""
     assert slapo.verify(cut(cuts=(), writes=True), batch(), optimizer_steps=0)
     with pytest.raises(VerifyError, match="without the cuts"):
@@ -146,7 +146,7 @@ def test_stages_that_depend_on_more_than_model_and_schedule_are_refused(cut: Mak
         slapo.verify(cut("other names"), batch())
 
 
-def test_a_form_of_a_batch_that_gives_no_stages_is_told_and_not_compared(cut: Make, message: Messages) -> None:
+def test_input_signature_without_stages_is_noted(cut: Make, message: Messages) -> None:
     report = slapo.verify(cut("refuses large"), batch(), optimizer_steps=0)
     for note, size in zip(report.notes, ("a batch of 8 without scale ", "a batch of 8 "), strict=True):
         message(note, size, "TraceError: cannot cut a large batch")

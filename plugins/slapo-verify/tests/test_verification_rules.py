@@ -17,7 +17,7 @@ from slapo_verify.blame import find_steps
 from slapo_verify.compare import Tolerance, compare
 from slapo_verify.copies import Counterparts
 from slapo_verify.phases import Observation, output_leaves
-from slapo_verify.search import Failed, Outcome
+from slapo_verify.search import Failed, TrialOutcome
 
 EXACT, REORDERED, RANDOM = slapo.Equivalence.EXACT, slapo.Equivalence.REORDERED, slapo.Equivalence.RANDOM
 
@@ -97,7 +97,7 @@ def test_whole_numbers_types_shapes_and_plain_values_are_compared_exactly() -> N
     assert len(differences(1.0, 1.1, allowed=1e-8)) == 1
 
 
-def test_outputs_have_leaves_with_the_names_that_one_would_write() -> None:
+def test_output_leaves_have_python_names() -> None:
     from collections import OrderedDict
 
     @dataclass
@@ -139,7 +139,7 @@ LAYER = ("attention.query", "attention.output", "mlp.up", "mlp.down")
 def search(steps: list[slapo.Record], guilty: set[int], *, units: Sequence[set[int]] = (), near: str | None = None):
     """Search where ``guilty`` steps differ together; a part of a unit without the rest of it runs into an exception."""
 
-    def try_steps(part: Sequence[slapo.Record]) -> Outcome:
+    def try_steps(part: Sequence[slapo.Record]) -> TrialOutcome:
         present = {record.index for record in part}
         if any(present & unit and not unit <= present for unit in units):
             return Failed("other", "")
@@ -175,7 +175,7 @@ def test_the_same_mistake_in_every_layer_is_named_once() -> None:
     assert blame.likewise == ("layer.1", "layer.2")
 
 
-def test_steps_that_fail_only_together_are_given_together_and_otherwise_the_nearest_are() -> None:
+def test_steps_that_fail_only_together_are_blamed_together() -> None:
     steps = records("encoder.a", "encoder.b", "decoder.c", "decoder.d")
     assert [record.index for record in search(steps, {1, 2}).records] == [1, 2]
     blame = search(steps, {1, 3}, near="decoder.c")
@@ -186,10 +186,12 @@ def test_steps_that_fail_only_together_are_given_together_and_otherwise_the_near
     assert "the cause is not known: 4 steps" in str(blame)
 
 
-def sized(guilty: dict[int, float], *, units: Sequence[set[int]] = ()) -> Callable[[Sequence[slapo.Record]], Outcome]:
+def sized(
+    guilty: dict[int, float], *, units: Sequence[set[int]] = ()
+) -> Callable[[Sequence[slapo.Record]], TrialOutcome]:
     """Each guilty step adds to the difference in the output; a part of a unit without the rest of it adds 7.77."""
 
-    def try_steps(part: Sequence[slapo.Record]) -> Outcome:
+    def try_steps(part: Sequence[slapo.Record]) -> TrialOutcome:
         present = {record.index for record in part}
         size = sum(guilty.get(index, 0.0) for index in present)
         size += sum(7.77 for unit in units if present & unit and not unit <= present)
@@ -213,10 +215,10 @@ def test_steps_that_are_coupled_over_all_blocks_are_followed_across_them() -> No
     assert ([record.index for record in blame.records], blame.proven, blame.among) == ([7], False, 9)
 
 
-def test_a_step_that_a_plugin_suggests_is_told_when_the_schedule_agrees_with_it() -> None:
+def test_agreeing_suggestion_of_a_plugin_is_shown() -> None:
     steps = records("layer.0.a", "layer.0.b", "layer.0.c", "layer.0.d")
 
-    def try_steps(part: Sequence[slapo.Record]) -> Outcome:
+    def try_steps(part: Sequence[slapo.Record]) -> TrialOutcome:
         wrong = {1, 2, 3, 4} <= {record.index for record in part}
         cured = any(record.path == "layer.0.norm" for record in part)
         return Failed("gradient", "x", 1.0) if wrong and not cured else "agrees"
@@ -242,7 +244,7 @@ def test_steps_that_agree_on_a_fresh_copy_are_not_blamed() -> None:
 
 
 @pytest.mark.parametrize(("share", "found"), [(0.0, 1), (0.05, 1), (0.2, 0)])
-def test_a_jump_in_one_element_of_a_gradient_counts_by_what_it_makes_of_the_whole(share: float, found: int) -> None:
+def test_jump_in_one_element_counts_by_its_share_of_the_norm(share: float, found: int) -> None:
     before = torch.ones(100, dtype=torch.bfloat16)
     after = before.clone()
     after[3] = 2.0  # a tenth of the norm

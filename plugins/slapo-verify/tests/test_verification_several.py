@@ -56,14 +56,14 @@ class Detached(nn.Linear):
 
 
 @pytest.mark.parametrize("by_a_step", [False, True])
-def test_what_one_schedule_freezes_is_not_frozen_for_the_next(by_a_step: bool) -> None:
+def test_schedules_do_not_share_frozen_parameters(by_a_step: bool) -> None:
     model = net()
     model.up.weight.requires_grad_(by_a_step)
     frozen = slapo.create_schedule(model)
     if by_a_step:
         frozen["up"].apply(Freeze())
     first, second = slapo.verify([frozen, right()], INPUTS)
-    assert ("as the schedule says, in both models: up.weight (frozen)" in first.notes) is by_a_step
+    assert ("set by the schedule, in both models: up.weight (frozen)" in first.notes) is by_a_step
     assert second == slapo.verify(right(), INPUTS)
     cut = slapo.create_schedule(net())
     cut["up"].replace(Detached(8, 16))
@@ -72,7 +72,7 @@ def test_what_one_schedule_freezes_is_not_frozen_for_the_next(by_a_step: bool) -
     assert caught.value.tensor == "gradient of up.weight"
 
 
-def test_the_wrong_one_is_named_with_what_came_of_the_others() -> None:
+def test_wrong_schedule_is_named_with_the_others_outcomes() -> None:
     with pytest.raises(slapo.VerifyError) as caught:
         slapo.verify([right(), doubled(), right(), doubled()], INPUTS)
     lines = caught.value.message.splitlines()
@@ -110,13 +110,13 @@ def test_another_probability_is_another_model() -> None:
 @pytest.mark.parametrize(
     ("given", "got"), [([], "list"), ([1], "int"), ("x", "str"), (nn.Linear(1, 1), "Linear"), ([nn.ReLU()], "ReLU")]
 )
-def test_what_is_no_schedule_is_refused_by_its_type(given: Any, got: str, message: Messages) -> None:
+def test_other_objects_than_schedules_are_refused(given: Any, got: str, message: Messages) -> None:
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(given, INPUTS)
     message(caught, "list of schedules", f"(got {got})", "verify([sch_a, sch_b], batch)")
 
 
-def test_a_second_schedule_in_the_place_of_the_inputs_is_refused(message: Messages) -> None:
+def test_schedule_given_as_inputs_is_refused(message: Messages) -> None:
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo.verify(right(), right())
     message(caught, "verify([sch_a, sch_b], batch)")

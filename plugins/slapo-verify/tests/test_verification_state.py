@@ -115,7 +115,7 @@ def failure(sch: slapo.Schedule) -> slapo.VerifyError:
         ("from the second step on", "bn", "output in evaluation mode after 3 optimizer steps"),
     ],
 )
-def test_what_shows_only_in_a_later_call_is_found_and_blamed(mistake: str, path: str, tensor: str) -> None:
+def test_difference_in_a_later_call_is_found_and_blamed(mistake: str, path: str, tensor: str) -> None:
     torch.manual_seed(0)
     sch = slapo.create_schedule(Net())
     sch["fc2"].checkpoint()
@@ -127,7 +127,7 @@ def test_what_shows_only_in_a_later_call_is_found_and_blamed(mistake: str, path:
 
 
 @pytest.mark.parametrize(("path", "name"), [("fc1", "weight"), ("unused", "bias")])
-def test_freezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, name: str, message: Messages) -> None:
+def test_undeclared_freezing_is_found_and_blamed(path: str, name: str, message: Messages) -> None:
     sch = slapo.create_schedule(Net())
     sch["fc2"].checkpoint()
     sch[path].apply(Freeze(name, says_so=False))
@@ -138,11 +138,11 @@ def test_freezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, n
     assert error.hint == f"edit.set_requires_grad(node, '{name}', False)"
 
 
-def test_freezing_that_is_said_or_was_there_before_agrees() -> None:
+def test_declared_or_earlier_freezing_agrees() -> None:
     sch = slapo.create_schedule(Net())
     sch["fc1"].apply(Freeze("weight", says_so=True))
     assert slapo.verify(sch, torch.randn(5, 6)).notes == (
-        "as the schedule says, in both models: fc1.weight (frozen)",
+        "set by the schedule, in both models: fc1.weight (frozen)",
         ONE_SAMPLE,
     )
     model = Net()
@@ -153,7 +153,7 @@ def test_freezing_that_is_said_or_was_there_before_agrees() -> None:
     assert slapo.verify(sch, torch.randn(5, 6)).notes == (ONE_SAMPLE,)
 
 
-def test_freezing_after_the_schedule_is_told_with_the_place_to_do_it(message: Messages) -> None:
+def test_freezing_after_the_schedule_names_the_place_to_do_it(message: Messages) -> None:
     sch = slapo.create_schedule(Net())
     sch["fc1"].apply(Unfreeze("another object"))  # from here on the reference model has a parameter of its own
     sch.model.get_parameter("fc1.weight").requires_grad_(False)
@@ -199,7 +199,7 @@ def partly_frozen() -> Net:
 
 @pytest.mark.parametrize("path", ["fc1", "unused"])
 @pytest.mark.parametrize("way", ["the same object", "another object"])
-def test_unfreezing_a_parameter_without_saying_so_is_found_and_blamed(path: str, way: str, message: Messages) -> None:
+def test_undeclared_unfreezing_is_found_and_blamed(path: str, way: str, message: Messages) -> None:
     sch = slapo.create_schedule(partly_frozen())
     sch["fc2"].checkpoint()
     sch[path].apply(Unfreeze(way))
@@ -221,13 +221,13 @@ def test_a_replacement_that_unfreezes_is_found_in_this_process_and_in_others(mes
     assert step.startswith("#2 replace(")
 
 
-def test_unfreezing_that_is_said_or_done_by_the_user_agrees() -> None:
+def test_declared_or_user_unfreezing_agrees() -> None:
     sch = slapo.create_schedule(partly_frozen())
     sch["fc1"].apply(Unfreeze("said"))
     sch["fc2"].replace(lambda old: nn.Linear(8, 6))
     report = slapo.verify(sch, torch.randn(5, 6))
-    assert [note for note in report.notes if "schedule says" in note] == [
-        "as the schedule says, in both models: fc1.weight (trained)"
+    assert [note for note in report.notes if "set by the schedule" in note] == [
+        "set by the schedule, in both models: fc1.weight (trained)"
     ]
     model = partly_frozen()
     sch = slapo.create_schedule(model)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_loss import deferred
-from slapo_loss.deferred import Call
+from slapo_loss import deferred_values
+from slapo_loss.deferred_values import ForwardCall
 from tests.integration.zoo.architectures import Architecture, CannotMake
 from tests.integration.zoo.shrinking import VOCABULARY
 
@@ -310,17 +310,17 @@ def _difference(name: str, one: Tensor, other: Tensor, exact: bool) -> Iterator[
 
 
 @contextmanager
-def _calls() -> Iterator[list[Call]]:
+def _calls() -> Iterator[list[ForwardCall]]:
     """Collect the forwards in which logits are deferred."""
-    found: list[Call] = []
-    make = deferred._Values.__init__
+    found: list[ForwardCall] = []
+    make = deferred_values.LogitsValues.__init__
 
-    def collect(self: Any, hidden: Tensor, head: Any, call: Call, *rest: Any) -> None:
+    def collect(self: Any, hidden: Tensor, head: Any, call: ForwardCall, *rest: Any) -> None:
         make(self, hidden, head, call, *rest)
         if not any(one is call for one in found):
             found.append(call)
 
-    with mock.patch.object(deferred._Values, "__init__", collect):
+    with mock.patch.object(deferred_values.LogitsValues, "__init__", collect):
         yield found
 
 
