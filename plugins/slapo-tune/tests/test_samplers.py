@@ -70,25 +70,25 @@ def test_a_kind_that_nobody_declares_has_no_names_and_spares_its_plugin(
 
 
 FAULTS = {
-    "repeats": ("return next(iter(space.points()))", "the history has"),
+    "repeats": ("return next(iter(space.points()))", "a point of the history"),
     "elsewhere": ("return {'batch': 7}", "not a point of the space"),
     "half": (LAST + "return dict([*left[0].items()][:1]) if left else None", "not a point of the space"),
     "failures forgotten": (
         "tried = [trial.point for trial in history if trial.status == 'ok']\n"
         "left = [point for point in space.points() if point not in tried]\nreturn left[0] if left else None",
-        "the history has",
+        "a point of the history",
     ),
     "counts itself": (
         LAST + "self.calls = getattr(self, 'calls', 0) + 1\nreturn left[self.calls % len(left)] if left else None",
-        "does not depend on its arguments alone",
+        "is not a function of its arguments",
     ),
     "global random": (
         "import random\n" + LAST + "return random.choice(left) if left else None",
-        "does not depend on its arguments alone",
+        "is not a function of its arguments",
     ),
     "changes history": (
         LAST + "history.pop() if len(history) > 1 else None\nreturn left[0] if left else None",
-        "does not depend on its arguments alone",
+        "is not a function of its arguments",
     ),
 }
 

@@ -87,24 +87,24 @@ def refusal(*words: object) -> str:
 def test_study_files_that_cannot_be_used_are_named_with_the_reason(
     tmp_path: Path, study: Path, message: Messages
 ) -> None:
-    def said(name: str, text: str | None) -> str:
+    def error_of(name: str, text: str | None) -> str:
         file = tmp_path / name
         if text is not None:
             file.write_text(text)
         return refusal("report", file)
 
-    message(said("none_study.py", None), "file not found: TMP/none_study.py")
-    message(said("study.txt", "study"), "TMP/study.txt", "not a Python file")
-    message(said("empty_study.py", ""), "TMP/empty_study.py", "no 'study'")
-    message(said("odd_study.py", "study = 3"), "'study' of TMP/odd_study.py", "got int")
-    bad = said("bad_study.py", "raise ValueError(3)\n")
+    message(error_of("none_study.py", None), "file not found: TMP/none_study.py")
+    message(error_of("study.txt", "study"), "TMP/study.txt", "not a Python file")
+    message(error_of("empty_study.py", ""), "TMP/empty_study.py", "no 'study'")
+    message(error_of("odd_study.py", "study = 3"), "'study' of TMP/odd_study.py", "got int")
+    bad = error_of("bad_study.py", "raise ValueError(3)\n")
     message(bad, "TMP/bad_study.py", "ValueError: 3 (line 1: raise ", "python TMP/bad_study.py")
-    assert "cannot be imported: SyntaxError" in said("syntax_study.py", "def f(:\n")
+    assert "cannot be imported: SyntaxError" in error_of("syntax_study.py", "def f(:\n")
     message(
-        said("exit_study.py", "import sys; sys.exit(3)"), "TMP/exit_study.py", "SystemExit: 3 (line 1: import sys; "
+        error_of("exit_study.py", "import sys; sys.exit(3)"), "TMP/exit_study.py", "SystemExit: 3 (line 1: import sys; "
     )
     without_ranks = study.read_text().replace("sampler=", "world_size=0, sampler=")
-    message(said("zero_study.py", without_ranks), "TMP/zero_study.py", "world_size", "got 0")
+    message(error_of("zero_study.py", without_ranks), "TMP/zero_study.py", "world_size", "got 0")
     changed = load(study, log=Path("other.jsonl"), trials=3)
     assert (changed.trials, changed.log, changed.sampler) == (3, Path("other.jsonl"), "exhaustive")
 
@@ -124,7 +124,7 @@ def test_the_report_says_what_the_log_says(searched: Path, message: Messages) ->
     assert printed.startswith(
         "16 points (1 more refused by the space); 8 started, 3 pruned, 5 not tried; 32 s in trials\n"
     )
-    assert "the best 2 of 4 that were ok" in printed
+    assert "best 2 of 4 ok trials" in printed
     assert "a batch has at least 2 samples" in printed
     answer = json.loads(slapo_tune("report", searched, "--json").output)
     assert answer["best"]["number"] == 1
@@ -175,20 +175,20 @@ def test_the_space_is_shown_without_a_log(study: Path) -> None:
 def test_a_search_that_is_interrupted_says_how_to_go_on(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from slapo_tune import search as searching
+    from slapo_tune import study as studies
 
     def interrupted(chosen: Any, *, resume: bool, tell: Any) -> None:
         tell(Finished(TRIALS[0]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "search", interrupted)
+    monkeypatch.setattr(studies, "search", interrupted)
     other = study.parent / "deep" / "other.jsonl"
     done = slapo_tune("run", study, "--log", other, "--sampler", "random")
     assert done.exit_code == 130
     assert done.stdout == ""
     assert done.stderr.splitlines()[0].startswith("trial 0 (1 of 16)  ok  10 samples/s")
     assert done.stderr.splitlines()[1:] == [
-        f"interrupted: all finished trials are in {other}; go on by",
+        f"interrupted: all finished trials are in {other}; resume by",
         f"  slapo tune resume {study} --log {other} --sampler random",
     ]
     assert other.parent.is_dir()  # the log's directory is made
@@ -208,11 +208,11 @@ def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, stu
 
 
 def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_tune import search as searching
+    from slapo_tune import study as studies
 
     def ended(winner: Any, trials: Any) -> Any:
         monkeypatch.setattr(
-            searching,
+            studies,
             "search",
             lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space", seconds=seconds),
         )
@@ -240,7 +240,7 @@ def test_the_best_schedule_is_that_of_an_ok_trial(
             number=1, point=POINTS[1], value=30.0, document=document, right=right, reason="differs", text="checked",
             versions={}, apply=lambda model, example_inputs: SimpleNamespace(records=[], explain=lambda: ""),
         )  # fmt: skip
-        monkeypatch.setattr(actions, "prove", lambda study, trial: winner)
+        monkeypatch.setattr(actions, "verify_winner", lambda study, trial: winner)
         return winner
 
     out = searched.parent / "new" / "schedule.json"

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.ranks
 
 def test_a_search_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    whole = tmp_path / "whole" / "run.jsonl"
-    (unbroken,) = run_ranks(killed.without_processes, str(whole), None, world_size=1)
+    complete = tmp_path / "whole" / "run.jsonl"
+    (unbroken,) = run_ranks(killed.without_processes, str(complete), None, world_size=1)
     assert len(unbroken) == 15
     log = tmp_path / "run.jsonl"
     ended: list[Trial] = []
@@ -39,7 +39,7 @@ def test_a_search_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path: P
     lines = log.read_text().splitlines()
     assert sum('"event":"ended"' in line for line in lines) == len(unbroken)
     assert sum('"event":"started"' in line for line in lines) <= len(unbroken) + len(killed.KILLS)
-    kept, other = best(log), best(whole)
+    kept, other = best(log), best(complete)
     assert (kept.number, kept.point, kept.right) == (other.number, other.point, True)
     assert not list(tmp_path.glob("*.part"))
 

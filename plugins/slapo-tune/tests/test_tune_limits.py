@@ -25,7 +25,7 @@ from . import killed
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(tuning, "Trials", killed.NoTrials)
+    monkeypatch.setattr(tuning, "TrialRunner", killed.NoTrials)
     return {"sampler": "exhaustive", "log": tmp_path / "run.jsonl", "predict": False, "verify": False}
 
 
@@ -89,14 +89,14 @@ def test_a_sampler_that_proposes_nonsense_is_named(settings: dict[str, Any], mes
 
     with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=Again()))
-    message(caught, "'again' proposes", "the history has")
+    message(caught, "'again' proposes", "was already tried")
     with pytest.raises(LogError) as other:
         search(study(settings, sampler=Beside))
     message(other, "'again'", "'beside'")
     settings["log"].unlink()
     with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=Beside))
-    message(caught, "{'batch': 77}", "the space does not have")
+    message(caught, "{'batch': 77}", "is not a point of the space")
     with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=7))
     message(caught, "sampler", "got 7")
@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_made_ends_the_search(
     ("wrong", "word"),
     [
         ({"world_size": 0}, "got 0"),
-        ({"world_size": 2}, "2 ranks need a mesh"),
+        ({"world_size": 2}, "world_size=2 requires mesh="),
         ({"timeout": float("nan")}, "timeout"),
         ({"trials": 0}, "trials"),
         ({"evaluate": None}, "needs batch="),
@@ -130,7 +130,7 @@ def test_a_model_that_cannot_be_made_ends_the_search(
         ({"accelerator": "tpu"}, "'cpu', 'cuda' or None"),
         ({"accelerator": "cuda", "process_memory": "4GiB"}, "memory='4GiB'"),
         ({"options": 3}, "a function of the point"),
-        ({"options": {"loss": 3}}, "an argument of its own"),
+        ({"options": {"loss": 3}}, "an argument of the study"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], word: str, message: Messages) -> None:
@@ -158,7 +158,7 @@ def test_a_search_ends_if_killed_processes_of_a_trial_stay(tmp_path: Path, monke
 
     started: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(trials, "_launched", launch)
-    runs = trials.Trials(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
+    runs = trials.TrialRunner(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
     output = tmp_path / "output" / "0001.txt"
     assert runs.run("check", {}, None, output=output, timeout=10.0).status == "ok"
     assert started[0].poll() is not None  # it has ended, though its parent is this process, which did not wait for it
@@ -211,7 +211,7 @@ def test_a_mesh_of_another_size_is_refused_where_it_is(settings: dict[str, Any],
         2: "ok",
         3: "refused",
     }
-    message(result.trials[0].reason, "{'dp': 1}", "world_size is 2")
+    message(result.trials[0].reason, "{'dp': 1}", "world_size=2")
 
 
 @pytest.mark.parametrize(("error", "launches"), [(LaunchError, 1), (ServerEndedError, 3)])
@@ -227,7 +227,7 @@ def test_ranks_are_launched_again_only_if_their_server_ended(
         return [{"steps": 0}]
 
     monkeypatch.setattr(trials, "run_ranks", launch)
-    runs = trials.Trials(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
+    runs = trials.TrialRunner(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
     with pytest.raises(LaunchError) if launches == 1 else contextlib.nullcontext():
         runs.run("check", {}, None, output=tmp_path / "output" / "0001.txt", timeout=10.0)
     assert len(calls) == launches

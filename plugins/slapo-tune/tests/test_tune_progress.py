@@ -76,5 +76,5 @@ def test_notes_and_the_verification_are_told() -> None:
     assert file.getvalue().splitlines() == [
         "note: an incomplete line was cut off",
         "trial 1 verified",
-        "trial 1 WRONG, the next best follows: output differs",
+        "trial 1 WRONG, trying the next best: output differs",
     ]

@@ -10,13 +10,22 @@ import pytest
 
 from slapo_core import ArgumentError
 from slapo_tune.plots import Plane, write_picture
-from slapo_tune.report import Report, agreement, best_trial, course, duration, number, point_words, rank_correlation
+from slapo_tune.report import (
+    StudyReport,
+    agreement,
+    best_trial,
+    duration,
+    number,
+    point_words,
+    rank_correlation,
+    search_steps,
+)
 from slapo_tune.samplers import STATUSES
 from tests.messages import Messages
 
 from .searched import POINTS, TRIALS
 
-FOUND = Report(POINTS, TRIALS, refused=[({"batch": 1}, "too small"), ({"batch": 3}, "too small")])
+FOUND = StudyReport(POINTS, TRIALS, refused=[({"batch": 1}, "too small"), ({"batch": 3}, "too small")])
 
 
 def test_the_best_is_the_first_of_the_largest_and_only_of_those_that_are_ok() -> None:
@@ -27,7 +36,7 @@ def test_the_best_is_the_first_of_the_largest_and_only_of_those_that_are_ok() ->
 
 
 def test_the_course_counts_what_was_started_and_the_time_of_all() -> None:
-    steps = course(TRIALS)
+    steps = search_steps(TRIALS)
     assert [step.trial.number for step in steps] == [0, 1, 4, 5, 6, 8, 9, 10]
     assert [step.best for step in steps] == [10.0] + [30.0] * 7
     assert steps[-1].seconds == pytest.approx(8 * 4.0 + 3 * 0.1)
@@ -35,8 +44,8 @@ def test_the_course_counts_what_was_started_and_the_time_of_all() -> None:
 
 def test_statuses_and_reasons_that_differ_in_numbers_alone_count_as_one() -> None:
     assert FOUND.statuses == dict(zip(STATUSES, (4, 1, 1, 1, 1, 1, 2), strict=True))
-    said = [(one.status, one.count, one.reason) for one in FOUND.reasons]
-    assert said == [
+    results = [(one.status, one.count, one.reason) for one in FOUND.reasons]
+    assert results == [
         ("oom", 1, "rank 1 ran out of memory"),
         ("timeout", 1, "not finished within 300 s"),
         ("crash", 1, "rank 0 was killed"),
@@ -102,9 +111,9 @@ def test_the_report_is_json_and_says_what_its_tables_say(capsys: pytest.CaptureF
 
 
 def test_a_search_without_any_success_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    Report(POINTS, TRIALS[2:6]).print()
+    StudyReport(POINTS, TRIALS[2:6]).print()
     assert "no trial was ok" in capsys.readouterr().out
-    Report([], []).print()
+    StudyReport([], []).print()
 
 
 def test_the_polygon_has_the_outline_of_the_space_and_the_best_of_each_place() -> None:
@@ -126,10 +135,10 @@ def test_a_symbol_that_some_points_lack_stands_before_its_candidates() -> None:
 def test_a_picture_is_written(tmp_path: Path) -> None:
     file = tmp_path / "plots" / "search.png"
     assert write_picture(POINTS, TRIALS, file, axes=("kernel", "batch"), title="study.py") == file
-    whole = file.read_bytes()
-    assert whole.startswith(b"\x89PNG")
+    complete = file.read_bytes()
+    assert complete.startswith(b"\x89PNG")
     line = [{"batch": batch} for batch in (1, 2)]  # one symbol spans no plane
-    assert len(write_picture(line, [], file).read_bytes()) < len(whole)
+    assert len(write_picture(line, [], file).read_bytes()) < len(complete)
 
 
 def test_a_picture_without_matplotlib_or_of_no_symbol_say_what_to_do(

@@ -18,7 +18,7 @@ from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.exhaustive import Exhaustive
 from slapo_tune.samplers.frontier import Frontier
 from slapo_tune.samplers.optuna import OptunaMissingError, OptunaRandom, OptunaTpe
-from slapo_tune.samplers.program import Asking, moved
+from slapo_tune.samplers.program import ReplayedSearch, move
 from slapo_tune.samplers.random import Random
 from slapo_tune.space import Space
 from tests.messages import Messages
@@ -166,10 +166,10 @@ def test_one_that_ran_out_of_memory_below_others_that_fitted_stands_alone() -> N
 
 
 def test_a_move_along_what_does_not_fit_follows_the_edge() -> None:
-    ask = Asking(plane(60), [], 0)
-    assert moved(ask, {"batch": 6, "ratio": 0}, "batch", 1) == {"batch": 7, "ratio": 2}
-    assert moved(ask, {"batch": 7, "ratio": 2}, "ratio", -1) == {"batch": 6, "ratio": 1}
-    assert moved(ask, {"batch": 13, "ratio": 6}, "batch", 1) is None
+    ask = ReplayedSearch(plane(60), [], 0)
+    assert move(ask, {"batch": 6, "ratio": 0}, "batch", 1) == {"batch": 7, "ratio": 2}
+    assert move(ask, {"batch": 7, "ratio": 2}, "ratio", -1) == {"batch": 6, "ratio": 1}
+    assert move(ask, {"batch": 13, "ratio": 6}, "batch", 1) is None
 
 
 def test_a_search_in_a_space_of_a_billion_points_looks_at_few() -> None:
@@ -177,10 +177,10 @@ def test_a_search_in_a_space_of_a_billion_points_looks_at_few() -> None:
         for symbol in range(9):
             s.choose(f"x{symbol}", range(10))
 
-    whole = Space(space)
+    complete = Space(space)
     view = View(Space(lambda s: None))
-    object.__setattr__(view, "draw", whole.draw)
-    object.__setattr__(view, "points", whole.points)
+    object.__setattr__(view, "draw", complete.draw)
+    object.__setattr__(view, "points", complete.points)
     for cls in (Frontier, Coordinate, Random, OptunaTpe):
         history: list[Trial] = []
         while len(history) < 12 and (point := cls().suggest(view, history, 0)) is not None:

@@ -138,7 +138,7 @@ def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
     assert again == result
     with pytest.raises(slapo_core.SlapoError) as caught:
         search(study, resume=False)
-    message(caught, "trials already", "slapo tune resume STUDY.py")
+    message(caught, "already has trials", "slapo tune resume STUDY.py")
     assert not [event for event in events if isinstance(event, Note)]
 
 
