@@ -1,4 +1,4 @@
-"""Memory, communication and time of a training step, predicted on one process without the memory it takes."""
+"""Predict memory, communication and time of a training step."""
 
 from __future__ import annotations
 

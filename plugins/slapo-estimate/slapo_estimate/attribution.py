@@ -42,7 +42,7 @@ _MODEL = Position("")
 
 
 class PositionTracker:
-    """Track the phase, module and step of the running operation. Lazy: nothing is computed until queried.
+    """Track phase, module and step of the running operation; computed when queried.
 
     A forward pass numbers its autograd nodes in the order of their creation. The numbers at which each module begins
     and ends therefore identify, in the backward pass, the module of the running node.
@@ -233,7 +233,7 @@ def _modules(model: nn.Module, entries: list[tuple[Record, journal.Entry]], posi
 
 @dataclass(frozen=True, eq=False)
 class _Hook:
-    """A hook that reports its step while it runs; equal to the original hook, for graphs recorded with it."""
+    """A hook that reports its step; equal to the original hook, for recorded graphs."""
 
     position: PositionTracker
     at: Position

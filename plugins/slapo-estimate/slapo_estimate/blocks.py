@@ -54,7 +54,7 @@ def blocks_of(schedule: Schedule, layers: str | Sequence[str] | None) -> tuple[s
 
 
 def _may_be_checkpointed(schedule: Schedule, node: Node, *, named: bool) -> bool:
-    """Return whether ``.checkpoint()`` applies, by applying and undoing it; raise its error if the path is named."""
+    """Return whether ``.checkpoint()`` applies, by applying and undoing it; raise errors of named paths."""
     before = len(schedule.records)
     try:
         schedule._core.apply_at(node, Checkpoint())

@@ -97,7 +97,7 @@ def _memory(device: torch.device) -> int | None:
 
 
 def _seconds(device: torch.device, function: Callable[[], object]) -> float:
-    """Return the shortest of several runs after one warm-up run (noise only slows a run down)."""
+    """Return the best of several runs after one warm-up (noise only slows runs down)."""
     found = []
     for _ in range(_REPEATS + 1):
         _synchronize(device)
@@ -114,7 +114,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype, rows: int) -> float:
-    """Measure FLOP/s of matrix products; on an accelerator several in a row, so that launches do not count."""
+    """Measure FLOP/s of matrix products, on an accelerator over several products."""
     a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out, times = torch.empty_like(a), 1 if device.type == "cpu" else 10
 

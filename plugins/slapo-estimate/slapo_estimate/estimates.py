@@ -44,10 +44,10 @@ def estimate(
     timeout: float = 600.0,
     **config: Any,
 ) -> Estimate:
-    """Predict memory, communication and time of a training step on a mesh of any size, on one CPU.
+    """Predict memory, communication and time of a training step on one CPU process.
 
-    A process for each kind of rank repeats the schedule's steps on the reference model with fake tensors, and takes two
-    training steps as ``target`` does. The schedule and its model stay unchanged.
+    The mesh may have any size. A process for each kind of rank repeats the schedule's steps on the reference model with
+    fake tensors, and takes two training steps as ``target`` does. The schedule and its model stay unchanged.
 
     Args:
         schedule: the schedule, not sealed.
@@ -203,7 +203,7 @@ def estimate_source(
 
 
 def _as_set(device: DeviceSpec) -> DeviceSpec:
-    """Use the TF32 rate for float32 if this process multiplies in TF32 and the device has that rate."""
+    """Use the device's TF32 rate for float32 if torch multiplies in TF32."""
     if "tf32" not in device.flops or torch.backends.cuda.matmul.fp32_precision != "tf32":
         return device
     return dataclasses.replace(device, flops={**device.flops, "float32": device.flops["tf32"]})

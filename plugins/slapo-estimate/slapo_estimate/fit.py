@@ -113,9 +113,10 @@ def fit(
     timeout: float = 600.0,
     **config: Any,
 ) -> Fit:
-    """Checkpoint as few of the first blocks as a training step needs to fit into ``memory`` on every rank.
+    """Checkpoint the fewest blocks with which a training step fits into ``memory``.
 
-    The steps are ordinary ``.checkpoint()`` steps at the end of the schedule: ``sch.undo(to=...)`` takes them back.
+    The first blocks are checkpointed, as few as each rank needs. The steps are ordinary ``.checkpoint()`` steps at the
+    end of the schedule: ``sch.undo(to=...)`` takes them back.
     Checkpointed modules stay so. Bisection over estimates finds the number for each pipeline stage. Limitation: blocks
     of different kinds (T5's encoder and decoder) are not traded against each other: ``layers`` names the first ones.
 
@@ -203,7 +204,7 @@ def fit(
 def fewest(
     sizes: Sequence[int], peaks_of: Callable[[Sequence[int]], Sequence[int]], target: int
 ) -> tuple[int, ...] | None:
-    """Find the smallest numbers of checkpointed blocks with which each group of ranks stays within ``target``.
+    """Find the smallest numbers of checkpointed blocks that fit into ``target``.
 
     A group's peak falls with its number of blocks. The last blocks may raise it again, recomputed while nothing is free
     yet; if all of them do not fit, fewer are tried as long as the peak falls.
@@ -248,7 +249,7 @@ def flops_of(estimate: Estimate) -> int:
 
 
 def _groups(estimate: Estimate) -> list[tuple[list[int], list[int]]]:
-    """Group kinds of ranks that call the same blocks, with these blocks: a group for each pipeline stage."""
+    """Group kinds of ranks that call the same blocks: a group for each pipeline stage."""
     found: list[tuple[set[int], set[int]]] = []
     for kind, each in enumerate(estimate.kinds):
         kinds, blocks = {kind}, set(each.observed)

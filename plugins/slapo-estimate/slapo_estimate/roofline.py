@@ -39,7 +39,7 @@ _PICKING = frozenset({"aten::embedding", "aten::gather", "aten::index", "aten::i
 
 
 class TimeTracker:
-    """Keep a clock for the device and one for each link; an observer, called after those that it queries.
+    """Keep clocks of the device and its links; an observer, called after others.
 
     An operation takes ``max(flops / peak, bytes / bandwidth) + launch``. A collective begins when its link is free, and
     its wait operation ends when it is done. A collective without a wait operation (DistributedDataParallel) overlaps

@@ -71,7 +71,7 @@ class FlopTracker:
 
 
 def _product(a: Sequence[int], b: Sequence[int]) -> int:
-    """Count a product of matrices, or of batches of matrices; a grouped product counts as one full product.
+    """Count a product of matrices or batches; a grouped product counts in full.
 
     Args:
         a: shape ``(..., m, k)``.
@@ -156,7 +156,7 @@ _KINDS = {
 
 
 class _TrackedStorage:
-    """A storage: its bytes, their kind, and a weak reference that reports when it is freed."""
+    """A storage: bytes, kind, and a weak reference that reports its end."""
 
     __slots__ = ("kind", "reference", "size")
 

@@ -204,7 +204,7 @@ def train_by_target(
     trackers: Trackers,
     values: KnownValues,
 ) -> None:
-    """Take two training steps by the engine of another target than ``"torch"``; for the arguments see :func:`train`.
+    """Take two training steps by another target's engine; for the arguments see :func:`train`.
 
     Args:
         batch: the full batch, with fake tensors.
@@ -413,7 +413,7 @@ def train_stages(
     trackers: Trackers,
     values: KnownValues,
 ) -> None:
-    """Take the steps as the pipeline engine of target ``"torch"`` does; for the arguments see :func:`train`.
+    """Take the steps of target ``"torch"``'s pipeline engine; for the arguments see :func:`train`.
 
     Args:
         pipeline: the stages of the model.

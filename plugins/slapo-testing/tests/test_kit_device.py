@@ -21,7 +21,7 @@ from slapo_testing.conformance import check_plugin
 from slapo_testing.device import backend_for, is_shared, resolve_device
 from slapo_testing.dialects import launch
 from slapo_testing.dialects.bench import open_bench
-from slapo_testing.dialects.launch import Part, meshes
+from slapo_testing.dialects.launch import RankTask, meshes
 from slapo_testing.pickled import Pickled
 from tests.messages import Messages
 
@@ -112,7 +112,7 @@ def test_meshes_whose_ranks_cannot_share_one_are_skipped_and_say_so(monkeypatch:
         data, pipeline = meshes(bench).values()
     assert data == {"dp": 2}
     assert "2 ranks" in str(pipeline)
-    assert "gloo sends no tensors" in str(pipeline)
+    assert "gloo cannot send its tensors" in str(pipeline)
     alone = DialectCase("torch", device_per_rank=True)
     for name in ("replicas_train_as_one_process", "failure_on_one_rank_ends_the_build_on_all"):
         with pytest.raises(NotApplicable, match="need an accelerator each"):
@@ -138,7 +138,7 @@ def test_ranks_are_given_the_device_and_its_backend(monkeypatch: pytest.MonkeyPa
     CHECK["forward_and_gradients_on_2_ranks"](case(device="cpu:0"))
     assert (started["backend"], started["contents"]["device"]) == ("cpu:0 2", "cpu:0")
     with open_bench(DialectCase("torch", device="cpu:0")) as bench:
-        launch._Results().launch(bench, [Part("unsupported", (("pp", 2), ("tp", 2)))])
+        launch._Results().launch(bench, [RankTask("unsupported", (("pp", 2), ("tp", 2)))])
     assert (started["backend"], started["contents"]["device"]) == ("cpu:0 4", "cpu:0")
 
 
@@ -156,13 +156,13 @@ def test_ranks_move_what_they_are_sent_to_their_device(monkeypatch: pytest.Monke
     equivalence._verify_on_rank(sent(equivalence._pack(case(device="cpu"))))
     packed: list[Pickled] = []
     monkeypatch.setattr(launch, "run_ranks", lambda function, pickled, *_, **__: [[packed.append(pickled)]])
-    part = Part("unsupported", (("pp", 1),))
+    task = RankTask("unsupported", (("pp", 1),))
     with open_bench(DialectCase("torch", device="cpu")) as bench:
-        launch._Results().launch(bench, [part])
+        launch._Results().launch(bench, [task])
     monkeypatch.setitem(
-        launch._DO, part.name, lambda bench, _, batches, *__: look("dialect", bench.model(), batches[0])
+        launch._TASKS, task.name, lambda bench, _, batches, *__: look("dialect", bench.model(), batches[0])
     )
-    launch.run_parts(sent(packed[0]), [(part, "", "")])
+    launch.run_tasks(sent(packed[0]), [(task, "", "")])
     assert seen == {"primitive": {"meta"}, "dialect": {"meta"}}
 
 

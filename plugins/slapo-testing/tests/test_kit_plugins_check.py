@@ -236,7 +236,7 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
     assert rows[0] == ["PLUGIN", "WHAT", "CHECK", "RESULT", "REMARK"]
     assert ["acme-slapo", "1.0", "acme.pad", "json_of_defaults", "failed", "see", "below"] in rows
     assert "other" not in done.stdout
-    assert "\nacme-slapo: acme.pad: json_of_defaults\nJSON cannot carry the arguments\n  required: " in done.stdout
+    assert "\nacme-slapo: acme.pad: json_of_defaults\nJSON cannot store the arguments\n  required: " in done.stdout
     assert "Traceback (most recent call last)" in done.stdout
     assert "SerializationError" in done.stdout
     assert done.stderr == "checking acme-slapo: imports\n"

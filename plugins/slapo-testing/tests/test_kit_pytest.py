@@ -105,7 +105,7 @@ def test_a_failure_says_what_is_wrong_and_names_the_check(tmp_path: Path) -> Non
     assert "FAILED test_mark.py::test_mark[mark-undo_is_exact]" in done.stdout, done.stdout
     assert "mark('a') at 'fc' fails undo_is_exact: " in done.stdout
     assert "fc.weight (tensor): 1 of 16 elements differ" in done.stdout
-    assert "way out:  make every change through `edit`" in done.stdout
+    assert "hint:     make every change through `edit`" in done.stdout
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def test_an_existing_directory_is_left_alone(
     (tmp_path / "acme-slapo" / "README.md").write_text("mine")
     done = fake_distributions.slapo("plugins", "new", "acme-slapo", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    message(done.stderr, "error: acme-slapo exists", "\n  hint: slapo plugins new acme-slapo --directory OTHER")
+    message(done.stderr, "error: acme-slapo already exists", "\n  hint: slapo plugins new acme-slapo --directory OTHER")
     assert [path.name for path in (tmp_path / "acme-slapo").iterdir()] == ["README.md"]
 
 

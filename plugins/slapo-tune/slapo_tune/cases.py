@@ -75,7 +75,7 @@ def _spaces() -> dict[str, ListedSpace]:
 
 
 def sampler_checks(cls: type[Sampler]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the checks of a sampler by name: it proposes points, no point twice, and keeps no state.
+    """Yield the checks of a sampler by name.
 
     Args:
         cls: the sampler's class.

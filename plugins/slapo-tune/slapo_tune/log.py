@@ -1,4 +1,4 @@
-"""The log of a search: one line a trial, on disk before the next one starts."""
+"""The log of a search: a line for each trial, on disk before the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome of a job: status and reason, from the ranks' results, exceptions and exit codes."""
+"""Classify jobs by the ranks' results, exceptions and exit codes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class RefusedError(Exception):
 
 
 class Symbols(Protocol):
-    """The choices of one point, made in order: later candidates may depend on earlier choices.
+    """The choices of one point, in order; candidates may depend on earlier choices.
 
     The function runs again for each point, so equal choices must give equal candidates: no random numbers, no clock, no
     state. The order of symbols may differ between branches, and some branches may have further symbols.
@@ -206,7 +206,7 @@ class Leaf:
 
 
 class Space:
-    """The points that a space function allows; lazy: the function runs when a point is needed.
+    """The points of a space function, computed lazily.
 
     Equal points are the same point: no symbol has equal candidates.
 

@@ -137,7 +137,7 @@ def to_device(batch: Any, device: str) -> Any:
 
 
 class MemoryMeter:
-    """Measure the peak of tensors from the creation of the model to the end of its first steps.
+    """Measure the peak memory of tensors, from the model to its first steps.
 
     On CUDA by ``torch.cuda.max_memory_allocated``; on the CPU by torch's profiler, which records allocations of
     tensors. Neither counts the process, its libraries, or the allocator's cache.

@@ -1,4 +1,4 @@
-"""`TrialRunner`: run each point in fresh processes and classify the outcome; a crash cannot affect the next trial."""
+"""`TrialRunner`: run each point in fresh processes, and classify the outcome."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def verify_winner(study: StudySettings, trial: Trial, *, trials: TrialRunner | N
 
 
 def apply(study: StudySettings, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
-    """Make the schedule of a trial in this process, with an abstract mesh; the model is on the meta device.
+    """Make the schedule of a trial in this process, on an abstract mesh and the meta device.
 
     Args:
         study: the study of the trial.
@@ -151,7 +151,7 @@ def save(winner: Winner, log: str | os.PathLike[str]) -> Path:
 
 
 def replace_file(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON atomically: a reader sees the old file or the new one, also after a kill."""
+    """Write JSON atomically, also if the process is killed."""
     temporary = path.with_name(f"{path.name}.part")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(data, indent=2) + "\n")
@@ -186,7 +186,7 @@ def best(log: str | os.PathLike[str]) -> Winner:
 
 
 def saved_winner(log: str | os.PathLike[str], trial: Trial) -> Winner | None:
-    """Read the best schedule of a search if it is of this trial; None otherwise, or before the end of the search."""
+    """Read the best schedule of a search if it is of this trial; None otherwise."""
     try:
         winner = best(log)
     except LogError:

@@ -1,4 +1,4 @@
-"""The base class of samplers and its arguments: search space and trials; with slapo-tune's samplers."""
+"""Samplers: the base class, and the search space and trials that it gets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SearchSpace(Protocol):
         """
 
     def predicted_memory(self, point: Point) -> int | None:
-        """Return the estimated bytes of the fullest rank; None without an estimate, e.g. if a step is refused.
+        """Return the estimated bytes of the fullest rank; None without an estimate.
 
         The first call for a point takes seconds; the result is cached.
         """

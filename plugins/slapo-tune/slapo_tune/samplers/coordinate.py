@@ -68,7 +68,7 @@ def ascend(
 def _farthest(
     ask: ReplayedSearch, point: Point, symbol: str, by: int, best: float, adjust: Adjustment
 ) -> tuple[Point | None, float]:
-    """Return the last growing move that helps, and its value; None if the first one does not help."""
+    """Return the last growing move that helps, and its value; None if none helps."""
     reached = None
     while symbol in point and (target := move(ask, point, symbol, by)) is not None:
         other = adjust(ask, target)

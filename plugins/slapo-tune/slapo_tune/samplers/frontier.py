@@ -75,7 +75,7 @@ Positions = Mapping[str, Mapping[Any, float | None]]
 
 
 def normalized_positions(points: Sequence[Point]) -> Positions:
-    """Return the position of each value in the range of its symbol, from 0 to 1; None for names."""
+    """Return the relative position of each value in its symbol's range; None for names."""
     values: dict[str, dict[Any, None]] = {}
     for point in points:
         for name, value in point.items():

@@ -76,7 +76,7 @@ class ReplayedSearch:
         self._margin = 1.0
 
     def value(self, point: Point) -> float:
-        """Return the value of a point's trial, or `FAILED`; a point without a trial ends the program."""
+        """Return the value of a point's trial, or `FAILED`; end the program without a trial."""
         trial = self._history.get(key(point))
         if trial is None:
             raise _ProposedPoint(point)
