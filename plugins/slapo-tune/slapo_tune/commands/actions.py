@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ import torch
 import typer
 
 from slapo_core import ArgumentError, Schedule
+from slapo_core.cli.output import print_json
 from slapo_runtime.sizes import format_bytes
 from slapo_tune.log import Log, read_log
 from slapo_tune.predictions import sources
@@ -26,7 +26,6 @@ from slapo_tune.report import (
     number,
     point_words,
     print_table,
-    reasons,
     symbols,
 )
 from slapo_tune.samplers import Trial
@@ -51,11 +50,6 @@ def load(file: Path, *, log: Path | None = None, trials: int | None = None, samp
     """
     changes: dict[str, Any] = {"log": log, "trials": trials, "sampler": sampler}
     return replace(load_study(file), **{name: value for name, value in changes.items() if value is not None})
-
-
-def print_json(value: object) -> None:
-    """Print ``value`` with sorted keys."""
-    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str))
 
 
 def read(study: Study, file: Path) -> Log:
@@ -268,7 +262,6 @@ def _show_space(study: Study, *, as_json: bool) -> None:
     space = study.report(())
     points, refused = space.points, space.refused
     names = symbols([*points, *(point for point, _ in refused)])
-    why = reasons((), refused)
     if as_json:
         print_json(
             {
@@ -284,7 +277,7 @@ def _show_space(study: Study, *, as_json: bool) -> None:
     print_table(
         "refused by the space",
         ("COUNT", "REASON", "E.G."),
-        [(str(one.count), one.reason, point_words(one.points[0])) for one in why],
+        [(str(one.count), one.reason, point_words(one.points[0])) for one in space.reasons],
     )
 
 
