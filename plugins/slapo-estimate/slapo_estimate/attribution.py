@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NO_SEQUENCE = 2**64 - 1  # of AccumulateGrad nodes
 
 
-class Position(NamedTuple):
+class CodePosition(NamedTuple):
     """The module and the step whose code runs.
 
     Args:
@@ -38,7 +38,7 @@ class Position(NamedTuple):
     record: str = ""
 
 
-_MODEL = Position("")
+_MODEL = CodePosition("")
 
 
 class PositionTracker:
@@ -59,13 +59,13 @@ class PositionTracker:
 
     def __init__(self, paths: Mapping[int, str], owners: Mapping[int, str]) -> None:
         self.step = "forward"
-        self._modules = {module: Position(path) for module, path in paths.items()}
-        self._owners = {parameter: Position(path) for parameter, path in owners.items()}
+        self._modules = {module: CodePosition(path) for module, path in paths.items()}
+        self._owners = {parameter: CodePosition(path) for parameter, path in owners.items()}
         self.hooks: dict[tuple[str, Any], str] = {}
         self.wrappers: dict[int, str] = {}
-        self._stack: list[Position] = []
+        self._stack: list[CodePosition] = []
         self._numbers: list[int] = []
-        self._since: list[Position] = []
+        self._since: list[CodePosition] = []
 
     @classmethod
     def of(cls, model: nn.Module) -> PositionTracker:
@@ -90,7 +90,7 @@ class PositionTracker:
         with PATCHING, module_calls_through(noticed), attributed(self._run_from):
             yield
 
-    def run(self, at: Position, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, at: CodePosition, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call ``function(*args, **kwargs)`` as code of position ``at``."""
         self._stack.append(at)
         self._note()
@@ -103,17 +103,19 @@ class PositionTracker:
     def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a hook inlined in a graph, or code that a wrapper deferred."""
         if origin.is_below_root:
-            return self.run(Position(origin.module, self.wrappers.get(id(origin.hook), "")), function, *args, **kwargs)
+            return self.run(
+                CodePosition(origin.module, self.wrappers.get(id(origin.hook), "")), function, *args, **kwargs
+            )
         path = ".".join(filter(None, (self._now().module, origin.module)))
-        return self.run(Position(path, self.hooks.get((path, origin.hook), "")), function, *args, **kwargs)
+        return self.run(CodePosition(path, self.hooks.get((path, origin.hook), "")), function, *args, **kwargs)
 
-    def module_position(self, module: nn.Module) -> Position:
+    def module_position(self, module: nn.Module) -> CodePosition:
         """Return the position of a module's own forward, without the steps' wrappers."""
         return self._modules.get(id(module), _MODEL)
 
     def attribute_module(self, module: nn.Module, record: str) -> None:
         """Attribute the module's own forward to a step."""
-        self._modules[id(module)] = Position(self.module_position(module).module, record)
+        self._modules[id(module)] = CodePosition(self.module_position(module).module, record)
 
     def begin(self, step: str) -> None:
         """Begin ``"forward"``, ``"backward"`` or ``"optimizer"``."""
@@ -141,7 +143,7 @@ class PositionTracker:
         """The step whose code runs, forward or backward, as in ``str(record)``; empty for none."""
         return "" if self.step == "optimizer" else self._now().record
 
-    def _now(self) -> Position:
+    def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
         node = current_autograd_node() if self.step == "backward" else None
@@ -200,16 +202,16 @@ def attribute_steps(schedule: Schedule, position: PositionTracker) -> None:
             for number, function in functions.items():
                 name = cause(function, module)
                 if name is not None:
-                    functions[number] = _Hook(position, Position(own.module, name), function)
+                    functions[number] = _Hook(position, CodePosition(own.module, name), function)
         forward = module.__dict__.get("forward")
         if isinstance(forward, forwards.ModuleForward) and not all(map(spans_stages, forward.wrappers)):
             names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
             innermost, *others = forward.wrappers
             first = _Wrapper(
-                position, Position(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None
+                position, CodePosition(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None
             )
             rest = (
-                _Wrapper(position, Position(own.module, name), each)
+                _Wrapper(position, CodePosition(own.module, name), each)
                 for name, each in zip(names[1:], others, strict=True)
             )
             forward.exchange_wrappers([first, *rest])
@@ -236,7 +238,7 @@ class _Hook:
     """A hook that reports its step; equal to the original hook, for recorded graphs."""
 
     position: PositionTracker
-    at: Position
+    at: CodePosition
     function: Callable[..., Any]
 
     @property
@@ -268,9 +270,9 @@ class _Wrapper:
     """
 
     position: PositionTracker
-    at: Position
+    at: CodePosition
     function: Callable[[Forward], Forward]
-    beneath: Position | None = None
+    beneath: CodePosition | None = None
     is_own: bool = False
 
     def __call__(self, forward: Forward) -> Forward:
@@ -281,7 +283,7 @@ class _Wrapper:
             reporting.slapo_own = reporting  # type: ignore[attr-defined]
         return self._reporting(self.at, self.function(reporting))
 
-    def _reporting(self, at: Position, forward: Forward) -> Forward:
+    def _reporting(self, at: CodePosition, forward: Forward) -> Forward:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             return self.position.run(at, forward, *args, **kwargs)

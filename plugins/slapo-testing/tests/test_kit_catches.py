@@ -159,7 +159,7 @@ def test_a_bad_primitive_is_caught(check: str, case: Case, word: str, message: M
     assert re.search(r"\n  required: .+\n  got:      .+\n(?s:.*)  hint:     .+", text), text
 
 
-def test_what_is_right_on_one_rank_and_wrong_on_two_passes_the_first() -> None:
+def test_fault_on_two_ranks_passes_the_check_on_one() -> None:
     CHECK["forward_and_gradients_on_1_rank"](case(kit.WrongOnTwoRanks(), **ON_MESH))
 
 
@@ -168,7 +168,7 @@ def test_every_check_has_a_negative_control() -> None:
     assert {check for check, _, _ in CAUGHT} | elsewhere == set(CHECK)
 
 
-def test_an_error_that_the_check_does_not_expect_is_chained(message: Messages) -> None:
+def test_unexpected_error_is_chained(message: Messages) -> None:
     with pytest.raises(CheckError) as caught:
         CHECK["undo_is_exact"](case(kit.Good(), path="fc9"))
     message(kit.prose(str(caught.value)), "good() at 'fc9' fails undo_is_exact: PathError was raised")
@@ -206,7 +206,7 @@ def test_an_incomplete_docstring_is_caught(name: str, message: Messages) -> None
         ({"model": lambda: None}, ("is not an nn.Module\n",)),
     ],
 )
-def test_a_case_that_cannot_be_set_up_says_so(
+def test_case_that_cannot_be_set_up_is_reported(
     options: dict[str, Any], words: tuple[str, ...], message: Messages
 ) -> None:
     with pytest.raises(CheckError) as caught:
@@ -221,7 +221,7 @@ def test_complete_docstrings_pass() -> None:
 # -- entry points -----------------------------------------------------------------------------------------------
 
 
-def test_a_class_that_nobody_provides_is_caught(message: Messages) -> None:
+def test_class_without_an_entry_point_is_caught(message: Messages) -> None:
     with use_registry(Registry.discover(environ={})), pytest.raises(CheckError) as caught:
         CHECK["entry_point_agrees"](case(kit.Good()))
     message(caught, "entry_point_agrees", "'kit.good'", "tests.support.kit_primitives:Good", "pyproject.toml")
@@ -235,7 +235,7 @@ def test_a_class_that_nobody_provides_is_caught(message: Messages) -> None:
         ("kit.good", "kit_dist:Missing", ("'kit.good' of kit-dist 1.0", "cannot be loaded")),
     ],
 )
-def test_an_entry_point_that_does_not_agree_is_caught(
+def test_wrong_entry_points_are_caught(
     fake_distributions: FakeEnvironment, name: str, value: str, words: tuple[str, ...], message: Messages
 ) -> None:
     points = {"slapo.v1.primitives": {name: value}}
@@ -326,7 +326,7 @@ def test_an_import_that_is_not_light_is_caught(
 
 
 @pytest.mark.slow
-def test_an_import_may_take_its_time_read_files_and_leave_bytecode(fake_distributions: FakeEnvironment) -> None:
+def test_import_may_be_slow_read_files_and_write_bytecode(fake_distributions: FakeEnvironment) -> None:
     lines = (
         "import sys, time",
         "sys.dont_write_bytecode = False",
@@ -344,7 +344,7 @@ def test_an_import_may_take_its_time_read_files_and_leave_bytecode(fake_distribu
 
 
 @pytest.mark.slow
-def test_an_import_that_does_not_end_is_ended(
+def test_endless_import_is_killed(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     (fake_distributions.directory / "heavy_forever.py").write_text("while True: pass")
@@ -356,7 +356,7 @@ def test_an_import_that_does_not_end_is_ended(
 
 
 @pytest.mark.slow
-def test_the_check_reports_what_the_probe_finds(fake_distributions: FakeEnvironment, message: Messages) -> None:
+def test_check_reports_findings_of_the_probe(fake_distributions: FakeEnvironment, message: Messages) -> None:
     source = primitive_source("kit.thing", before=("print('hello')",))
     (fake_distributions.directory / "kit_loud.py").write_text(source)
     import kit_loud

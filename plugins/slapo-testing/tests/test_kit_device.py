@@ -56,7 +56,7 @@ def devices(model: nn.Module) -> set[str]:
 
 @pytest.mark.usefixtures("one_accelerator")
 @pytest.mark.parametrize(("device", "found"), [(None, "meta"), ("meta", "meta"), ("cpu", "cpu"), ("cpu:0", "cpu")])
-def test_models_batches_and_modules_of_arguments_are_on_the_device_of_the_case(device: str | None, found: str) -> None:
+def test_models_batches_and_argument_modules_are_on_the_cases_device(device: str | None, found: str) -> None:
     bench = prepare(case(device=device), mesh_size=1)
     bench.apply()
     bench.apply_after()
@@ -88,7 +88,7 @@ def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch, m
 
 
 @pytest.mark.usefixtures("one_accelerator")
-def test_accelerators_without_a_backend_of_their_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_without_their_own_backend_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "meta", "gloo")  # as torch has it for "mps"
     assert resolve_device(None) == torch.device("cpu")
     monkeypatch.delitem(dist.Backend.default_device_backend_map, "meta")
@@ -106,7 +106,7 @@ def test_ranks_share_an_accelerator_over_gloo(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("one_accelerator")
-def test_meshes_whose_ranks_cannot_share_one_are_skipped_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meshes_whose_ranks_cannot_share_an_accelerator_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [{"dp": 2}, {"pp": 2, "dp": 1}]
     with open_bench(DialectCase("torch", meshes=sizes)) as bench:
         data, pipeline = meshes(bench).values()
@@ -122,7 +122,7 @@ def test_meshes_whose_ranks_cannot_share_one_are_skipped_and_say_so(monkeypatch:
         assert list(meshes(bench).values()) == sizes
 
 
-def test_ranks_are_given_the_device_and_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_device_and_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, Any] = {}
 
     def run_ranks(function: Any, pickled: Any, *args: Any, **options: Any) -> list[Any]:
@@ -143,7 +143,7 @@ def test_ranks_are_given_the_device_and_its_backend(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("one_accelerator")
-def test_ranks_move_what_they_are_sent_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_move_models_and_batches_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, set[str]] = {}
 
     def look(what: str, model: nn.Module, batch: Any) -> None:
@@ -187,7 +187,7 @@ def slapo_cases():
 
 
 @pytest.mark.ranks
-def test_the_command_gives_its_device_to_cases_that_name_none(
+def test_command_sets_the_device_of_cases_without_one(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = {"slapo.v1.dialects": {"mine": "slapo_mine:Mine"}}

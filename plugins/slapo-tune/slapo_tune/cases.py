@@ -119,7 +119,7 @@ def _is_pure(cls: type[Sampler], where: str, space: ListedSpace, seed: int) -> N
                 f"{cls.name!r} is not a function of its arguments ({where})",
                 required="equal proposals for equal space, history and seed, from any instance",
                 got=f"{point!r}, then {again[0]!r} and {again[1]!r}" if given == history else "the history was changed",
-                hint="keep no state on the instance; draw random numbers from random.Random(f'{seed} {len(history)}')",
+                hint="keep no state on the instance; use random.Random(f'{seed} {len(history)}')",
             )
 
 

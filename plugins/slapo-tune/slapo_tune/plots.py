@@ -48,7 +48,7 @@ _MISSING = "missing"
 
 
 @dataclass
-class Place:
+class Cell:
     """The points with the same two choices.
 
     Args:
@@ -104,11 +104,11 @@ class Plane:
         self.symbols = axes
         self.others = tuple(name for name in free if name not in axes)
         self._spots = tuple(_spots_of(name, known) for name in axes)
-        self.places: dict[tuple[float, float], Place] = {}
+        self.cells: dict[tuple[float, float], Cell] = {}
         for point in points:
-            self._place(point).points.append(point)
+            self._cell(point).points.append(point)
         for trial in trials:
-            self._place(trial.point).trials.append(trial)
+            self._cell(trial.point).trials.append(trial)
 
     def at(self, point: Point) -> tuple[float, float]:
         """Return the coordinates of a point: numbers if candidates are evenly spaced, else positions."""
@@ -120,8 +120,8 @@ class Plane:
     def edge(self) -> list[tuple[float, float]]:
         """Return the outline of the allowed region: the lower edge, then the upper edge backwards."""
         columns: dict[float, list[float]] = {}
-        for (x, y), place in self.places.items():
-            if place.points:
+        for (x, y), cell in self.cells.items():
+            if cell.points:
                 columns.setdefault(x, []).append(y)
         ordered = sorted(columns)
         return [(x, min(columns[x])) for x in ordered] + [(x, max(columns[x])) for x in reversed(ordered)]
@@ -138,8 +138,8 @@ class Plane:
             margin = 0.7 * (max(where) - min(where)) / max(1, len(where) - 1) or 1.0
             (axes.set_xlim if which == 0 else axes.set_ylim)(min(where) - margin, max(where) + margin)
 
-    def _place(self, point: Point) -> Place:
-        return self.places.setdefault(self.at(point), Place())
+    def _cell(self, point: Point) -> Cell:
+        return self.cells.setdefault(self.at(point), Cell())
 
 
 def _spots_of(name: str, points: Sequence[Point]) -> dict[str, tuple[str, float]]:
@@ -200,8 +200,8 @@ def write_picture(
         ) from error
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(12.0, 4.6 * rows), layout="constrained")
-    for place, draw in enumerate(panels, start=1):
-        draw(figure.add_subplot(rows, 2, place))
+    for index, draw in enumerate(panels, start=1):
+        draw(figure.add_subplot(rows, 2, index))
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
@@ -218,9 +218,9 @@ def _draw_space(plane: Plane, trials: Sequence[Trial], unit: str, axes: Axes) ->
     edge = plane.edge()
     axes.fill(*zip(*edge, strict=True), facecolor="#f1f3f6", edgecolor="#b9c0ca", zorder=1)
     for status, (marker, color, words) in _MARKS.items():
-        spots = [where for where, place in plane.places.items() if place.status == status]
+        spots = [where for where, cell in plane.cells.items() if cell.status == status]
         _scatter(axes, spots, marker=marker, color=color, label=words)
-    fine = {where: place.value for where, place in plane.places.items() if place.value is not None}
+    fine = {where: cell.value for where, cell in plane.cells.items() if cell.value is not None}
     if fine:
         values = list(fine.values())
         sample_point = axes.scatter(

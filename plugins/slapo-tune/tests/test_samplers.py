@@ -29,7 +29,7 @@ def outcomes(environment: FakeEnvironment) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distributions: FakeEnvironment) -> None:
+def test_sampler_is_listed_shown_and_checked_as_a_plugin(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler(HEALTHY))
     listed = fake_distributions.slapo("plugins", "list", "--kind", "samplers")
     assert listed.returncode == 0, listed.stderr
@@ -45,7 +45,7 @@ def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distribution
     ]
 
 
-def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributions: FakeEnvironment) -> None:
+def test_name_with_a_family_is_one_name_without_namespace(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler(HEALTHY, name="acme.last"), acme("other-slapo", namespace="other"))
     registry = fake_distributions.registry(with_installed=True)
     assert registry.bare_names("samplers") == registry.names("samplers")
@@ -57,7 +57,7 @@ def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributio
         registry.resolve("samplers", "last")
 
 
-def test_a_kind_that_nobody_declares_has_no_names_and_spares_its_plugin(
+def test_undeclared_kind_has_no_names_and_its_plugin_stays_usable(
     fake_distributions: FakeEnvironment, message: Messages
 ) -> None:
     fake_distributions.install(with_sampler(HEALTHY))
@@ -94,7 +94,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> None:
+def test_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> None:
     body, says = FAULTS[fault]
     fake_distributions.install(with_sampler(body))
     found = [text for text in outcomes(fake_distributions).values() if text]
@@ -102,7 +102,7 @@ def test_the_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_sampler_whose_library_is_not_installed_is_skipped(fake_distributions: FakeEnvironment) -> None:
+def test_sampler_without_its_library_is_skipped(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler("import a_library_that_is_not_there"))
     checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
     assert checked.returncode == 0, checked.stdout

@@ -84,9 +84,7 @@ def refusal(*words: object) -> str:
     return str(done.exception)
 
 
-def test_study_files_that_cannot_be_used_are_named_with_the_reason(
-    tmp_path: Path, study: Path, message: Messages
-) -> None:
+def test_unusable_study_files_are_refused_with_the_reason(tmp_path: Path, study: Path, message: Messages) -> None:
     def error_of(name: str, text: str | None) -> str:
         file = tmp_path / name
         if text is not None:
@@ -109,7 +107,7 @@ def test_study_files_that_cannot_be_used_are_named_with_the_reason(
     assert (changed.trials, changed.log, changed.sampler) == (3, Path("other.jsonl"), "exhaustive")
 
 
-def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, study: Path, message: Messages) -> None:
+def test_missing_file_exits_with_1_and_wrong_option_with_2(tmp_path: Path, study: Path, message: Messages) -> None:
     assert slapo_tune("report", tmp_path / "none.py").exit_code == 1
     assert slapo_tune("report", study, "--tops", "3").exit_code == 2
     assert slapo_tune("report").exit_code == 2
@@ -119,7 +117,7 @@ def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, stud
         message(text.replace(str(Path.cwd()), "HERE"), "log not found: TMP/run.jsonl")
 
 
-def test_the_report_says_what_the_log_says(searched: Path, message: Messages) -> None:
+def test_report_shows_the_log(searched: Path, message: Messages) -> None:
     printed = slapo_tune("report", searched, "--top", "2").output
     assert printed.startswith(
         "16 points (1 more refused by the space); 8 started, 3 pruned, 5 not tried; 32 s in trials\n"
@@ -134,20 +132,20 @@ def test_the_report_says_what_the_log_says(searched: Path, message: Messages) ->
 
 
 @pytest.mark.parametrize("command", [("report",), ("show", "1"), ("best",)])
-def test_the_log_of_another_space_is_refused(searched: Path, command: tuple[str, ...], message: Messages) -> None:
+def test_log_of_another_space_is_refused(searched: Path, command: tuple[str, ...], message: Messages) -> None:
     other = searched.with_name(f"other_{searched.name}")
     other.write_text(searched.read_text().replace("(1, 2, 4, 8)", "(1, 2, 4, 16)"))
     message(refusal(command[0], other, *command[1:]), "TMP/run.jsonl", "another space", f"TMP/{other.name}", "--log")
 
 
-def test_a_picture_is_written_where_it_is_asked_for(searched: Path) -> None:
+def test_plot_is_written_to_its_file(searched: Path) -> None:
     plot = searched.parent / "plots" / "search.png"
     answer = json.loads(slapo_tune("report", searched, "--plot", plot, "--axes", "batch,checkpoint", "--json").output)
     assert answer["picture"] == str(plot)
     assert plot.stat().st_size > 10_000
 
 
-def test_a_trial_is_shown_with_the_end_of_its_output(searched: Path, message: Messages) -> None:
+def test_show_prints_a_trial_with_the_end_of_its_output(searched: Path, message: Messages) -> None:
     output = searched.parent / "run.output" / "0004.txt"
     output.parent.mkdir()
     output.write_text("".join(f"line {number}\n" for number in range(30)))
@@ -163,7 +161,7 @@ def test_a_trial_is_shown_with_the_end_of_its_output(searched: Path, message: Me
     message(refusal("show", searched, 99), "trial 99 not found", "0 to 10")
 
 
-def test_the_space_is_shown_without_a_log(study: Path) -> None:
+def test_show_prints_the_space_without_a_log(study: Path) -> None:
     printed = slapo_tune("show", study).output
     assert printed.startswith("16 points, 1 more refused\n")
     assert "checkpoint  0, 0.5, 1\n" in printed
@@ -172,7 +170,7 @@ def test_the_space_is_shown_without_a_log(study: Path) -> None:
     assert answer["refused"] == [{"point": {"batch": 1}, "reason": "a batch has at least 2 samples"}]
 
 
-def test_a_search_that_is_interrupted_says_how_to_go_on(
+def test_interrupted_run_prints_the_command_to_resume(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from slapo_tune import study as studies
@@ -194,7 +192,7 @@ def test_a_search_that_is_interrupted_says_how_to_go_on(
     assert other.parent.is_dir()  # the log's directory is made
 
 
-def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, study: Path, message: Messages) -> None:
+def test_run_refuses_a_log_with_trials_and_resume_one_without(searched: Path, study: Path, message: Messages) -> None:
     log = searched.parent / "run.jsonl"
     before = log.read_bytes()
     message(refusal("run", searched), "TMP/run.jsonl", "11 trials", f"slapo tune resume TMP/{searched.name}")
@@ -207,7 +205,7 @@ def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, stu
     assert log.read_bytes() == before
 
 
-def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_without_a_schedule_exits_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from slapo_tune import study as studies
 
     def ended(winner: Any, trials: Any) -> Any:
@@ -229,9 +227,7 @@ def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypat
     assert "the search ended: the sampler proposes nothing more\n  1 oom: rank 1 ran" in none.output
 
 
-def test_the_best_schedule_is_that_of_an_ok_trial(
-    searched: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
-) -> None:
+def test_best_needs_an_ok_trial(searched: Path, monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     from slapo_tune.commands import actions
 
     def proved(right: bool | None) -> Any:

@@ -50,7 +50,7 @@ def test_later_candidates_depend_on_earlier_choices() -> None:
     assert Space.of(space) is space
 
 
-def test_a_large_space_is_walked_no_further_than_asked() -> None:
+def test_large_space_is_walked_lazily() -> None:
     runs = 0
 
     def large(s: Any) -> None:
@@ -118,7 +118,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str, str | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_space_cannot_be_made_of_is_told(case: str, message: Messages) -> None:
+def test_invalid_space_functions_are_refused(case: str, message: Messages) -> None:
     function, word, hint = CASES[case]
     space = Space(function)
     with pytest.raises(SpaceError) as caught:
@@ -127,7 +127,7 @@ def test_what_a_space_cannot_be_made_of_is_told(case: str, message: Messages) ->
     assert hint is None or hint in (caught.value.hint or "")
 
 
-def test_a_space_that_is_drawn_is_refused() -> None:
+def test_random_space_functions_are_refused() -> None:
     space = Space(lambda s: (s.choose("a", [1, 2]), s.choose("b", [random.random()])))
     with pytest.raises(SpaceError, match="not deterministic") as caught:
         (list(space.points()), space.fingerprint())
@@ -135,7 +135,7 @@ def test_a_space_that_is_drawn_is_refused() -> None:
     assert "no random numbers" in (caught.value.hint or "")
 
 
-def test_a_function_that_catches_our_errors_gets_no_point_through() -> None:
+def test_function_that_catches_refusals_has_no_points() -> None:
     def catching(s: Any) -> None:
         try:
             s.choose("a", [float("nan")])
@@ -146,12 +146,12 @@ def test_a_function_that_catches_our_errors_gets_no_point_through() -> None:
         next(Space(catching).points())
 
 
-def test_a_space_without_symbols_is_one_point() -> None:
+def test_space_without_symbols_is_one_point() -> None:
     assert list(Space(lambda s: None).points()) == [{}]
     assert describe(Space(lambda s: None)) == "1 point, 0 refused"
 
 
-def test_branches_may_have_other_symbols_and_another_order() -> None:
+def test_branches_may_differ_in_symbols_and_order() -> None:
     def branches(s: Any) -> None:
         if s.choose("tp", [1, 2]) == 1:
             s.choose("a", [1]), s.choose("b", [2])
@@ -161,7 +161,7 @@ def test_branches_may_have_other_symbols_and_another_order() -> None:
     assert [list(point) for point in Space(branches).points()] == [["tp", "a", "b"], ["tp", "b", "a"]]
 
 
-def test_values_keep_their_types_through_json() -> None:
+def test_values_keep_their_types_in_json() -> None:
     point = {"a": (1, (2.0, "x"), ()), "b": True, "c": 1, "d": 1.0, "e": None, "f": "é\ud800", "g": 2**70}
     again = decode(json.loads(json.dumps(encode(point))))
     assert again == point
@@ -179,7 +179,7 @@ print(Space(space).fingerprint())
 
 
 @pytest.mark.ranks
-def test_the_fingerprint_is_the_same_in_every_process_and_another_for_another_space() -> None:
+def test_fingerprint_is_equal_in_all_processes_and_differs_between_spaces() -> None:
     found = set()
     for seed in ("1", "2"):
         environ = {**os.environ, "PYTHONHASHSEED": seed}

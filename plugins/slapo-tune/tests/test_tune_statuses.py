@@ -114,7 +114,7 @@ def assert_clean(left: Path, processes: int) -> None:
         assert not Path(file.read_text()).exists()
 
 
-def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Path, message: Messages) -> None:
+def test_trials_get_their_status_and_leave_no_processes(tmp_path: Path, left: Path, message: Messages) -> None:
     result = searched(tmp_path, space_of_all, timeout=100.0)
     trials: dict[str, Trial] = {trial.point["does"]: trial for trial in result.trials}
     for does, (status, reason) in EXPECTED.items():
@@ -132,7 +132,7 @@ def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Pa
     assert_clean(left, 2)
 
 
-def test_a_trial_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, left: Path) -> None:
+def test_hanging_trial_is_killed_with_its_processes(tmp_path: Path, left: Path) -> None:
     result = searched(tmp_path, space_of_hanging, timeout=4.0)
     (trial,) = result.trials
     assert trial.status == "timeout"
