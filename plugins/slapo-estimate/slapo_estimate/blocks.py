@@ -95,18 +95,18 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     that contain further blocks are stages (ResNet, Swin): the blocks are within.
     """
     siblings = list(_siblings(model))
-    alike = {type(group[0][1]) for group in siblings if _have_equal_structure(group)}
-    return [path for path, _ in _blocks(model, "", alike)]
+    repeated = {type(group[0][1]) for group in siblings if _have_equal_structure(group)}
+    return [path for path, _ in _blocks(model, "", repeated)]
 
 
-def _blocks(module: nn.Module, path: str, alike: set[type]) -> Iterable[tuple[str, nn.Module]]:
+def _blocks(module: nn.Module, path: str, repeated: set[type]) -> Iterable[tuple[str, nn.Module]]:
     groups = {id(child): group for group in _block_groups(module) for _, child in group}
     for name, child in children_of(module).items():
         if child is None:
             continue
         child_path = module_index.full_name(path, name)
-        within = list(_blocks(child, child_path, alike))
-        if id(child) in groups and (type(child) in alike or not within) and any(True for _ in child.children()):
+        within = list(_blocks(child, child_path, repeated))
+        if id(child) in groups and (type(child) in repeated or not within) and any(True for _ in child.children()):
             yield child_path, child
         else:
             yield from within

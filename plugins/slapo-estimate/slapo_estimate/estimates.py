@@ -193,8 +193,8 @@ def estimate_source(
     )
     result = _simulated(request, timeout)
     if rank is not None:
-        alike = next(ranks for ranks in result.kinds if rank in ranks)
-        return Estimate(dict(sizes or {}), (dataclasses.replace(result.estimate, ranks=alike),), result.assumptions)
+        own_kind = next(ranks for ranks in result.kinds if rank in ranks)
+        return Estimate(dict(sizes or {}), (dataclasses.replace(result.estimate, ranks=own_kind),), result.assumptions)
     kinds = [dataclasses.replace(result.estimate, ranks=result.kinds[0])]
     for ranks in result.kinds[1:]:
         another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)

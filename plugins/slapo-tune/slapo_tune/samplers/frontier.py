@@ -106,8 +106,8 @@ class GaussianProcess:
         self._mean = sum(levels) / len(levels)
         spread = math.sqrt(sum((level - self._mean) ** 2 for level in levels) / len(levels))
         self._scale = max(spread, 1e-3)
-        alike = [[self._like(one, other) for other in points] for one in points]
-        covariance = torch.tensor(alike, dtype=torch.float64) + NOISE * torch.eye(len(points), dtype=torch.float64)
+        kernel = [[self._kernel(one, other) for other in points] for one in points]
+        covariance = torch.tensor(kernel, dtype=torch.float64) + NOISE * torch.eye(len(points), dtype=torch.float64)
         self._lower = torch.linalg.cholesky(covariance)
         scaled = torch.tensor([[(level - self._mean) / self._scale] for level in levels], dtype=torch.float64)
         self._weights = torch.cholesky_solve(scaled, self._lower)
@@ -122,13 +122,13 @@ class GaussianProcess:
 
     def _expected(self, point: Point) -> tuple[float, float]:
         """Return mean and standard deviation of a point's value."""
-        alike = torch.tensor([[self._like(point, other)] for other in self._points], dtype=torch.float64)
-        mean = float(alike.T @ self._weights)
-        half = torch.linalg.solve_triangular(self._lower, alike, upper=False)
-        variance = self._like(point, point) - float(half.T @ half)
+        kernel = torch.tensor([[self._kernel(point, other)] for other in self._points], dtype=torch.float64)
+        mean = float(kernel.T @ self._weights)
+        half = torch.linalg.solve_triangular(self._lower, kernel, upper=False)
+        variance = self._kernel(point, point) - float(half.T @ half)
         return self._mean + self._scale * mean, self._scale * math.sqrt(max(variance, 0.0))
 
-    def _like(self, one: Point, other: Point) -> float:
+    def _kernel(self, one: Point, other: Point) -> float:
         total, product = 0.0, 1.0
         names = set(one) | set(other)
         for name in names:
@@ -137,11 +137,11 @@ class GaussianProcess:
                 continue
             here, there = self._where[name].get(one[name]), self._where[name].get(other[name])
             if here is None or there is None:
-                like = 1.0 if one[name] == other[name] else UNORDERED
+                similarity = 1.0 if one[name] == other[name] else UNORDERED
             else:
-                like = math.exp(-(((here - there) / LENGTH) ** 2) / 2)
-            total += like
-            product *= like
+                similarity = math.exp(-(((here - there) / LENGTH) ** 2) / 2)
+            total += similarity
+            product *= similarity
         return (1 - TOGETHER) * total / max(1, len(names)) + TOGETHER * product
 
 
