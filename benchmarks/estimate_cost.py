@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_estimate.rank_process import Request, estimate_rank
+from slapo_estimate.simulation import Request, estimate_rank
 from slapo_estimate.source import Functions
 
 RESULT = Path(__file__).parent / "results" / "estimate_cost.json"

@@ -15,8 +15,9 @@ from report import save
 from torch import nn
 
 import slapo_core as slapo
-from slapo_estimate.fit import Checkpointed, blocks_of
-from slapo_estimate.rank_process import Request, estimate_rank
+from slapo_estimate.blocks import blocks_of
+from slapo_estimate.fit import Checkpointed
+from slapo_estimate.simulation import Request, estimate_rank
 from slapo_estimate.source import of_schedule
 
 TARGETS = 20

@@ -262,7 +262,7 @@ def estimates(run: Run) -> None:
     spec = measure_device(dtypes=("bfloat16", "float32"), size=256 if run.small else None)
     run.facts["device_spec"] = spec.to_json()
     run.say(str(spec))
-    preload_modules("slapo_models", "slapo_estimate.rank_process")
+    preload_modules("slapo_models", "slapo_estimate.simulation")
     preload_modules(*(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")))
     cases = [Case(*each, small=run.small) for each in CASES]
     rows: list[dict[str, Any]] = [{"model": case.family, "schedule": case.how} for case in cases]

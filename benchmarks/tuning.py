@@ -26,7 +26,7 @@ from slapo_tune.samplers import Point, SearchSpace, Trial
 from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.frontier import Frontier
 from slapo_tune.samplers.optuna import OptunaTpe
-from slapo_tune.samplers.program import Asking, candidates_of, drawn, exactly, replayed
+from slapo_tune.samplers.program import ReplayedSearch, candidates_of, point_with, replay_program, sample_point
 from slapo_tune.samplers.random import Random
 from slapo_tune.space import Space
 
@@ -39,11 +39,11 @@ class Plain(Sampler):
     name = "plain"
 
     def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
-        return replayed(_plain, space, history, seed)
+        return replay_program(_plain, space, history, seed)
 
 
-def _plain(ask: Asking) -> None:
-    point = drawn(ask)
+def _plain(ask: ReplayedSearch) -> None:
+    point = sample_point(ask)
     moves: list[tuple[str, int]] | None = None
     while point is not None and moves != []:
         if moves is None:
@@ -52,7 +52,7 @@ def _plain(ask: Asking) -> None:
         symbol, way = moves.pop()
         values = candidates_of(ask.space, point)[symbol]
         index = values.index(point[symbol]) + way
-        other = exactly(ask.space, {**point, symbol: values[index]}) if 0 <= index < len(values) else None
+        other = point_with(ask.space, {**point, symbol: values[index]}) if 0 <= index < len(values) else None
         if other is not None and ask.fits(other) and ask.value(other) > ask.value(point):
             point, moves = other, None
 

@@ -31,7 +31,7 @@ from transformers import BertConfig, BertForMaskedLM
 import slapo_core as slapo
 import slapo_tune
 from slapo_tune.log import read_log
-from slapo_tune.report import Report
+from slapo_tune.report import StudyReport
 from slapo_tune.search import Finished, search
 from slapo_tune.space import Space
 
@@ -174,7 +174,7 @@ def main(options: argparse.Namespace) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     chosen = dataclasses.replace(study, log=log, trials=options.trials, verify=False, **changes)
     result = search(chosen, tell=tell)
-    print(Report(list(Space(space).points()), result.trials).summary())
+    print(StudyReport(list(Space(space).points()), result.trials).summary())
     write(log, "processor time of the slower rank" if options.cpu_time else "time of the slower rank", options.out)
     return 0
 

@@ -9,7 +9,7 @@ import pytest
 from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
 
-preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "slapo_estimate.rank_process")
+preload_modules("transformers.models.gpt2.modeling_gpt2", "slapo_pipeline", "slapo_estimate.simulation")
 
 PAGE = Page("estimates.md")
 

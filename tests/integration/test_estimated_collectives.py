@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import slapo_core as slapo
 from slapo_estimate.private import FakeStore, FakeTensorMode
-from slapo_estimate.rank_process import Request, estimate_rank, fake_batch, without_memory
-from slapo_estimate.results import Assumptions, Collective
-from slapo_estimate.values import Values
+from slapo_estimate.results import Assumptions, CollectiveCall
+from slapo_estimate.simulation import Request, estimate_rank, fake_batch, without_memory
+from slapo_estimate.values import KnownValues
 from slapo_runtime.launcher import run_process
 from tests.integration.bank.models import LENGTH, MODELS, batch_of
 from tests.integration.bank.right import base
@@ -101,7 +101,7 @@ CASES = (
 )
 
 
-def play() -> dict[str, tuple[tuple[Collective, ...], dict[str, int]]]:
+def play() -> dict[str, tuple[tuple[CollectiveCall, ...], dict[str, int]]]:
     """Each case: our list, and what torch's own mode counts in the same step."""
     found = {}
     for case in CASES:
@@ -115,7 +115,7 @@ def judged(case: Case) -> dict[str, int]:
     dist.init_process_group("fake", rank=1, world_size=case.tp, store=FakeStore())
     schedule = case.schedule()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    values = Values(mode)
+    values = KnownValues(mode)
     without_memory(schedule, mode, values)
     batch, judge = fake_batch(case.batch, mode, values, Assumptions()), CommDebugMode()
     if case.model in ("t5", "vit"):  # its tracker of modules fails on a module that is held twice
@@ -147,7 +147,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def played() -> dict[str, tuple[tuple[Collective, ...], dict[str, int]]]:
+def played() -> dict[str, tuple[tuple[CollectiveCall, ...], dict[str, int]]]:
     return run_process(play, timeout=300)
 
 

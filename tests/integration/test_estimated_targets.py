@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import slapo_core as slapo
-from slapo_estimate.attribution import Place
+from slapo_estimate.attribution import PositionTracker
 from slapo_estimate.trackers import MemoryTracker
 from slapo_runtime.launcher import run_ranks
 from slapo_tune import Study
@@ -95,7 +95,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = MemoryTracker(Place({}, {}))
+        self.memory = MemoryTracker(PositionTracker({}, {}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -108,7 +108,7 @@ class Counting(TorchDispatchMode):
         while frame.f_back is not None and module_of(frame).startswith(("torch._compile", "torch._dynamo")):
             frame = frame.f_back
         if module_of(frame) != "torch.distributed.distributed_c10d":  # gloo's own buffers: NCCL has none
-            self.memory.saw(func, args, kwargs or {}, result)
+            self.memory.on_operation(func, args, kwargs or {}, result)
         return result
 
 
@@ -373,5 +373,5 @@ def test_a_study_of_the_target_starts_what_fits_by_its_own_estimate(tmp_path: Pa
 
 def test_a_limit_is_refused_where_the_target_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slapo_deepspeed.dialect.DeepSpeedDialect.simulate", slapo.Dialect.simulate)
-    with pytest.raises(StudyError, match="not known"):
+    with pytest.raises(StudyError, match="does not support"):
         Study(Model, space, no_steps, batch=batch, optimizer=adamw, target="deepspeed", memory="1GiB")

@@ -13,8 +13,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo_core as slapo
-from slapo_estimate.rank_process import Request, estimate_rank
 from slapo_estimate.results import Memory
+from slapo_estimate.simulation import Request, estimate_rank
 from slapo_estimate.source import Functions
 from slapo_runtime.batches import micro_batches
 from slapo_runtime.guards import Guards

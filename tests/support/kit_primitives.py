@@ -18,7 +18,7 @@ SEEN: set[str] = set()
 
 def prose(text: str) -> str:
     """The message of a check, without what was got instead, and without measured numbers, hashes and counts."""
-    text = re.sub(r"(?s)\n  got: .*?(?=\n  way out: )", "", text)
+    text = re.sub(r"(?s)\n  got: .*?(?=\n  hint: )", "", text)
     text = re.sub(r" at 0x[0-9a-f]+", " at 0x", text)
     return re.sub(r"\d+\.\d+(e[+-]\d+)?|-?\d{6,}|(?<=-> )\d+(?=')|\d+(?=th )|(?<=number )\d+", "N", text)
 

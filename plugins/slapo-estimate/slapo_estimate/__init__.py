@@ -1,4 +1,4 @@
-"""Memory, communication and time of a training step, predicted on one process without the memory it takes."""
+"""Predict memory, communication and time of a training step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slapo_estimate.estimates import estimate, estimate_functions, estimate_source
-    from slapo_estimate.results import Collective, Estimate, Memory, RankEstimate
+    from slapo_estimate.results import CollectiveCall, Estimate, Memory, RankEstimate
 
-__all__ = ["Collective", "Estimate", "Memory", "RankEstimate", "estimate", "estimate_functions", "estimate_source"]
+__all__ = ["CollectiveCall", "Estimate", "Memory", "RankEstimate", "estimate", "estimate_functions", "estimate_source"]
 
 
 def __getattr__(name: str) -> object:

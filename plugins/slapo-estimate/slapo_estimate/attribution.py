@@ -1,4 +1,4 @@
-"""Which module and which step of the schedule an operation belongs to, and in which phase."""
+"""Attribute operations to a phase, a module and a step of the schedule."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ if TYPE_CHECKING:
     from slapo_core.observers import Forward
     from slapo_core.primitive import Record
 
-_NO_SEQUENCE = 2**64 - 1  # of the nodes that add to a parameter's gradient
+_NO_SEQUENCE = 2**64 - 1  # of AccumulateGrad nodes
 
 
-class At(NamedTuple):
+class CodePosition(NamedTuple):
     """The module and the step whose code runs.
 
     Args:
         module: path of the module.
-        record: the step of the schedule that put the code there, as in ``str(record)``; empty for the model's own.
+        record: the step of the schedule that added the code, as in ``str(record)``; empty for the model's own code.
     """
 
     module: str
     record: str = ""
 
 
-_MODEL = At("")
+_MODEL = CodePosition("")
 
 
-class Place:
-    """Tells phase, module and step of the operation that runs; only being asked costs time.
+class PositionTracker:
+    """Track phase, module and step of the running operation; computed when queried.
 
-    A forward pass numbers its autograd nodes in the order in which it makes them; so the number at which each module
-    begins and ends says, in the backward pass, whose node runs.
+    A forward pass numbers its autograd nodes in the order of their creation. The numbers at which each module begins
+    and ends therefore identify, in the backward pass, the module of the running node.
 
     Args:
-        paths: of the modules, by what ``id`` says; a module that is not among them counts as part of its caller.
-        owners: of the parameters likewise: the path of the module that holds one.
+        paths: ``id`` of a module -> its path; a module without an entry counts as part of its caller.
+        owners: ``id`` of a parameter -> the path of its module.
 
     Attributes:
-        step: ``"forward"``, ``"backward"`` or ``"optimizer"``; the training step says so.
-        hooks: path of a module and a hook there -> the step that registered it, as in ``str(record)``.
-        wrappers: ``id`` of a wrapper of a forward -> the step that put it there.
+        step: ``"forward"``, ``"backward"`` or ``"optimizer"``; set by the training step.
+        hooks: (path of a module, hook) -> the step that registered the hook, as in ``str(record)``.
+        wrappers: ``id`` of a wrapper of a forward -> the step that added the wrapper.
     """
 
     def __init__(self, paths: Mapping[int, str], owners: Mapping[int, str]) -> None:
         self.step = "forward"
-        self._modules = {module: At(path) for module, path in paths.items()}
-        self._owners = {parameter: At(path) for parameter, path in owners.items()}
+        self._modules = {module: CodePosition(path) for module, path in paths.items()}
+        self._owners = {parameter: CodePosition(path) for parameter, path in owners.items()}
         self.hooks: dict[tuple[str, Any], str] = {}
         self.wrappers: dict[int, str] = {}
-        self._stack: list[At] = []
+        self._stack: list[CodePosition] = []
         self._numbers: list[int] = []
-        self._since: list[At] = []
+        self._since: list[CodePosition] = []
 
     @classmethod
-    def of(cls, model: nn.Module) -> Place:
-        """Make the place of a model whose modules and parameters stay the same objects."""
+    def of(cls, model: nn.Module) -> PositionTracker:
+        """Make the tracker of a model whose modules and parameters stay the same objects."""
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
         owners: dict[int, str] = {}
@@ -81,7 +81,7 @@ class Place:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Notice calls of modules; not by hooks, which may change what wrappers do."""
+        """Track calls of modules; without hooks, which may change the effect of wrappers."""
 
         def noticed(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             at = self._modules.get(id(module))
@@ -90,8 +90,8 @@ class Place:
         with PATCHING, module_calls_through(noticed), attributed(self._run_from):
             yield
 
-    def run(self, at: At, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call ``function(*args, **kwargs)``, which is code of ``at``."""
+    def run(self, at: CodePosition, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call ``function(*args, **kwargs)`` as code of position ``at``."""
         self._stack.append(at)
         self._note()
         try:
@@ -101,19 +101,21 @@ class Place:
             self._note()
 
     def _run_from(self, origin: Origin, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run what a graph holds of a hook below the module that runs, or what a wrapper left for later."""
+        """Run a hook inlined in a graph, or code that a wrapper deferred."""
         if origin.is_below_root:
-            return self.run(At(origin.module, self.wrappers.get(id(origin.hook), "")), function, *args, **kwargs)
+            return self.run(
+                CodePosition(origin.module, self.wrappers.get(id(origin.hook), "")), function, *args, **kwargs
+            )
         path = ".".join(filter(None, (self._now().module, origin.module)))
-        return self.run(At(path, self.hooks.get((path, origin.hook), "")), function, *args, **kwargs)
+        return self.run(CodePosition(path, self.hooks.get((path, origin.hook), "")), function, *args, **kwargs)
 
-    def own_code(self, module: nn.Module) -> At:
-        """Return the place of a module's own forward, without the steps' wrappers."""
+    def module_position(self, module: nn.Module) -> CodePosition:
+        """Return the position of a module's own forward, without the steps' wrappers."""
         return self._modules.get(id(module), _MODEL)
 
-    def came_by(self, module: nn.Module, record: str) -> None:
+    def attribute_module(self, module: nn.Module, record: str) -> None:
         """Attribute the module's own forward to a step."""
-        self._modules[id(module)] = At(self.own_code(module).module, record)
+        self._modules[id(module)] = CodePosition(self.module_position(module).module, record)
 
     def begin(self, step: str) -> None:
         """Begin ``"forward"``, ``"backward"`` or ``"optimizer"``."""
@@ -126,14 +128,14 @@ class Place:
 
     @property
     def phase(self) -> str:
-        """``"forward"``, ``"backward"``, ``"recomputation"`` (of what was checkpointed) or ``"optimizer"``."""
+        """``"forward"``, ``"backward"``, ``"recomputation"`` (of checkpointed modules) or ``"optimizer"``."""
         if self.step == "backward" and torch.is_grad_enabled() and current_autograd_node() is not None:
             return "recomputation"
         return self.step
 
     @property
     def module(self) -> str:
-        """Path of the module whose forward or backward runs; ``""`` for the model itself."""
+        """Path of the module whose forward or backward runs; ``""`` for the model."""
         return "optimizer" if self.step == "optimizer" else self._now().module
 
     @property
@@ -141,7 +143,7 @@ class Place:
         """The step whose code runs, forward or backward, as in ``str(record)``; empty for none."""
         return "" if self.step == "optimizer" else self._now().record
 
-    def _now(self) -> At:
+    def _now(self) -> CodePosition:
         if self._stack:
             return self._stack[-1]
         node = current_autograd_node() if self.step == "backward" else None
@@ -154,7 +156,7 @@ class Place:
         return self._since[before - 1] if before else _MODEL
 
     def _note(self) -> None:
-        """Attribute autograd nodes from the next one on to the code on top; recomputation continues the numbers."""
+        """Attribute further autograd nodes to the innermost running code; recomputation continues the numbers."""
         number, at = next_sequence_number(), self._stack[-1] if self._stack else _MODEL
         if self._numbers and self._numbers[-1] == number:
             self._since[-1] = at
@@ -163,28 +165,28 @@ class Place:
         self._since.append(at)
 
 
-def name_causes(schedule: Schedule, place: Place) -> None:
-    """Attribute the steps' code to the steps, in a model that is only simulated.
+def attribute_steps(schedule: Schedule, position: PositionTracker) -> None:
+    """Attribute hooks, wrappers and modules of a simulated model to the steps that added them.
 
-    Each hook and wrapper is exchanged for one that reports its step. Modules below one that a step put in are
-    attributed to that step, unless they were there before.
+    Each hook and wrapper is exchanged for one that reports its step. Modules within one that a step added are
+    attributed to that step, unless the model had them before.
 
     Args:
-        schedule: with all its steps in force.
-        place: of its model.
+        schedule: the schedule, with all its steps in force.
+        position: the tracker of its model.
     """
     entries = list(Internals(schedule).entries())
-    _modules(schedule.model, entries, place)
+    _modules(schedule.model, entries, position)
     paths = {id(module): path for path, module in schedule.model.named_modules()}
-    hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first, where replacing carried it over
+    hooks: dict[int, dict[str, str]] = {}  # function -> path -> the step; the first one, where `replace` kept the hook
     for record, entry in entries:
         if isinstance(entry, journal.AddHook):
             hooks.setdefault(id(entry.function), {}).setdefault(record.path, str(record))
         elif isinstance(entry, journal.WrapForward):
             hooks.setdefault(id(entry.wrapper), {}).setdefault(record.path, str(record))
-            place.wrappers.setdefault(id(entry.wrapper), str(record))
+            position.wrappers.setdefault(id(entry.wrapper), str(record))
 
-    place.hooks = {
+    position.hooks = {
         (record.path, entry.function): str(record)
         for record, entry in reversed(entries)
         if isinstance(entry, journal.AddHook) and getattr(entry.function, "slapo_is_inlined", False)
@@ -195,23 +197,28 @@ def name_causes(schedule: Schedule, place: Place) -> None:
         return known.get(paths[id(module)], next(iter(known.values()), None))
 
     for module in schedule.model.modules():
-        own = place.own_code(module)
+        own = position.module_position(module)
         for functions in hooks_of(module).values():
             for number, function in functions.items():
                 name = cause(function, module)
                 if name is not None:
-                    functions[number] = _Hook(place, At(own.module, name), function)
+                    functions[number] = _Hook(position, CodePosition(own.module, name), function)
         forward = module.__dict__.get("forward")
         if isinstance(forward, forwards.ModuleForward) and not all(map(spans_stages, forward.wrappers)):
             names = [cause(wrapper, module) or "" for wrapper in forward.wrappers]
             innermost, *others = forward.wrappers
-            first = _Wrapper(place, At(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None)
-            rest = (_Wrapper(place, At(own.module, name), each) for name, each in zip(names[1:], others, strict=True))
+            first = _Wrapper(
+                position, CodePosition(own.module, names[0]), innermost, beneath=own, is_own=forward.base is None
+            )
+            rest = (
+                _Wrapper(position, CodePosition(own.module, name), each)
+                for name, each in zip(names[1:], others, strict=True)
+            )
             forward.exchange_wrappers([first, *rest])
 
 
-def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], place: Place) -> None:
-    """Attribute modules that steps put in to the latest step; the others stay the model's own."""
+def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]], position: PositionTracker) -> None:
+    """Attribute added modules to the latest step that added them."""
     old = {
         id(module) for _, entry in entries if isinstance(entry, journal.ReplaceModule) for module in entry.old.modules()
     }
@@ -223,15 +230,15 @@ def _modules(model: nn.Module, entries: list[tuple[Record, journal.JournalEntry]
             )
     for module in model.modules():
         if id(module) in came:
-            place.came_by(module, came[id(module)])
+            position.attribute_module(module, came[id(module)])
 
 
 @dataclass(frozen=True, eq=False)
 class _Hook:
-    """A hook that reports its step while it runs; equal to the hook, for graphs that were recorded with it."""
+    """A hook that reports its step; equal to the original hook, for recorded graphs."""
 
-    place: Place
-    at: At
+    position: PositionTracker
+    at: CodePosition
     function: Callable[..., Any]
 
     @property
@@ -247,7 +254,7 @@ class _Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():  # nodes of a graph are not calls of the model
             return self.function(*args, **kwargs)
-        return self.place.run(self.at, self.function, *args, **kwargs)
+        return self.position.run(self.at, self.function, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -255,34 +262,36 @@ class _Wrapper:
     """A wrapper that reports its step while it runs.
 
     Args:
-        place: is told.
-        at: of the wrapper.
+        position: the tracker to report to.
+        at: position of the wrapper.
         function: the wrapper.
-        beneath: of the wrapped forward, where that does not report its step itself; else None.
-        is_own: whether the wrapped forward is the class's own, which a wrapper sees by ``slapo_own`` then.
+        beneath: position of the wrapped forward; None if the forward reports its step itself.
+        is_own: whether the wrapped forward is the class's own, marked by ``slapo_own``.
     """
 
-    place: Place
-    at: At
+    position: PositionTracker
+    at: CodePosition
     function: Callable[[Forward], Forward]
-    beneath: At | None = None
+    beneath: CodePosition | None = None
     is_own: bool = False
 
     def __call__(self, forward: Forward) -> Forward:
         if self.beneath is None:
-            return self._saying(self.at, self.function(forward))
-        said = self._saying(self.beneath, forward)
+            return self._reporting(self.at, self.function(forward))
+        reporting = self._reporting(self.beneath, forward)
         if self.is_own:
-            said.slapo_own = said  # type: ignore[attr-defined]
-        return self._saying(self.at, self.function(said))
+            reporting.slapo_own = reporting  # type: ignore[attr-defined]
+        return self._reporting(self.at, self.function(reporting))
 
-    def _saying(self, at: At, forward: Forward) -> Forward:
+    def _reporting(self, at: CodePosition, forward: Forward) -> Forward:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return self.place.run(at, forward, *args, **kwargs)
+            return self.position.run(at, forward, *args, **kwargs)
 
         for name, value in list(vars(run).items()):
-            if value is forward and name != "__wrapped__":  # a mark that says: this very function, and none around it
+            if (
+                value is forward and name != "__wrapped__"
+            ):  # a mark of this very function, which no function around it may have
                 setattr(run, name, run)
         if is_inlined(forward):
             run.slapo_is_inlined = run  # type: ignore[attr-defined]

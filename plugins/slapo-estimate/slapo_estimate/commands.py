@@ -1,4 +1,4 @@
-"""The commands slapo estimate and slapo device."""
+"""The commands ``slapo estimate`` and ``slapo device``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slapo_core import Command
-from slapo_core.cli import print_table
-from slapo_runtime.sizes import format_bytes
+from slapo_core.cli import print_json, print_table
+from slapo_runtime.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from slapo_estimate.device import DeviceSpec
-    from slapo_estimate.results import Collective, Estimate, RankEstimate
+    from slapo_estimate.results import CollectiveCall, Estimate, RankEstimate
 
 
 class DeviceCommands(Command):
@@ -40,17 +40,16 @@ def measure(
         Path | None, typer.Option("--json", help="Write the device to this file, for `slapo estimate --device FILE`.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Processes on this machine between which links are measured.")
+        int, typer.Option("--ranks", min=1, help="Processes on this machine to measure links between.")
     ] = 1,
     dtypes: Annotated[
-        str, typer.Option("--dtypes", help="Of the products that are measured.")
+        str, typer.Option("--dtypes", help="Types of the measured products.")
     ] = "float32,bfloat16,float16,float64",
 ) -> None:
     """Measure this machine: products by dtype, memory, launches, links.
 
-    The first GPU; the CPU where there is none, with the threads that OMP_NUM_THREADS says. Products of float32 are in
-    full precision; on CUDA those in TF32 are measured, too. Takes about 30 seconds on an idle machine, and says less on
-    a busy one. Progress goes to stderr.
+    Measures the first GPU; without a GPU the CPU, with OMP_NUM_THREADS threads. Float32 is measured in full precision;
+    on CUDA also in TF32. Takes about 30 seconds; use an idle machine. Progress goes to stderr.
     """
     from slapo_estimate.device_benchmark import measure_device, products_of
 
@@ -68,9 +67,7 @@ def show(
     device: Annotated[str, typer.Argument(help="A file of `slapo device measure --json FILE`; or h100, a100.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:
-    """Show a device. Measures nothing."""
-    from slapo_core.cli import print_json
-
+    """Show a device without measuring."""
     found = find_device(device)
     if as_json:
         print_json(found.to_json())
@@ -79,10 +76,10 @@ def show(
 
 
 def find_device(name: str) -> DeviceSpec:
-    """The device of a file, or of a name.
+    """Return the device of a file or of a name.
 
     Raises:
-        ArgumentError: there is none, or the file is none of a device.
+        ArgumentError: neither a device's file nor its name.
     """
     from slapo_core.errors import ArgumentError
     from slapo_estimate.device import DEVICES, DeviceSpec
@@ -102,8 +99,8 @@ def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
     """Show progress on stderr: a bar on a terminal, otherwise a line for each part.
 
     Args:
-        total: number of parts; None where it is not known.
-        what: is done.
+        total: number of parts; None if unknown.
+        what: title of the progress.
     """
     if not sys.stderr.isatty():
         yield lambda text: print(f"{what}: {text}", file=sys.stderr, flush=True)
@@ -125,13 +122,10 @@ def progress(total: int | None, what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _print(device: DeviceSpec) -> None:
-    from slapo_core.cli import print_table
-    from slapo_runtime.sizes import format_bytes
-
     rows = [(f"products in {dtype}", f"{value / 1e12:.4g} TFLOP/s") for dtype, value in sorted(device.flops.items())]
-    rows.append(("memory", "not known" if device.memory is None else format_bytes(device.memory)))
-    rows.append(("to and from memory", f"{device.bandwidth / 1e9:.4g} GB/s"))
-    rows.append(("an operation at least", f"{device.launch * 1e6:.3g} us"))
+    rows.append(("memory", "unknown" if device.memory is None else format_bytes(device.memory)))
+    rows.append(("memory bandwidth", f"{device.bandwidth / 1e9:.4g} GB/s"))
+    rows.append(("launch of an operation", f"{device.launch * 1e6:.3g} us"))
     for mesh_dim, link in device.links.items():
         name = "links" if mesh_dim == "*" else f"links of {mesh_dim}"
         rows.append((name, f"{link.bandwidth / 1e9:.4g} GB/s, {link.latency * 1e6:.3g} us"))
@@ -152,7 +146,7 @@ class EstimateCommands(Command):
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that gives the model.")],
+    model: Annotated[str, typer.Argument(metavar="MODULE:MODEL_FN", help="A function that returns the model.")],
     schedule: Annotated[
         str | None,
         typer.Option("--schedule", metavar="MODULE:FN", help="A function of the schedule that applies steps."),
@@ -165,12 +159,12 @@ def estimate(
         typer.Option(
             "--batch",
             metavar="MODULE:FN|NAME=SHAPE:DTYPE",
-            help="One rank's batch: a function that gives it; or its tensors, repeated: input_ids=4x512:int64. "
-            "Integers are zeros; ones where the name has 'mask' in it. SHAPE:DTYPE without a name goes by position.",
+            help="One rank's batch: a function that returns it; or its tensors, repeated: input_ids=4x512:int64. "
+            "Integers are zeros, or ones if the name contains 'mask'. SHAPE:DTYPE without a name is positional.",
         ),
     ] = None,
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help="A name of torch.optim, MODULE:FN as for build, or none.")
+        str, typer.Option("--optimizer", help="A class of torch.optim, MODULE:FN as for build, or none.")
     ] = "AdamW",
     loss: Annotated[
         str | None, typer.Option("--loss", metavar="MODULE:FN", help="loss(output, batch), as for build.")
@@ -178,17 +172,19 @@ def estimate(
     accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches of a step.")] = 1,
     microbatches: Annotated[
         int | None,
-        typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: what build takes."),
+        typer.Option("--microbatches", min=1, help="Micro-batches of a pipeline; default: as for build."),
     ] = None,
-    target: Annotated[str, typer.Option("--target", help="The runtime whose training step it is.")] = "torch",
+    target: Annotated[str, typer.Option("--target", help="The dialect whose training step is estimated.")] = "torch",
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, as DeepSpeed's."),
+        typer.Option("--config", metavar="FILE", help="A JSON file for the target's option config, e.g. DeepSpeed's."),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="FILE|NAME", help="For the time: a file of `slapo device measure`; or h100, a100."
+            "--device",
+            metavar="FILE|NAME",
+            help="Predict time by this device: a file of `slapo device measure`; or h100, a100.",
         ),
     ] = None,
     rank: Annotated[
@@ -197,24 +193,20 @@ def estimate(
     memory: Annotated[
         str | None, typer.Option("--memory", help="Exit with 1 if a rank needs more, e.g. 70GiB.")
     ] = None,
-    each: Annotated[bool, typer.Option("--each", help="List every single collective.")] = False,
+    each: Annotated[bool, typer.Option("--each", help="List each collective.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for each kind of rank.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:
     """Predict peak memory, collectives, operations and time of a training step, for a mesh of any size.
 
-    Everything happens on this machine's CPU, without the memory that the step takes. Modules are found from the current
-    directory. Example:
+    Runs on this machine's CPU, without the memory of the step. Modules are imported from the current directory.
+    Example:
 
     slapo estimate bert:make_model --schedule bert:schedule --mesh dp=8,tp=8 --batch input_ids=4x512:int64
     --batch labels=4x512:int64 --device h100
     """
-    import sys
-    from pathlib import Path
-
-    from slapo_core.cli import print_json
     from slapo_core.errors import ArgumentError
-    from slapo_runtime.sizes import parse_bytes
+    from slapo_estimate.estimates import estimate_functions
 
     sizes = mesh_of(mesh)
     try:
@@ -223,7 +215,7 @@ def estimate(
         raise typer.BadParameter(f"{error.message}; e.g. {error.hint}", param_hint="--memory") from error
     spec = None if device is None else find_device(device)
     if not batch:
-        raise typer.BadParameter("needed, e.g. --batch input_ids=4x512:int64", param_hint="--batch")
+        raise typer.BadParameter("required, e.g. --batch input_ids=4x512:int64", param_hint="--batch")
     sys.path.insert(0, str(Path.cwd()))
     make_model = find(model, "MODULE:MODEL_FN")
     apply = _no_steps if schedule is None else find(schedule, "--schedule")
@@ -231,8 +223,6 @@ def estimate(
     inputs, factory = batch_of(batch), optimizer_of(optimizer)
     options: dict[str, Any] = {} if microbatches is None else {"microbatches": microbatches}
     options |= {} if config is None else {"config": str(config)}
-    from slapo_estimate.estimates import estimate_functions
-
     with progress(None, "estimating") as tell:
         tell(f"a training step on {sizes or 'one rank'}")
         found = estimate_functions(
@@ -255,23 +245,23 @@ def estimate(
         print_estimate(found, spec, each=each)
     if limit is not None and found.memory.total > limit:
         needed = format_bytes(found.memory.total)
-        print(f"error: the step needs {needed}, more than {format_bytes(limit)}", file=sys.stderr)
+        print(f"error: the step needs {needed}, more than --memory {format_bytes(limit)}", file=sys.stderr)
         raise typer.Exit(1)
 
 
 def _no_steps(schedule: object) -> None:
-    """The model as it is."""
+    """Leave the model unchanged."""
 
 
 _TENSOR = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*):(\w+)", re.ASCII)
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
-_KNOWN = 2**22  # elements of an integer tensor that is really made
+_KNOWN = 2**22  # elements of an integer tensor with values
 
 
 def find(name: str, option: str) -> Callable[..., Any]:
-    """The function ``"module:name"``."""
+    """Import the function ``"module:name"``."""
     if _FUNCTION.fullmatch(name) is None:
-        raise typer.BadParameter(f"{name!r} is not of the form MODULE:FUNCTION", param_hint=option)
+        raise typer.BadParameter(f"must be MODULE:FUNCTION (got {name!r})", param_hint=option)
     module, _, own = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), own, None)
@@ -280,26 +270,26 @@ def find(name: str, option: str) -> Callable[..., Any]:
             raise
         raise typer.BadParameter(f"module {error.name!r} not found", param_hint=option) from error
     if not callable(found):
-        raise typer.BadParameter(f"the module {module!r} has no function {own!r}", param_hint=option)
+        raise typer.BadParameter(f"module {module!r} has no function {own!r}", param_hint=option)
     function: Callable[..., Any] = found
     return function
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:
-    """``"dp=8,tp=8"`` as sizes."""
+    """Parse sizes, e.g. ``"dp=8,tp=8"``."""
     if text is None:
         return None
     sizes: dict[str, int] = {}
     for part in text.split(","):
         mesh_dim, equals, size = part.strip().partition("=")
         if not equals or not size.isascii() or not size.isdecimal() or mesh_dim in sizes or int(size) < 1:
-            raise typer.BadParameter(f"{text!r} is not of the form dp=8,tp=8", param_hint="--mesh")
+            raise typer.BadParameter(f"must be sizes, e.g. dp=8,tp=8 (got {text!r})", param_hint="--mesh")
         sizes[mesh_dim] = int(size)
     return sizes
 
 
 def optimizer_of(name: str) -> Callable[..., Any] | None:
-    """A factory of optimizers; None for ``"none"``."""
+    """Return the factory of an optimizer; None for ``"none"``."""
     import torch
 
     if name.lower() == "none":
@@ -314,11 +304,11 @@ def optimizer_of(name: str) -> Callable[..., Any] | None:
 
 
 def batch_of(words: Sequence[str]) -> Any:
-    """Make the batch: by a function, or a dictionary of named tensors, or a tuple of unnamed ones."""
+    """Make the batch: by a function, or as a dictionary or tuple of tensors."""
     if len(words) == 1 and _FUNCTION.fullmatch(words[0]) and _TENSOR.fullmatch(words[0]) is None:
         made = find(words[0], "--batch")()
         if made is None:
-            raise typer.BadParameter(f"{words[0]} gives None, and no batch", param_hint="--batch")
+            raise typer.BadParameter(f"{words[0]} must return a batch (got None)", param_hint="--batch")
         return made
     named: dict[str, Any] = {}
     positional: list[Any] = []
@@ -326,7 +316,7 @@ def batch_of(words: Sequence[str]) -> Any:
         match = _TENSOR.fullmatch(word)
         if match is None:
             raise typer.BadParameter(
-                f"{word!r} is neither MODULE:FUNCTION nor of the form input_ids=4x512:int64", param_hint="--batch"
+                f"must be MODULE:FUNCTION or e.g. input_ids=4x512:int64 (got {word!r})", param_hint="--batch"
             )
         tensor = _tensor(match[1] or "", [int(size) for size in match[2].split("x")], match[3])
         if match[1] is None:
@@ -341,7 +331,7 @@ def batch_of(words: Sequence[str]) -> Any:
 
 
 def _tensor(name: str, shape: list[int], dtype_name: str) -> Any:
-    """Integers have values, because models ask masks about theirs; other tensors have none."""
+    """Make a tensor; integers have values, because models read masks."""
     import math
 
     import torch
@@ -354,11 +344,8 @@ def _tensor(name: str, shape: list[int], dtype_name: str) -> Any:
     return torch.full(shape, int("mask" in name), dtype=dtype)
 
 
-_KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs")
-
-
 def as_plain(estimate: Estimate) -> dict[str, Any]:
-    """``{"assumptions", "kinds": [{"collectives", "flops", "memory", "rank", "ranks", "time"}], "mesh", ...}``."""
+    """Convert to ``{"assumptions", "kinds": [{"collectives", "flops", "memory", "rank", ...}], "mesh", ...}``."""
     kinds = []
     for kind in estimate.kinds:
         value = {
@@ -376,12 +363,12 @@ def as_plain(estimate: Estimate) -> dict[str, Any]:
 
 
 def print_estimate(estimate: Estimate, device: DeviceSpec | None, *, each: bool) -> None:
-    """Tables of memory and collectives for each kind of rank, and what else there is to say."""
-    for place, kind in enumerate(estimate.kinds):
-        if place:
+    """Print memory, collectives and FLOPs for each kind of rank, and the assumptions."""
+    for number, kind in enumerate(estimate.kinds):
+        if number:
             print()
         if len(estimate.kinds) > 1:
-            print(f"{_ranks(kind.ranks)}, played as rank {kind.rank}\n")
+            print(f"{_ranks(kind.ranks)}, simulated as rank {kind.rank}\n")
         _print_memory(kind, device)
         print()
         _print_collectives(kind.collectives, each=each)
@@ -399,7 +386,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _print_memory(kind: RankEstimate, device: DeviceSpec | None) -> None:
     memory = kind.memory
-    rows = [(name, format_bytes(getattr(memory, name))) for name in _KINDS if getattr(memory, name)]
+    rows = [(name, format_bytes(size)) for name, size in memory.by_kind().items() if size]
     share = ""
     if device is not None and device.memory is not None:
         share = f" of {format_bytes(device.memory)}"
@@ -408,7 +395,7 @@ def _print_memory(kind: RankEstimate, device: DeviceSpec | None) -> None:
     print(f"reached {where}, {memory.phase}" if memory.phase != "optimizer" else "reached in the optimizer's step")
 
 
-def _print_collectives(collectives: Sequence[Collective], *, each: bool) -> None:
+def _print_collectives(collectives: Sequence[CollectiveCall], *, each: bool) -> None:
     if not collectives:
         print("no collectives")
         return
@@ -416,8 +403,8 @@ def _print_collectives(collectives: Sequence[Collective], *, each: bool) -> None
     print_table(columns, [tuple(row) for row in _rows(collectives, each=each)])
 
 
-def _rows(collectives: Sequence[Collective], *, each: bool) -> Iterator[list[str]]:
-    """Those that differ in a layer's number only are one row."""
+def _rows(collectives: Sequence[CollectiveCall], *, each: bool) -> Iterator[list[str]]:
+    """Yield a row for collectives that differ in the number of a layer only."""
     together: dict[tuple[str, ...], list[int]] = {}
     for number, one in enumerate(collectives):
         module, record = one.module, one.record

@@ -1,4 +1,4 @@
-"""Device specifications, and sizes of memory as text."""
+"""Device specifications: peak rates, memory and links."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["DEVICES", "DeviceSpec", "Link"]
 
 @dataclass(frozen=True)
 class Link:
-    """The link between ranks along a mesh dimension.
+    """A link between ranks along a mesh dimension.
 
     Args:
         bandwidth: bytes per second that one rank sends.
-        latency: seconds that a message of no bytes takes.
+        latency: seconds of an empty message.
     """
 
     bandwidth: float
@@ -30,17 +30,17 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device, for the roofline of a step's time.
+    """The rates of a device, for the roofline of a step's time.
 
     Args:
         name: e.g. ``"NVIDIA H100 80GB HBM3"``.
-        flops: floating-point operations per second in matrix products, by dtype: ``{"bfloat16": 6.5e14}``; of float32
-            in full precision, and as ``"tf32"`` of those that are rounded to it.
+        flops: floating-point operations per second in matrix products, by dtype: ``{"bfloat16": 6.5e14}``;
+            ``"float32"`` in full precision, ``"tf32"`` rounded to TF32.
         bandwidth: bytes per second between the device and its memory.
         launch: kernel launch overhead, in seconds.
-        memory: bytes of the device's memory; None where that is not known.
-        links: what connects ranks, by mesh dimension; ``"*"`` for all others.
-        type: as torch names it: on ``"cuda"`` attention is that of CUDA's kernels, on others that of the CPU's.
+        memory: bytes of the device's memory; None if unknown.
+        links: links by mesh dimension; ``"*"`` for all other dimensions.
+        type: torch's device type: ``"cuda"`` estimates attention by CUDA's kernels, other types by the CPU's.
     """
 
     name: str
@@ -60,10 +60,10 @@ class DeviceSpec:
         """Read the result of :meth:`to_json`.
 
         Args:
-            document: as plain values; or the path of a JSON file.
+            document: plain values, or the path of a JSON file.
 
         Raises:
-            ArgumentError: a key is missing, unknown, or has a value that makes no sense; the key is named.
+            ArgumentError: a key is missing, unknown, or has an invalid value.
         """
         where, data = "the device", cast("Any", document)
         if not isinstance(document, Mapping):
@@ -138,11 +138,11 @@ DEVICES: Mapping[str, DeviceSpec] = {
         type="cuda",
     ),
 }
-"""Devices by the names that ``slapo estimate --device`` knows: peaks of data sheets, of which a step reaches a part.
+"""Devices by their names for ``slapo estimate --device``: peak rates of data sheets, which a step does not reach.
 
-Products are dense; of float32 and float64 without tensor cores, as torch multiplies by default. Links along ``tp`` are
-NVLink in one direction; the others one network card a GPU (HDR and NDR InfiniBand, 200 and 400 Gbit/s). Launches and
-latencies are in no data sheet; those are usual values.
+Products are dense; float32 and float64 without tensor cores, as torch multiplies by default. Links along ``tp`` are
+NVLink in one direction; other links are one network card a GPU (HDR and NDR InfiniBand, 200 and 400 Gbit/s). Launch
+times and latencies are not in data sheets; these are usual values.
 
 Source: NVIDIA A100 Tensor Core GPU data sheet (2021); NVIDIA H100 Tensor Core GPU architecture white paper (2022),
 table 2; NVIDIA DGX A100 and DGX H100 data sheets.
@@ -172,4 +172,6 @@ def _number(where: str, key: str, value: Any, *, zero: bool = False) -> float:
 
 
 def _refuse(where: str, key: str, wanted: str, got: Any) -> NoReturn:
-    raise ArgumentError(f"{key} of {where} must be {wanted} (got {got!r})", hint="slapo device measure makes one")
+    raise ArgumentError(
+        f"{key} of {where} must be {wanted} (got {got!r})", hint="`slapo device measure --json FILE` writes a device"
+    )

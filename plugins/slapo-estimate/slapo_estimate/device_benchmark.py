@@ -1,4 +1,4 @@
-"""What this machine can do, measured: the numbers that a step's time is predicted with."""
+"""Measure the numbers by which a step's time is predicted, on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Those whose products are measured; beside float32 on CUDA also TF32."""
+"""Types whose matrix products are measured; with float32 on CUDA also TF32."""
 
 _REPEATS = 7
 _SMALL = 256  # operations in a row
@@ -32,17 +32,17 @@ def measure_device(
     size: int | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> DeviceSpec:
-    """Measure the accelerator of this process; its CPU, with the threads that torch uses, where it has none.
+    """Measure the accelerator of this process; without one, its CPU with torch's threads.
 
     Args:
-        ranks: processes on this machine to measure links between (NCCL on GPUs, else gloo); 1 for none.
-        dtypes: names. Float32 is measured in full precision; ``"tf32"`` are float32 products that are rounded to it,
-            measured with float32 on CUDA, too.
-        size: rows of the matrices that are multiplied; default: 4096 on an accelerator, 768 on a CPU.
+        ranks: processes on this machine between which links are measured (NCCL on GPUs, else gloo); 1 measures none.
+        dtypes: names. Float32 is measured in full precision; ``"tf32"`` (float32 products rounded to TF32) is measured
+            with float32 on CUDA, too.
+        size: rows of the matrices; default: 4096 on an accelerator, 768 on a CPU.
         tell: called with the name of the next measurement.
 
     Raises:
-        ArgumentError: a number or a dtype makes no sense.
+        ArgumentError: ``ranks`` or a dtype is invalid.
     """
     if type(ranks) is not int or ranks < 1:
         raise ArgumentError(f"ranks must be at least 1 (got {ranks!r})", hint="ranks=2")
@@ -53,7 +53,7 @@ def measure_device(
     rows = size if size is not None else 768 if device.type == "cpu" else 4096
     count = ranks if device.type == "cpu" else torch.accelerator.device_count()
     if ranks > count:
-        raise ArgumentError(f"{ranks} ranks need as many GPUs; there are {count}", hint="ranks=1")
+        raise ArgumentError(f"{ranks} ranks need {ranks} GPUs (got {count})", hint="ranks=1")
     flops = {}
     for name in products_of(dtypes):
         say(f"products in {name}")
@@ -71,7 +71,7 @@ def measure_device(
 
 
 def products_of(dtypes: Sequence[str]) -> tuple[str, ...]:
-    """Add TF32 to the names of types, where float32 is among them and products may be rounded to it."""
+    """Add TF32 to names of types with float32, on CUDA."""
     more = ("tf32",) if "float32" in dtypes and _device().type == "cuda" else ()
     return tuple(dict.fromkeys((*dtypes, *more)))
 
@@ -97,7 +97,7 @@ def _memory(device: torch.device) -> int | None:
 
 
 def _seconds(device: torch.device, function: Callable[[], object]) -> float:
-    """The fastest of some runs, behind one that warms up: others on the machine only make it slower."""
+    """Return the best of several runs after one warm-up (noise only slows runs down)."""
     found = []
     for _ in range(_REPEATS + 1):
         _synchronize(device)
@@ -114,7 +114,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype, rows: int) -> float:
-    """Of several products in a row on an accelerator, so that launching and waiting do not count."""
+    """Measure FLOP/s of matrix products, on an accelerator over several products."""
     a, b = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
     out, times = torch.empty_like(a), 1 if device.type == "cpu" else 10
 
@@ -126,13 +126,13 @@ def _products(device: torch.device, dtype: torch.dtype, rows: int) -> float:
 
 
 def _bandwidth(device: torch.device) -> float:
-    a = torch.ones(2**24 if device.type == "cpu" else 2**28, device=device)  # more than any cache holds
+    a = torch.ones(2**24 if device.type == "cpu" else 2**28, device=device)  # larger than any cache
     b, c = torch.ones_like(a), torch.empty_like(a)
     return 3 * a.nbytes / _seconds(device, lambda: torch.add(a, b, out=c))
 
 
 def _launch(device: torch.device) -> float:
-    """Of an operation that autograd records, and of its backward pass."""
+    """Measure the seconds of a tiny operation, forward and backward."""
     a = torch.ones(16, device=device, requires_grad=True)
 
     def run() -> None:
@@ -145,11 +145,11 @@ def _launch(device: torch.device) -> float:
 
 
 def _link(ranks: int, device: torch.device) -> Link:
-    """Of a ring, from all-reduces of few and of many bytes."""
+    """Measure bandwidth and latency of a ring by a small and a large all-reduce."""
     import torch.distributed as dist
 
     backend = dist.get_default_backend_for_device(device)
-    elements = 2**22 if device.type == "cpu" else 2**28  # 1 GiB: 16 MiB take NVLink hardly longer than one element
+    elements = 2**22 if device.type == "cpu" else 2**28  # 1 GiB: over NVLink 16 MiB take hardly longer than one element
     few, many, size = run_ranks(_all_reduces, device.type, elements, world_size=ranks, backend=backend)[0]
     others = ranks - 1
     return Link(2 * others / ranks * size / max(many - few, 1e-9), few / (2 * others))

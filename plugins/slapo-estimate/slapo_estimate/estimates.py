@@ -14,18 +14,18 @@ from slapo_core.errors import ArgumentError, LaunchError, SlapoError
 from slapo_core.layout import Mesh, check_sizes
 from slapo_estimate.device import DeviceSpec
 from slapo_estimate.results import Estimate
-from slapo_estimate.source import Functions, Source, of_schedule, require_sendable, sendable_batch
+from slapo_estimate.source import Functions, ScheduleSource, of_schedule, require_sendable, sendable_batch
 from slapo_runtime.launcher import preload_modules, run_process
 from slapo_runtime.schedule_copies import installed_modules
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
-    from slapo_estimate.rank_process import RankResult, Request
+    from slapo_estimate.simulation import RankResult, Request
 
 Optimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""A simulation needs none: DeepSpeed and Megatron would compile and call kernels for it. HIP reads it, too."""
+"""Hides GPUs from a simulation, for which DeepSpeed and Megatron would compile kernels. HIP reads it, too."""
 
 _FUNCTIONS = "estimate_functions(make_model, schedule, batch, optimizer=..., mesh=...)"
 
@@ -44,37 +44,37 @@ def estimate(
     timeout: float = 600.0,
     **config: Any,
 ) -> Estimate:
-    """Predict memory, communication and time of a training step, for a declared mesh of any size, on one CPU process.
+    """Predict memory, communication and time of a training step on one CPU process.
 
-    The steps of the schedule are repeated on the reference model, without memory, in a process for each kind of rank,
-    which then trains two steps as ``target`` does. The schedule and its model stay as they are.
+    The mesh may have any size. A process for each kind of rank repeats the schedule's steps on the reference model with
+    fake tensors, and takes two training steps as ``target`` does. The schedule and its model stay unchanged.
 
     Args:
         schedule: the schedule, not sealed.
-        example_inputs: one batch, as ``train_step`` takes it; its tensors may be on the meta device. Models decide by
-            the integers of a batch (masks): where they have values, those count. Default: those of the schedule.
+        example_inputs: one batch, as ``train_step`` takes it; its tensors may be on the meta device. Models branch on
+            the integers of a batch (masks): give them values. Default: the schedule's example inputs.
         optimizer: as for :func:`slapo_core.build`, at the top level of a module or a ``functools.partial``; None for
-            none.
-        mesh: sizes; default: the schedule's own.
+            no optimizer.
+        mesh: sizes; default: the schedule's mesh.
         rank: one global rank; default: one of each kind of rank.
         loss: as for :func:`slapo_core.build`.
-        device: whose numbers the time is predicted with; None predicts no time. Products of float32 count as TF32 where
-            torch is set to use it (``torch.set_float32_matmul_precision("high")``) and the device has ``"tf32"``.
+        device: by which time is predicted; None predicts no time. Products of float32 count as TF32 if torch is set to
+            use it (``torch.set_float32_matmul_precision("high")``) and the device has ``"tf32"``.
         accumulate: micro-batches of a step, as for :func:`slapo_core.build`.
-        target: the dialect: another than ``"torch"`` runs its own engine, where it can without memory.
+        target: the dialect; other dialects than ``"torch"`` run their own engine, if it can run on fake tensors.
         timeout: seconds for each kind of rank.
-        config: options of the target as for :func:`slapo_core.build`: of ``"torch"`` with several ranks along ``pp``,
-            e.g. ``microbatches=8``, ``pipeline_schedule="1f1b"``; of others further arguments of ``build``, too.
+        config: options of the target, as for :func:`slapo_core.build`: for ``"torch"`` with several ranks along ``pp``,
+            e.g. ``microbatches=8``, ``pipeline_schedule="1f1b"``; for others also further arguments of ``build``.
 
     Raises:
-        ArgumentError: an argument is invalid, or no batch was given.
+        ArgumentError: an argument is invalid, or a batch is missing.
         MeshError: sizes are invalid.
-        SealedError: the originals were dropped.
+        SealedError: the schedule dropped its reference model.
         SerializationError: a step, the optimizer or the loss cannot be sent to another process.
-        LaunchError: the model cannot be.
+        LaunchError: the model cannot be sent to another process.
         ReplayError: a step is refused on the mesh.
-        EstimateError: the model reads values that are not known, or the step raises.
-        BuildError: the target cannot run the schedule, or does not know what a step needs.
+        EstimateError: the model reads unknown values, or the step raises.
+        BuildError: the target cannot run the schedule, or cannot simulate a step.
     """
     from slapo_core import Schedule
 
@@ -109,37 +109,21 @@ def estimate_functions(
     example_inputs: Any,
     *,
     arguments: tuple[Any, ...] = (),
-    mesh: Mapping[str, int] | Mesh | None = None,
-    rank: int | None = None,
-    optimizer: Optimizer | None = None,
-    loss: Loss | None = None,
-    device: DeviceSpec | None = None,
-    accumulate: int = 1,
-    target: str = "torch",
-    timeout: float = 600.0,
-    **config: Any,
+    **options: Any,
 ) -> Estimate:
-    """Estimate a schedule that the other processes make from functions: only names are sent.
+    """Estimate a schedule that each process makes by functions: only their names are sent.
 
     Args:
-        make_model: gives the model, at the top level of a module; called under ``torch.device("meta")``.
-        schedule: is given the default schedule and ``arguments``, and applies steps; at the top level of a module.
+        make_model: returns the model, at the top level of a module; called under ``torch.device("meta")``.
+        schedule: applies steps to the default schedule, given ``arguments``; at the top level of a module.
         example_inputs: see :func:`estimate`.
         arguments: further arguments of ``schedule``.
-        mesh: see :func:`estimate`; None for one rank without a mesh.
-        rank: see :func:`estimate`.
-        optimizer: see :func:`estimate`.
-        loss: see :func:`estimate`.
-        device: see :func:`estimate`.
-        accumulate: see :func:`estimate`.
-        target: see :func:`estimate`.
-        timeout: see :func:`estimate`.
-        config: see :func:`estimate`.
+        options: the keyword arguments of :func:`estimate`; without ``mesh`` one rank is estimated.
 
     Raises:
-        ArgumentError: an argument is invalid, or no batch was given.
+        ArgumentError: an argument is invalid, or a batch is missing.
         SerializationError: a function cannot be sent by its name.
-        SlapoError: as :func:`estimate`, or what ``schedule`` raises.
+        SlapoError: see :func:`estimate`; or raised by ``schedule``.
     """
     for name, function in (("make_model", make_model), ("schedule", schedule)):
         if not callable(function):
@@ -147,23 +131,11 @@ def estimate_functions(
         require_sendable(name, function, f"{name}=a function")
     require_sendable("arguments", arguments, "arguments=plain values")
     _require_batch(example_inputs, _FUNCTIONS)
-    return estimate_source(
-        Functions(make_model, schedule, tuple(arguments)),
-        example_inputs,
-        mesh=mesh,
-        rank=rank,
-        optimizer=optimizer,
-        loss=loss,
-        device=device,
-        accumulate=accumulate,
-        target=target,
-        timeout=timeout,
-        **config,
-    )
+    return estimate_source(Functions(make_model, schedule, tuple(arguments)), example_inputs, **options)
 
 
 def estimate_source(
-    source: Source,
+    source: ScheduleSource,
     batch: Any,
     *,
     mesh: Mapping[str, int] | Mesh | None = None,
@@ -177,10 +149,10 @@ def estimate_source(
     observer: Callable[..., Any] | None = None,
     **config: Any,
 ) -> Estimate:
-    """Estimate a schedule that other processes make.
+    """Estimate a schedule that each process makes by a source.
 
     Args:
-        source: makes it.
+        source: makes the schedule.
         batch: see :func:`estimate`.
         mesh: see :func:`estimate`; None for one rank without a mesh.
         rank: see :func:`estimate`.
@@ -190,19 +162,19 @@ def estimate_source(
         accumulate: see :func:`estimate`.
         target: see :func:`estimate`.
         timeout: see :func:`estimate`.
-        observer: see :class:`~slapo_estimate.rank_process.Request`.
+        observer: see :class:`~slapo_estimate.simulation.Request`.
         config: see :func:`estimate`.
     """
     sizes = _sizes(mesh)
     if device is not None and not isinstance(device, DeviceSpec):
         raise ArgumentError(
             f"device must be a DeviceSpec (got {type(device).__name__})",
-            hint="device=slapo_core.DeviceSpec(name, flops=..., bandwidth=..., launch=...), as `slapo device measure` "
-            "makes one; without it no time is predicted",
+            hint="device=slapo_core.DeviceSpec(name, flops=..., bandwidth=..., launch=...), e.g. of `slapo device "
+            "measure`; device=None predicts no time",
         )
     _check(sizes, rank, optimizer, loss, accumulate)
     device = None if device is None else _as_set(device)
-    from slapo_estimate.rank_process import Request  # with torch's fake tensors, which are slow to import
+    from slapo_estimate.simulation import Request  # with torch's fake tensors, which are slow to import
     from slapo_estimate.training_step import with_waiting
 
     request = Request(
@@ -221,8 +193,8 @@ def estimate_source(
     )
     result = _simulated(request, timeout)
     if rank is not None:
-        alike = next(ranks for ranks in result.kinds if rank in ranks)
-        return Estimate(dict(sizes or {}), (dataclasses.replace(result.estimate, ranks=alike),), result.assumptions)
+        own_kind = next(ranks for ranks in result.kinds if rank in ranks)
+        return Estimate(dict(sizes or {}), (dataclasses.replace(result.estimate, ranks=own_kind),), result.assumptions)
     kinds = [dataclasses.replace(result.estimate, ranks=result.kinds[0])]
     for ranks in result.kinds[1:]:
         another = dataclasses.replace(request, rank=ranks[0], ranks=ranks)
@@ -231,22 +203,22 @@ def estimate_source(
 
 
 def _as_set(device: DeviceSpec) -> DeviceSpec:
-    """Take the rate of TF32 for float32, where this process is set to multiply so and the device has one."""
+    """Use the device's TF32 rate for float32 if torch multiplies in TF32."""
     if "tf32" not in device.flops or torch.backends.cuda.matmul.fp32_precision != "tf32":
         return device
     return dataclasses.replace(device, flops={**device.flops, "float32": device.flops["tf32"]})
 
 
 def _simulated(request: Request, timeout: float) -> RankResult:
-    preload_modules("slapo_estimate.rank_process")
-    from slapo_estimate.rank_process import simulate
+    preload_modules("slapo_estimate.simulation")
+    from slapo_estimate.simulation import simulate
 
     try:
         result = run_process(simulate, request, timeout=timeout, environment=_NO_GPU)
     except LaunchError as error:
         raise LaunchError(
-            f"estimate simulates each kind of rank in a process of its own, but {error.message}",
-            hint=f"{error.hint}; or {_FUNCTIONS}, which makes the model there" if error.hint else _FUNCTIONS,
+            f"estimate simulates each kind of rank in another process: {error.message}",
+            hint=f"{error.hint}; or {_FUNCTIONS}" if error.hint else _FUNCTIONS,
         ) from error
     if isinstance(result, SlapoError):
         raise result
@@ -268,8 +240,8 @@ def _sizes(mesh: Mapping[str, int] | Mesh | None) -> dict[str, int] | None:
 def _require_batch(batch: Any, call: str) -> None:
     if batch is None:
         raise ArgumentError(
-            "estimate needs one batch to train on: none was given, and the schedule has no example_inputs",
-            hint=f"{call}; tensors of the batch may be on the meta device",
+            "estimate needs one batch: example_inputs was not given, and the schedule has none",
+            hint=f"{call}; its tensors may be on the meta device",
         )
 
 
@@ -277,8 +249,8 @@ def _check(sizes: Mapping[str, int] | None, rank: int | None, optimizer: Any, lo
     world_size = math.prod((sizes or {}).values())
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size):
         raise ArgumentError(
-            f"rank must be one of the ranks 0 to {world_size - 1} of the mesh {dict(sizes or {})} (got {rank!r})",
-            hint=f"rank={world_size - 1}, or leave it out to estimate one of each kind",
+            f"rank must be a rank from 0 to {world_size - 1} of the mesh {dict(sizes or {})} (got {rank!r})",
+            hint=f"rank={world_size - 1}, or rank=None for one rank of each kind",
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ArgumentError(

@@ -37,10 +37,10 @@ from slapo_core.observers import PATCHING
 
 @contextmanager
 def attention_of_cuda() -> Iterator[None]:
-    """While it lasts, attention of tensors on the CPU, which must be fake, is the memory-efficient operator of CUDA.
+    """Run attention of fake tensors on the CPU as CUDA's memory-efficient operator.
 
-    What that does not take (other than four axes, float64, heads of a key that serve several queries) stays as it is.
-    Flash attention keeps and computes the same.
+    Arguments that this operator refuses (not four axes, float64, grouped queries) keep the operator of the CPU.
+    FlashAttention keeps and computes the same.
     """
     overrides = torch.library.Library("aten", "IMPL")
     overrides.impl("scaled_dot_product_attention", _memory_efficient, "AutogradCPU")
@@ -62,8 +62,8 @@ def _memory_efficient(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     if query.dim() != 4 or query.dtype == torch.float64 or enable_gqa:
-        whole = torch.ops.aten.scaled_dot_product_attention.default
-        return whole.decompose(  # type: ignore[no-any-return]
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        return attention.decompose(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None:
@@ -79,10 +79,10 @@ def _memory_efficient(
 
 @contextmanager
 def runtimes_without_memory() -> Iterator[None]:
-    """While it lasts, a runtime's engine runs on fake tensors, in a process that simulates one rank.
+    """Let a runtime's engine run on fake tensors, in a process that simulates one rank.
 
-    ``module.to(...)`` gives parameters other data: torch swaps fake ones, which weak references to them bar. Objects
-    that ranks exchange are this rank's own from all of them.
+    ``module.to(...)`` replaces the data of parameters: torch would swap fake ones, which weak references forbid. An
+    exchange of objects returns this rank's own object for each rank.
     """
 
     def converted(self: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -109,7 +109,7 @@ def runtimes_without_memory() -> Iterator[None]:
 
 @contextmanager
 def resizes_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``call(run, storage, size)`` make calls of ``storage.resize_``, which is not an operation."""
+    """Route ``storage.resize_``, which is not an operation, through ``call(run, storage, size)``."""
     with PATCHING:
         run = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = lambda storage, size: call(run, storage, size)  # type: ignore[method-assign, assignment]
@@ -121,7 +121,7 @@ def resizes_through(call: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def backwards_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``call(run, *args, **kwargs)`` make calls of ``torch.autograd.backward``, with those of tensors."""
+    """Route ``torch.autograd.backward`` and ``tensor.backward`` through ``call(run, *args, **kwargs)``."""
     with PATCHING:
         run = torch.autograd.backward
         torch.autograd.backward = partial(call, run)
@@ -132,7 +132,7 @@ def backwards_through(call: Callable[..., Any]) -> Iterator[None]:
 
 
 def current_autograd_node() -> Any:
-    """The node whose backward runs; None outside of backward passes."""
+    """Return the node whose backward runs; None outside of backward passes."""
     return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
 
 
@@ -149,10 +149,10 @@ def sequence_number(node: Any) -> int:
 
 
 def ranks_of_group(group: Any) -> tuple[int, ...]:
-    """The global ranks of a process group, in its order.
+    """Return the global ranks of a process group, in its order.
 
     Args:
-        group: as operations are given it: its name, the group itself, or the group boxed for an operator.
+        group: as operations take it: a name, a group, or a group boxed for an operator.
     """
     if isinstance(group, str):
         group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -162,14 +162,14 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
 
 
 def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
-    """Which gradients DistributedDataParallel exchanges at once.
+    """Assign tensors to the buckets of DistributedDataParallel.
 
     Args:
-        tensors: in the order in which they are put into buckets; those of one type go together.
+        tensors: in the order of assignment; each bucket has one dtype.
         limit: bytes at which a bucket is full.
 
     Returns:
-        the positions of each bucket's tensors, in the order in which buckets get full.
+        the positions of each bucket's tensors, in the order in which buckets become full.
     """
     positions = list(range(len(tensors)))
     buckets, _ = dist._compute_bucket_assignment_by_size(list(tensors), [limit], [False] * len(tensors), positions)
@@ -177,7 +177,7 @@ def bucket_assignment(tensors: Sequence[torch.Tensor], limit: int) -> list[list[
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Operator, with all its overloads -> floating-point operations, by its arguments and ``out_val``, its result."""
+    """Return operator packet -> FLOPs, a function of arguments and result (``out_val``)."""
     return dict(flop_registry)
 
 
@@ -201,7 +201,7 @@ ADDED_PRODUCT = torch.ops.aten._addmm_activation
 
 
 def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
-    """Return the identity of a storage, which views share; of a tensor itself if it is not strided."""
+    """Return the identity of a storage, which views share; of the tensor if it is not strided."""
     if isinstance(holder, torch.Tensor):
         return holder.untyped_storage()._cdata if holder.layout is torch.strided else id(holder)
     return holder._cdata

@@ -1,4 +1,4 @@
-"""What an estimate says, and what it assumes."""
+"""Estimates, and the assumptions behind them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank's device at the moment of the step when most are held.
+    """Bytes of tensors on one rank's device at the peak of a step.
 
-    They are those of tensors. A caching allocator rounds each up (CUDA's to 512 bytes) and keeps what is free;
-    libraries have work space of their own (cuBLAS, NCCL), and so does the process: leave room for that.
+    A caching allocator rounds each tensor up (CUDA's to 512 bytes) and keeps freed memory; libraries (cuBLAS, NCCL) and
+    the process need memory of their own: leave room for them.
 
     Args:
-        parameters: of the model.
-        buffers: of the model.
-        gradients: of the parameters.
+        parameters: parameters of the model.
+        buffers: buffers of the model.
+        gradients: gradients of the parameters.
         optimizer: the optimizer's state.
-        activations: kept by the forward pass for the backward pass, or still in use by it.
-        temporaries: made by the backward pass, or within the optimizer's step.
+        activations: tensors kept by the forward pass for the backward pass, or still in use by the forward pass.
+        temporaries: tensors made by the backward pass, or within the optimizer's step.
         inputs: the batch.
-        module: path of the module that ran; ``""`` for the model itself, ``"optimizer"`` for the optimizer's step.
-        phase: ``"forward"``, ``"backward"``, ``"recomputation"`` (of what is checkpointed) or ``"optimizer"``.
+        module: path of the module that ran; ``""`` for the model, ``"optimizer"`` for the optimizer's step.
+        phase: ``"forward"``, ``"backward"``, ``"recomputation"`` (of checkpointed modules) or ``"optimizer"``.
     """
 
     parameters: int = 0
@@ -44,30 +44,30 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Their sum, in bytes."""
-        return (
-            self.parameters
-            + self.buffers
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.temporaries
-            + self.inputs
-        )
+        """The sum of all kinds, in bytes."""
+        return sum(self.by_kind().values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes of each kind."""
+        return {kind: getattr(self, kind) for kind in _KINDS}
+
+
+_KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries", "inputs")
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One communication of a step.
+class CollectiveCall:
+    """One collective, send or receive of a step.
 
     Args:
-        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``, ``"send"``
+        kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
+            ``"send"``, ...
         mesh_dim: the mesh dimension of its group; ``""`` for another group.
         ranks: the size of the group.
-        bytes: of the tensor that this rank gives.
-        module: path of the module within which it happens.
+        bytes: size of the tensor that this rank gives.
+        module: path of the module that communicates.
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        record: the step of the schedule that caused it, as in ``str(record)``; empty if the model did so itself.
+        record: the step of the schedule that added it, as in ``str(record)``; empty for the model's own.
     """
 
     kind: str
@@ -86,9 +86,9 @@ class RankEstimate:
     Args:
         rank: the global rank that was simulated.
         ranks: all ranks of its kind.
-        memory: at the peak.
+        memory: memory at the peak.
         flops: floating-point operations of a step.
-        collectives: of a step, in order.
+        collectives: collectives of a step, in order.
         time: seconds of a step, by the roofline; None without a device.
         observed: the result of the request's observer.
     """
@@ -97,7 +97,7 @@ class RankEstimate:
     ranks: tuple[int, ...]
     memory: Memory
     flops: int
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CollectiveCall, ...]
     time: float | None = None
     observed: Any = field(default=None, compare=False, repr=False)
 
@@ -108,7 +108,7 @@ class Estimate:
 
     Args:
         mesh: the sizes of the mesh.
-        kinds: one for each kind of rank.
+        kinds: one estimate for each kind of rank.
         assumptions: as sentences.
     """
 
@@ -131,88 +131,88 @@ class Estimate:
 Factory: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _ALWAYS = (
-    "operations are those of torch on the CPU: on another device a kernel may keep more or less for the backward pass",
-    "bytes are those of tensors, without the overhead of an allocator, cuBLAS or NCCL",
+    "operations run as on the CPU: kernels of another device may keep more or less for the backward pass",
+    "only tensors count: an allocator, cuBLAS and NCCL need more memory",
     "the output of a step is dropped before the next one",
-    "compiled code is estimated as uncompiled: the compiler fuses, and keeps less",
+    "compiled code is estimated as uncompiled code, which keeps more",
 )
 
 
 class Assumptions:
-    """Collects the assumptions while a rank is simulated."""
+    """Collect assumptions while a rank is simulated."""
 
     def __init__(self) -> None:
         self._found = dict.fromkeys(_ALWAYS)
 
     def attention(self, device: DeviceSpec | None) -> None:
-        """Record the kernel that attention runs in."""
+        """Record the kernel of attention."""
         self._found[
-            "attention runs in the memory-efficient kernel of CUDA, which keeps no matrix"
+            "attention runs in CUDA's memory-efficient kernel, which keeps no matrix of scores"
             if device is not None and device.type == "cuda"
-            else "attention runs as on the CPU: with dropout, or a bias that needs a gradient, its matrix is kept; on "
-            "a device of type 'cuda' it is not"
+            else "attention runs as on the CPU: with dropout, or a bias that requires a gradient, the matrix of scores "
+            "is kept, which a device of type 'cuda' does not keep"
         ] = None
 
     def found(self) -> tuple[str, ...]:
-        """List the assumptions, in order, each once."""
+        """Return the assumptions in order, each once."""
         return tuple(self._found)
 
     def integers_are_one(self) -> None:
-        """Record that the batch has no values: it is on the meta device, or too large to be sent."""
-        self._found["integers of the batch, which has no values here, are taken to be 1: masks mask nothing"] = None
+        """Record that the batch has no values: it is on the meta device or too large to send."""
+        self._found["the batch has no values here: its integers are assumed to be 1, and masks to be all ones"] = None
 
     def seconds(self, device: DeviceSpec) -> None:
-        """Record how time is predicted."""
+        """Record the model of time."""
         self._found[
-            f"an operation takes as long as its products at the peak of {device.name}, or its bytes at its bandwidth, "
-            "and a launch; a collective as long as a ring does, and nothing else is on its links"
+            f"an operation takes max(FLOPs / peak, bytes / bandwidth) of {device.name}, and a launch; a collective "
+            "takes the time of a ring without other traffic"
         ] = None
 
     def target(self, name: str) -> None:
-        """Record whose engine the step is of."""
+        """Record the target whose engine takes the step."""
         self._found[
-            f"the step is that of target {name!r}, by its own engine as it runs on the CPU; what it keeps between "
-            "steps beside the parameters counts as the optimizer's"
+            f"the step is taken by the engine of target {name!r} as on the CPU; tensors that the engine keeps between "
+            "steps count as the optimizer's state"
         ] = None
-        self._found["numbers that the engine reads (norms, overflows) are taken to be 0"] = None
+        self._found["numbers that the engine reads (norms, overflows) are assumed to be 0"] = None
 
     def replicas(self) -> None:
-        """Record how replicas exchange gradients."""
+        """Record the exchange of gradients between replicas."""
         self._found[
-            "replicas exchange gradients as DistributedDataParallel does: in buckets of 25 MiB that stay, "
-            "overlapping the backward pass"
+            "replicas exchange gradients as DistributedDataParallel does: in persistent buckets of 25 MiB, overlapping "
+            "the backward pass"
         ] = None
 
     def pipeline(self, microbatches: int, mesh: Mapping[str, int], *, timed: bool) -> None:
-        """Record how the pipeline runs."""
+        """Record the micro-batches and waiting times of a pipeline."""
         self._found[f"a step of the pipeline has {microbatches} micro-batches (microbatches={microbatches})"] = None
         if mesh.get("dp", 1) > 1:
             self._found["replicas exchange gradients after the pipeline's schedule, in buckets"] = None
         if timed:
             self._found[
-                "a pipeline rank waits for one stage pass of each other rank while the pipeline fills and drains; its "
-                "messages are on their way while nothing else is computed"
+                "a pipeline rank waits for one stage pass of each other rank while the pipeline fills and drains; "
+                "messages do not overlap computation"
             ] = None
 
     def without_gradients(self, names: Sequence[str]) -> None:
-        """Record trained parameters that get no gradient."""
+        """Record trained parameters without a gradient."""
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self._found[
-                f"'{names[0]}'{others} gets no gradient: on replicas torch refuses the second step, unless build is "
-                "given find_unused_parameters=True, which sends zeros in its place"
+                f"'{names[0]}'{others} gets no gradient: on replicas torch refuses the second step, unless "
+                "build(find_unused_parameters=True) sends zeros instead"
             ] = None
 
     def train(self, model: nn.Module) -> None:
-        """Put a model that is entirely in evaluation mode into training mode, as a training step does."""
+        """Put a model in evaluation mode into training mode, as a training step does."""
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            self._found["recurrent layers run step by step: fused kernels (MKL-DNN, cuDNN) keep other bytes"] = None
+            self._found["recurrent layers run step by step: fused kernels (MKL-DNN, cuDNN) keep other tensors"] = None
         if not any(module.training for module in model.modules()):
             model.train()
-            self._found["the model, which is in evaluation mode as a whole, is put into training mode"] = None
+            self._found["the model is in evaluation mode, and is put into training mode"] = None
 
-    def told_of(self, factory: Factory | None) -> Factory | None:
-        """Wrap the optimizer's factory to record how the optimizer runs."""
+    def recording_factory(self, factory: Factory | None) -> Factory | None:
+        """Wrap the optimizer's factory to record its default implementation."""
         if factory is None:
             return None
 
@@ -221,14 +221,14 @@ class Assumptions:
             groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
             if any("foreach" in each and each["foreach"] is None and not each.get("fused") for each in groups):
                 self._found[
-                    "the optimizer takes parameters one by one, as on the CPU; on a GPU its default takes all at once, "
-                    "with temporaries of their size: optimizer=functools.partial(..., foreach=True) counts them"
+                    "the optimizer updates parameters one by one, as on the CPU; its default on a GPU updates all at "
+                    "once, with temporaries of their size: optimizer=functools.partial(..., foreach=True) counts them"
                 ] = None
             return optimizer
 
         return made
 
     def number(self) -> float:
-        """Return 1.0 for a number that the optimizer reads without a known value (the norm of an update): a factor."""
-        self._found["numbers that the optimizer reads are taken to be 1"] = None
+        """Return 1.0 for an unknown number that the optimizer reads (the norm of an update)."""
+        self._found["numbers that the optimizer reads are assumed to be 1"] = None
         return 1.0

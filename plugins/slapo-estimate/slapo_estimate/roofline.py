@@ -1,4 +1,4 @@
-"""Seconds of a step by the roofline: an operation is bound by its products or by its bytes."""
+"""Predict the seconds of a step by the roofline model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ArgumentError
+from slapo_estimate.collectives import CollectiveTracker, wait_operations
 from slapo_estimate.private import schema_of, sparse_parts, tree_leaves
-from slapo_estimate.trackers import CollectiveTracker, FlopTracker, wait_operations
+from slapo_estimate.trackers import FlopTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from slapo_estimate.attribution import Place
+    from slapo_estimate.attribution import PositionTracker
     from slapo_estimate.device import DeviceSpec, Link
-    from slapo_estimate.results import Collective
+    from slapo_estimate.results import CollectiveCall
 
 
 _FREE = frozenset(
@@ -31,28 +32,30 @@ _FREE = frozenset(
         "aten::resize_",
     }
 )
-"""They touch no elements, as views do."""
+"""Operations that touch no elements, as views do."""
 
 _PICKING = frozenset({"aten::embedding", "aten::gather", "aten::index", "aten::index_select", "aten::take"})
-"""They read no more of their first argument than they give."""
+"""Operations that read as much of their first argument as they return."""
 
 
 class TimeTracker:
-    """A clock for the device and one for each of its links; an observer, told after those that it asks.
+    """Keep clocks of the device and its links; an observer, called after others.
 
     An operation takes ``max(flops / peak, bytes / bandwidth) + launch``. A collective begins when its link is free, and
-    its wait operation ends when it is done. One without a wait operation, as of DistributedDataParallel,
-    overlaps the following operations, until the pass ends.
+    its wait operation ends when it is done. A collective without a wait operation (DistributedDataParallel) overlaps
+    the following operations until the end of the pass.
 
     Args:
-        device: whose numbers count.
-        place: of the step.
-        flops: of the operation.
-        communication: its collectives.
+        device: specification of the device.
+        position: module, step and phase of the running operation.
+        flops: counts the FLOPs of the operation.
+        communication: lists the collectives of the operation.
     """
 
-    def __init__(self, device: DeviceSpec, place: Place, flops: FlopTracker, communication: CollectiveTracker) -> None:
-        self._device, self._place, self._flops, self._communication = device, place, flops, communication
+    def __init__(
+        self, device: DeviceSpec, position: PositionTracker, flops: FlopTracker, communication: CollectiveTracker
+    ) -> None:
+        self._device, self._position, self._flops, self._communication = device, position, flops, communication
         self._clock = 0.0
         self._free_at: dict[str, float] = {}
         self._step = ""
@@ -61,18 +64,18 @@ class TimeTracker:
 
     @property
     def seconds(self) -> float:
-        """Of the step that began last."""
+        """Return the seconds of the current step."""
         return max([self._clock, *self._free_at.values()])
 
     def begin(self) -> None:
-        """Of a training step."""
+        """Begin a training step."""
         self._clock = 0.0
         self._free_at.clear()
 
-    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation ran."""
-        if self._place.step != self._step:
-            self._step = self._place.step
+    def on_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Advance the clocks by an operation."""
+        if self._position.step != self._step:
+            self._step = self._position.step
             self._clock = self.seconds
         if func in self._waits:
             self._clock = self.seconds
@@ -93,7 +96,7 @@ class TimeTracker:
             computing = self._flops.last / self._peak(args) if self._flops.last else 0.0
             self._clock += max(moving, computing) + self._device.launch
 
-    def _communicate(self, collective: Collective) -> None:
+    def _communicate(self, collective: CollectiveCall) -> None:
         if collective.ranks > 1:
             name, link = link_of(self._device, collective.mesh_dim)
             begin = max(self._clock, self._free_at.get(name, 0.0))
@@ -107,18 +110,18 @@ class TimeTracker:
         if peak is None:
             known = ", ".join(sorted(self._device.flops)) or "none"
             raise ArgumentError(
-                f"device '{self._device.name}' has no flops for {name}, in which the model multiplies at "
-                f"'{self._place.module}'; it has {known}",
+                f"device '{self._device.name}' has no flops for {name}, the dtype of a product at "
+                f"'{self._position.module}'; it has {known}",
                 hint=f'DeviceSpec(..., flops={{..., "{name}": 1e12}})',
             )
         return peak
 
 
 def link_of(device: DeviceSpec, mesh_dim: str) -> tuple[str, Link]:
-    """The link of a mesh dimension, and its name; of flattened ones, the slowest.
+    """Return the link of a mesh dimension and its name; the slowest one for flattened dimensions.
 
     Raises:
-        ArgumentError: the device has none.
+        ArgumentError: the device has no such link.
     """
     names = [mesh_dim] if mesh_dim in device.links else mesh_dim.split("_")
     found = [(name if name in device.links else "*", device.links.get(name) or device.links.get("*")) for name in names]
@@ -133,12 +136,12 @@ def link_of(device: DeviceSpec, mesh_dim: str) -> tuple[str, Link]:
 
 
 def collective_seconds(kind: str, size: int, ranks: int, link: Link) -> float:
-    """How long a collective takes in a ring.
+    """Return the seconds of a collective in a ring.
 
     Args:
-        kind: as of :class:`Collective`.
+        kind: see :class:`CollectiveCall`.
         size: bytes that each rank gives.
-        ranks: of the group.
+        ranks: size of the group.
         link: between neighbors.
 
     Source: Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH (2005), section 4.
@@ -163,17 +166,17 @@ def collective_seconds(kind: str, size: int, ranks: int, link: Link) -> float:
 
 
 def _is_asynchronous(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the caller goes on while it runs: functional ones are waited for by an operation of its own."""
+    """Return whether the caller continues meanwhile; functional collectives have a wait operation."""
     if func.namespace != "c10d":
         return True
-    for place, argument in enumerate(schema_of(func).arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "async_op":
-            return bool(args[place] if place < len(args) else kwargs.get("async_op", True))
+            return bool(args[position] if position < len(args) else kwargs.get("async_op", True))
     return schema_of(func).name in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 
 
 def _cost(func: Any) -> Callable[[Any, Any, Any], float] | None:
-    """How many bytes an operation moves, by its arguments and its result; None if it touches no elements."""
+    """Return a function that counts the bytes moved; None if the operation touches no elements."""
     schema = schema_of(func)
     if schema is None:
         return _moved

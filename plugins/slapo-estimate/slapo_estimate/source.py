@@ -1,4 +1,4 @@
-"""What is sent to the process that simulates a rank: shapes instead of values, except for small integers."""
+"""Sources of schedules for simulating processes: shapes instead of values, except for small integers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from slapo_core import Schedule
 
 
-def stripped(modules: Iterable[nn.Module]) -> None:
+def move_to_meta(modules: Iterable[nn.Module]) -> None:
     """Move parameters and buffers to the meta device; ties stay, also between the modules.
 
     Args:
-        modules: copies, whose tensors may share memory with others; not changed in place.
+        modules: copies; their tensors may share memory with others and are not modified in place.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that its id stays its own
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the original alive, so that its id is unique
     for root in modules:
         for module in root.modules():
             for table in (parameters_of(module), buffers_of(module)):
@@ -47,30 +47,31 @@ def sendable_batch(batch: Any) -> Any:
 
 
 def require_sendable(name: str, value: Any, instead: str) -> None:
-    """
+    """Require that pickle can send an argument to another process.
+
     Args:
-        name: of the argument.
-        value: of the argument.
+        name: name of the argument.
+        value: value of the argument.
         instead: the corrected argument.
 
     Raises:
-        SerializationError: pickle refuses the value, so that it cannot be given to another process.
+        SerializationError: pickle refuses the value.
     """
     try:
         pickle.dumps(value)
     except Exception as error:  # pickle raises several kinds, and whatever __reduce__ raises
         raise SerializationError(
-            f"estimate simulates each kind of rank in a process of its own, but {name} cannot be sent there: {error}",
-            hint=f"{instead}, of functions at the top level of a module (no lambda, nothing inside of a function)",
+            f"estimate simulates each kind of rank in another process, and {name} cannot be pickled: {error}",
+            hint=f"{instead}, made of functions at the top level of a module (no lambda, no inner function)",
         ) from error
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    from slapo_estimate.values import is_followed
+    from slapo_estimate.values import is_tracked
 
     if tensor.is_meta:
         return tensor
-    if is_followed(tensor):
+    if is_tracked(tensor):
         return tensor.detach().cpu()
     with torch.no_grad():
         strided = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -86,8 +87,8 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-class Source(Protocol):
-    """Makes the schedule in another process."""
+class ScheduleSource(Protocol):
+    """Make the schedule in another process."""
 
     def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
         """Make the schedule for this process's rank."""
@@ -95,11 +96,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Functions:
-    """Makes a schedule from functions, which are sent by name.
+    """Make a schedule by functions, which are sent by name.
 
     Args:
-        make_model: gives the model; it is called under ``torch.device("meta")``.
-        apply: is given the default schedule, and applies steps to it.
+        make_model: returns the model; called under ``torch.device("meta")``.
+        apply: applies steps to the default schedule.
         arguments: further arguments of ``apply``.
     """
 
@@ -108,9 +109,9 @@ class Functions:
     arguments: tuple[Any, ...] = ()
 
     def schedule(self, mesh: Mapping[str, int] | None, example_inputs: Any) -> Schedule:
-        from slapo_estimate.values import Following
+        from slapo_estimate.values import IntegerTracking
 
-        with torch.device("meta"), Following():
+        with torch.device("meta"), IntegerTracking():
             model = self.make_model()
         if not isinstance(model, nn.Module):
             raise ArgumentError(
@@ -123,25 +124,25 @@ class Functions:
 
 
 def of_schedule(schedule: Schedule) -> Sent:
-    """Make a source of the reference model without memory and the steps; the schedule is only read.
+    """Make a source from the reference model without values, and the steps; the schedule is only read.
 
     Raises:
-        SealedError: the originals were dropped.
+        SealedError: the schedule dropped its reference model.
         SerializationError: a step cannot be sent to another process.
-        EstimateError: a lazy module has not been run yet.
+        EstimateError: a lazy module is not initialized yet.
     """
     instead = "estimate_functions(make_model, schedule, batch), with functions at the top level of a module"
     lazy = [name for name, parameter in schedule.model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
         raise EstimateError(
-            f"'{lazy[0]}' of a lazy module has no shape before the model has been called once",
+            f"lazy parameter '{lazy[0]}' has no shape before the first call of the model",
             hint="model(batch) before sch.estimate(...)",
         )
     try:
-        found = sent(schedule, strip=stripped)
+        found = sent(schedule, strip=move_to_meta)
     except SealedError as error:
         raise SealedError(
-            "estimate repeats the steps on the reference model, which was dropped when the schedule was sealed",
+            "estimate needs the reference model, which was dropped when the schedule was sealed",
             hint=f"call sch.estimate(...) before build() or seal(), or {instead}",
         ) from error
     except SerializationError as error:

@@ -1,4 +1,4 @@
-"""Training steps of one simulated rank: of a whole model, of replicas, of its pipeline stages."""
+"""Training steps of one simulated rank: of a model, of replicas, of pipeline stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from slapo_estimate.private import (
     runtimes_without_memory,
     tree_leaves,
 )
-from slapo_estimate.trackers import Watch
-from slapo_estimate.values import Values, seen_as_plain
+from slapo_estimate.trackers import ObserverMode
+from slapo_estimate.values import KnownValues, hide_fake_tensors
 from slapo_runtime.batches import bound_batch, micro_batches
 from slapo_runtime.build import Arguments, Target, simulated_step, stages_of_build
 from slapo_runtime.correspondence import Correspondence, placed
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from slapo_core import Schedule
     from slapo_core.dialect import Plan
-    from slapo_estimate.attribution import Place
-    from slapo_estimate.rank_process import Request, Trackers
+    from slapo_estimate.attribution import PositionTracker
     from slapo_estimate.results import RankEstimate
+    from slapo_estimate.simulation import Request, Trackers
     from slapo_estimate.trackers import MemoryTracker
 
 _LIMIT = 25 * 2**20  # bytes of a bucket: the default of option `bucket_cap_mb`
@@ -47,12 +47,12 @@ _BROADCAST = 250 * 2**20  # bytes of buffers that are sent at once
 
 @dataclass
 class _Bucket:
-    """Gradients that are exchanged together.
+    """Gradients of one exchange.
 
     Args:
-        gradients: all of them, one after the other.
-        views: of each parameter's gradient.
-        missing: parameters whose gradients have not come in this step.
+        gradients: the flat gradients.
+        views: the view of each parameter's gradient.
+        missing: parameters whose gradients are not ready in this step.
     """
 
     gradients: torch.Tensor
@@ -61,17 +61,17 @@ class _Bucket:
 
 
 class Replicas:
-    """Keeps gradients in buckets, and exchanges each bucket when its last gradient has come.
+    """Allocate and exchange the buckets of ``DistributedDataParallel``, which cannot run on fake tensors.
 
-    As ``torch.nn.parallel.DistributedDataParallel(gradient_as_bucket_view=True, bucket_cap_mb=25)`` does: one bucket in
-    the first step; from the second on buckets of 25 MiB in the order in which gradients came in the first, into which
-    gradients are moved before its forward. They hold memory from the start, and gradients are views of them; while
-    nothing is exchanged, gradients have memory of their own, too. Buffers are sent from the first replica before a
-    step's first forward. The class itself reads tensors in C++, which those without memory do not bear.
+    ``DistributedDataParallel(gradient_as_bucket_view=True, bucket_cap_mb=25)`` reads tensors in C++. It exchanges one
+    bucket in the first step; from the second step on buckets of 25 MiB in the order in which gradients became ready in
+    the first, into which gradients move before the second forward. Buckets are allocated from the start, and gradients
+    are their views; without an exchange gradients have memory of their own, too. The first replica sends its buffers
+    before a step's first forward.
 
     Args:
-        model: whose parameters get hooks.
-        group: of the replicas.
+        model: the model, whose parameters get hooks.
+        group: the group of the replicas.
         hold: called with the memory of gradients.
 
     Source: ``torch/nn/parallel/distributed.py`` and ``torch/csrc/distributed/c10d/reducer.cpp``.
@@ -84,7 +84,7 @@ class Replicas:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = list(model.buffers())
         self._of: dict[nn.Parameter, _Bucket] = {}
-        self._waiting: list[_Bucket] = []  # not exchanged yet in this step, in their order
+        self._waiting: list[_Bucket] = []  # not exchanged yet in this step, in order
         self._came: list[nn.Parameter] = []
         self._is_rebuilt = False
         self._synchronizes = self._did_synchronize = True
@@ -94,12 +94,12 @@ class Replicas:
 
     @property
     def without_gradients(self) -> list[nn.Parameter]:
-        """Trained parameters without a gradient in the first step; torch refuses the next step."""
+        """Return trained parameters without a gradient in the first step; torch refuses the next step."""
         came = set(self._came)
         return [parameter for parameter in self._parameters if parameter not in came]
 
     def before_forward(self, *, synchronize: bool) -> None:
-        """Prepare a micro-batch; ``synchronize`` for the last one of a step."""
+        """Prepare a micro-batch; ``synchronize`` at the last one of a step."""
         if not self._is_rebuilt and self._came:
             self._fill(self._came, _LIMIT)
             self._is_rebuilt = True
@@ -123,7 +123,7 @@ class Replicas:
             views = {parameter: part.view(parameter.shape) for parameter, part in zip(chosen, parts, strict=True)}
             bucket = _Bucket(flat, views)
             self._of.update(dict.fromkeys(chosen, bucket))
-            for parameter in chosen:  # gradients move, bucket by bucket; old buckets go with the last of theirs
+            for parameter in chosen:  # gradients move bucket by bucket, which frees the old buckets
                 if parameter.grad is not None:
                     views[parameter].copy_(parameter.grad)
                     parameter.grad = views[parameter]
@@ -133,7 +133,7 @@ class Replicas:
             return
         bucket, gradient = self._of[parameter], parameter.grad
         assert gradient is not None
-        bucket.views[parameter].copy_(gradient)  # divided by the number of replicas on the way
+        bucket.views[parameter].copy_(gradient)  # DDP also divides by the number of replicas here
         parameter.grad = bucket.views[parameter]
         if not self._is_rebuilt:
             self._came.append(parameter)
@@ -152,7 +152,7 @@ class Replicas:
 
 
 def replicas_of(model: nn.Module, mesh: Any, hold: Callable[[Iterable[torch.Tensor]], None]) -> Replicas | None:
-    """Make the replicas of a mesh (``dp``); None where there is one, or nothing is trained."""
+    """Make the replicas of a mesh (``dp``); None for one replica, or if nothing is trained."""
     if mesh is None or mesh.size("dp") == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return None
     return Replicas(model, mesh.group("dp"), hold)
@@ -164,36 +164,34 @@ def train(
     request: Request,
     mode: FakeTensorMode,
     trackers: Trackers,
-    values: Values,
+    values: KnownValues,
 ) -> None:
-    """Run two training steps as target ``"torch"`` does; ``trackers`` keep the costs of the second.
+    """Take two training steps as target ``"torch"`` does; ``trackers`` keep the costs of the second.
 
     Args:
-        schedule: of a model with tensors without memory, in training mode.
-        batches: the batch's micro-batches, without memory.
+        schedule: schedule of a model with fake tensors, in training mode.
+        batches: the micro-batches, with fake tensors.
         request: the arguments of this rank.
-        mode: of the tensors.
-        trackers: observe every operation.
+        mode: the mode of the fake tensors.
+        trackers: observe each operation.
         values: runs the operations.
     """
     model = schedule.model
-    place, memory = trackers.place, trackers.memory
+    position, memory = trackers.position, trackers.memory
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise EstimateError(
-            "no parameter of the model requires a gradient: nothing to train",
-            hint="model.requires_grad_(True), or set it on the parameters that are to be trained",
+            "nothing to train: no parameter of the model requires a gradient",
+            hint="model.requires_grad_(True), or parameter.requires_grad_(True) for some parameters",
         )
     with mode:
         optimizer = optimizer_of(list(model.parameters()), request)
-        hold_all(model, batches, trackers)
+        hold_tensors(model.parameters(), model.buffers(), batches, memory)
+        hold_gradients(model.parameters(), memory)
         replicas = replicas_of(model, schedule.mesh, lambda tensors: memory.hold(tensors, "gradients"))
-        with place.watching(), memory.watching(), seen_as_plain(), Watch(trackers.observers(), values):
+        with position.watching(), memory.watching(), hide_fake_tensors(), ObserverMode(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
-                place.forget()
                 _step(model, batches, request, optimizer, trackers, replicas)
-                if optimizer is not None:
-                    memory.hold(state_of(optimizer), "optimizer")
     if replicas is not None:
         missing = set(replicas.without_gradients)
         trackers.without_gradients.extend(name for name, each in model.named_parameters() if each in missing)
@@ -205,56 +203,56 @@ def train_by_target(
     request: Request,
     mode: FakeTensorMode,
     trackers: Trackers,
-    values: Values,
+    values: KnownValues,
 ) -> None:
-    """Run two training steps of another target than ``"torch"``, by its own engine; arguments as of :func:`train`.
+    """Take two training steps by another target's engine; for the arguments see :func:`train`.
 
     Args:
-        batch: the whole one, without memory.
+        batch: the full batch, with fake tensors.
 
     Raises:
-        BuildError: as :func:`slapo_core.build` would, or the target does not know what a step needs.
+        BuildError: see :func:`slapo_core.build`; or the target cannot simulate a step.
     """
     model = schedule.model
-    place, memory = trackers.place, trackers.memory
-    values.otherwise = lambda: 0.0  # norms, and whether a number is infinite
+    position, memory = trackers.position, trackers.memory
+    values.default = lambda: 0.0  # norms, and flags of overflow
     with mode:
-        hold_tensors(model, [batch], memory)
+        hold_tensors(model.parameters(), model.buffers(), [batch], memory)
         with (
             runtimes_without_memory(),
-            place.watching(),
-            _phases(place, model),
+            position.watching(),
+            _phases(position, model),
             memory.watching(),
-            seen_as_plain(),
+            hide_fake_tensors(),
             simulated_rank(),
-            Watch(trackers.observers(), values),
+            ObserverMode(trackers.observers(), values),
         ):
             arguments = {"optimizer": request.optimizer, "loss": request.loss, "accumulate": request.accumulate}
-            place.begin("optimizer")
+            position.begin("optimizer")
             step = simulated_step(schedule, request.target, **arguments, **request.config)
-            memory.settle()
-            hold_all(model, [batch], trackers)
-            memory.forget_peak()  # the whole model is there before it is partitioned: a build makes it tensor by tensor
+            memory.reclassify_as_optimizer_state()
+            hold_tensors(model.parameters(), model.buffers(), [batch], memory)
+            hold_gradients(model.parameters(), memory)
+            memory.forget_peak()  # here all of the model exists before it is partitioned; a build makes it by tensor
             for _ in range(2):
-                gc.collect()  # what only cycles of the runtime's objects hold is not its state
-                memory.settle()
+                gc.collect()  # tensors that only reference cycles keep are not state of the runtime
+                memory.reclassify_as_optimizer_state()
                 trackers.begin_step()
-                place.forget()
                 step(batch)
 
 
 @contextmanager
-def _phases(place: Place, model: nn.Module) -> Iterator[None]:
-    """Tell the phases of an engine's step: forward from the model's call on, backward, and then the optimizer's."""
+def _phases(position: PositionTracker, model: nn.Module) -> Iterator[None]:
+    """Set the phase of an engine's step: forward from the model's call on, backward, then the optimizer."""
 
     def backward(run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        place.begin("backward")
+        position.begin("backward")
         try:
             run(*args, **kwargs)
         finally:
-            place.begin("optimizer")
+            position.begin("optimizer")
 
-    handle = model.register_forward_pre_hook(lambda *_: place.begin("forward"))
+    handle = model.register_forward_pre_hook(lambda *_: position.begin("forward"))
     try:
         with backwards_through(backward):
             yield
@@ -262,18 +260,18 @@ def _phases(place: Place, model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def hold_tensors(model: torch.nn.Module, batches: list[Any], memory: MemoryTracker) -> None:
-    """Count the tensors of the model and of the batch as what they are."""
-    memory.hold(model.parameters(), "parameters")
-    memory.hold(model.buffers(), "buffers")
+def hold_tensors(
+    parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], batches: list[Any], memory: MemoryTracker
+) -> None:
+    """Count the tensors that exist before the first step by their kinds."""
+    memory.hold(parameters, "parameters")
+    memory.hold(buffers, "buffers")
     memory.hold((leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor)), "inputs")
 
 
-def hold_all(model: torch.nn.Module, batches: list[Any], trackers: Trackers) -> None:
-    """Count the tensors before the first step, and every gradient once it exists."""
-    memory = trackers.memory
-    hold_tensors(model, batches, memory)
-    for parameter in model.parameters():
+def hold_gradients(parameters: Iterable[nn.Parameter], memory: MemoryTracker) -> None:
+    """Count each gradient once it exists."""
+    for parameter in parameters:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold([p.grad], "gradients"))
 
@@ -286,24 +284,22 @@ def _step(
     trackers: Trackers,
     replicas: Replicas | None,
 ) -> None:
-    """Run a step as ``slapo_torch/engine.py`` does: in its order, and holding the same tensors."""
-    place = trackers.place
+    """Take a step as ``slapo_torch/engine.py`` does: in its order, keeping the same tensors."""
+    position = trackers.position
     compute_loss = LossCall(model, request.loss)
     losses, output = [], None
     for number, batch in enumerate(batches):
-        place.begin("forward")
+        position.begin("forward")
         if replicas is not None:
             replicas.before_forward(synchronize=number == len(batches) - 1)
         loss, output = compute_loss(batch)
         if number == 0:
             for parameter in model.parameters():
                 parameter.grad = None
-        place.begin("backward")
+        position.begin("backward")
         (loss / len(batches) if len(batches) > 1 else loss).backward()
         losses.append(loss.detach())
-    place.begin("optimizer")
-    if optimizer is not None:
-        optimizer.step()
+    _step_optimizer(optimizer, trackers)
     del loss, output, losses
 
 
@@ -320,21 +316,24 @@ def optimizer_of(parameters: list[torch.nn.Parameter], request: Request) -> torc
     return optimizer
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """List the tensors of an optimizer's state."""
-    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, torch.Tensor)]
+def _step_optimizer(optimizer: torch.optim.Optimizer | None, trackers: Trackers) -> None:
+    trackers.position.begin("optimizer")
+    if optimizer is not None:
+        optimizer.step()
+        state = tree_leaves(list(optimizer.state.values()))
+        trackers.memory.hold((leaf for leaf in state if isinstance(leaf, torch.Tensor)), "optimizer")
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model cut into stages, while its tensors have memory.
+    """A model cut into stages, before its tensors are replaced by fake ones.
 
     Args:
         staged: the stages, for one micro-batch.
         ranks: the rank along ``pp`` of each stage.
-        batches: the micro-batches of the batch.
-        dialect: of target ``"torch"``.
-        plan: its own.
+        batches: the micro-batches.
+        dialect: the dialect of target ``"torch"``.
+        plan: the plan of the dialect.
     """
 
     staged: StagedModel
@@ -347,7 +346,8 @@ class Pipeline:
     def share(self) -> float:
         """Share of another rank's time that a rank waits while the pipeline fills and drains.
 
-        With ``v`` stages a rank and ``m`` micro-batches, it waits for one of ``v * m`` stage passes of each other rank.
+        With ``v`` stages per rank and ``m`` micro-batches, a rank waits for one of ``v * m`` stage passes of each other
+        rank.
         """
         passes = len(self.ranks) // len(set(self.ranks)) * len(self.batches)
         return 1 / passes
@@ -357,8 +357,8 @@ def with_waiting(kinds: Sequence[RankEstimate], share: float) -> tuple[RankEstim
     """Add the time that ranks wait for other stages.
 
     Args:
-        kinds: one for each place along ``pp``; without a device they have no time.
-        share: see :attr:`Pipeline.share`; 0 where there is no pipeline.
+        kinds: one estimate for each rank along ``pp``; without a device they have no time.
+        share: see :attr:`Pipeline.share`; 0 without a pipeline.
     """
     busy = sum(kind.time or 0.0 for kind in kinds)
     return tuple(
@@ -367,11 +367,11 @@ def with_waiting(kinds: Sequence[RankEstimate], share: float) -> tuple[RankEstim
 
 
 def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
-    """Cut the model of a schedule; None where it has one rank along ``pp``.
+    """Cut the model of a schedule; None for one rank along ``pp``.
 
     Raises:
-        ArgumentError: there is one rank, and options of a pipeline.
-        BuildError: as :func:`slapo_core.build` would: stages and mesh, the options, or the batch do not go together.
+        ArgumentError: options of a pipeline for one rank.
+        BuildError: see :func:`slapo_core.build`: stages, mesh, options or batch do not fit each other.
         TraceError: the model cannot be cut there.
     """
     pp = schedule.mesh.size("pp") if schedule.mesh is not None else 1
@@ -379,8 +379,8 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
         others = [name for name in request.config if name != "batch_axes"]
         if others:
             raise ArgumentError(
-                f"estimate takes no option {', '.join(map(repr, others))} where there is one rank along 'pp'",
-                hint='mesh={"pp": 4}, microbatches=8 for a pipeline; accumulate=8 for micro-batches on one rank',
+                f"option {', '.join(map(repr, others))} requires a pipeline (got one rank along 'pp')",
+                hint='mesh={"pp": 4}, microbatches=8; or accumulate=8 for micro-batches on one rank',
             )
         return None
     arguments = Arguments(request.optimizer, None, request.loss, None, None, 0, request.accumulate)
@@ -389,8 +389,8 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
     count, axes = plan.config["microbatches"], plan.config["batch_axes"]
     if request.accumulate > 1:
         raise BuildError(
-            f"a pipeline accumulates gradients over its micro-batches (got accumulate={request.accumulate})",
-            hint=f"microbatches={request.accumulate * count}, and no accumulate",
+            f"accumulate must be 1 for a pipeline, which has microbatches= (got accumulate={request.accumulate})",
+            hint=f"microbatches={request.accumulate * count}, without accumulate=",
         )
     correspondence, _ = Correspondence.of(schedule)
     batches = micro_batches(request.batch, count, option="microbatches", axes=axes)
@@ -412,21 +412,15 @@ def train_stages(
     request: Request,
     mode: FakeTensorMode,
     trackers: Trackers,
-    values: Values,
+    values: KnownValues,
 ) -> None:
-    """Run the steps as the pipeline engine of target ``"torch"`` does; arguments as of :func:`train`.
+    """Take the steps of target ``"torch"``'s pipeline engine; for the arguments see :func:`train`.
 
     Args:
-        schedule: its model has tensors without memory.
-        pipeline: of it, from before.
-        batches: its micro-batches, without memory.
-        request: the arguments of this rank.
-        mode: of the tensors.
-        trackers: observe every operation.
-        values: runs the operations.
+        pipeline: the stages of the model.
     """
     assert schedule.mesh is not None
-    place, memory, group = trackers.place, trackers.memory, schedule.mesh.group("pp")
+    position, memory, group = trackers.position, trackers.memory, schedule.mesh.group("pp")
     assert group is not None
     correspondence, _ = Correspondence.of(schedule)
     here = [live.tensor for live in correspondence.live() if live.is_local]
@@ -435,14 +429,14 @@ def train_stages(
     parameters = [one for one in here if isinstance(one, nn.Parameter)]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     call = LossCall(schedule.model, request.loss)
-    inputs = [_inputs(schedule.model, batch, request) for batch in batches]
+    inputs = [bound_batch(schedule.model, batch, for_loss=request.loss is not None) for batch in batches]
     assemble = pipeline.staged.partition.output.assemble
 
     def loss(number: int, made: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return call.loss_of(assemble(made), batches[number])
 
     def at(what: str) -> None:
-        place.begin("backward" if " in the backward " in what else "forward")
+        position.begin("backward" if " in the backward " in what else "forward")
 
     with mode:
         optimizer = optimizer_of(parameters, request) if parameters else None
@@ -454,34 +448,23 @@ def train_stages(
             group=group,
             device=torch.device("cpu"),
         )
-        memory.hold(parameters, "parameters")
-        memory.hold((one for one in here if not isinstance(one, nn.Parameter)), "buffers")
-        for stage in own:
-            memory.hold(stage.module.buffers(), "buffers")
-        memory.hold((leaf for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor)), "inputs")
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(lambda p: memory.hold([p.grad], "gradients"))
+        buffers = [one for one in here if not isinstance(one, nn.Parameter)]
+        buffers += [buffer for stage in own for buffer in stage.module.buffers()]
+        hold_tensors(parameters, buffers, batches, memory)
+        hold_gradients(trained, memory)
         tied = TiedGradients(correspondence)
-        with place.watching(), Watch(trackers.observers(), values):
+        with position.watching(), ObserverMode(trackers.observers(), values):
             for _ in range(2):
                 trackers.begin_step()
-                place.forget()
-                place.begin("forward")
+                position.begin("forward")
                 for parameter in trained:
                     parameter.grad = None
                 begin, finish = pipeline.dialect.averaging(pipeline.plan, runner, trained, schedule.mesh.group("dp"))
                 work = runner.run(inputs, loss, backward=True, at=at, stage_is_over=begin)
-                place.begin("backward")
+                position.begin("backward")
                 message = torch.zeros(3, dtype=torch.float64)  # the loss, for all ranks of the replica
                 group.allreduce([message]).wait()
                 del work
                 finish()
                 tied.sum_all()
-                place.begin("optimizer")
-                if optimizer is not None:
-                    optimizer.step()
-                    memory.hold(state_of(optimizer), "optimizer")
-
-
-def _inputs(model: nn.Module, batch: Any, request: Request) -> dict[str, Any]:
-    return bound_batch(model, batch, for_loss=request.loss is not None)
+                _step_optimizer(optimizer, trackers)

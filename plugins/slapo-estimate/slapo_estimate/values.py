@@ -1,4 +1,4 @@
-"""Values of integer tensors without memory, where the batch determines them: models read masks."""
+"""Values of integer tensors without memory, computed from the batch: models read masks."""
 
 from __future__ import annotations
 
@@ -29,57 +29,57 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-_LARGEST = 2**24  # elements of a tensor whose values are followed
+_LARGEST = 2**24  # elements of a tensor whose values are tracked
 _VALUE = "_slapo_value"
-_WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _READS = frozenset({LOCAL_SCALAR, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default})
 
 
-def is_followed(tensor: torch.Tensor) -> bool:
+def is_tracked(tensor: torch.Tensor) -> bool:
     """Return whether the values of a tensor are tracked: small integers and booleans."""
-    return tensor.dtype in _WHOLE and tensor.numel() <= _LARGEST
+    return tensor.dtype in _INTEGERS and tensor.numel() <= _LARGEST
 
 
-class Unknown(Exception):  # noqa: N818 - what a model asks, not a fault
-    """A model reads a value that is not known without running it."""
+class UnknownValueError(Exception):
+    """The model reads a value that only real data can provide."""
 
 
-class Values:
-    """Runs operations, and also on true values where all integer arguments are known.
+class KnownValues:
+    """Run operations on fake tensors, and on real values where all arguments are known.
 
     Args:
-        mode: of the tensors without memory; None where they are on the meta device.
+        mode: of the fake tensors; None for tensors on the meta device.
 
     Attributes:
-        otherwise: returns a number for one that is read and not known, or None to refuse.
+        default: returns the number to use for an unknown value; None refuses to read it.
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode
-        self.otherwise: Callable[[], float | None] = lambda: None
+        self.default: Callable[[], float | None] = lambda: None
         self._overwritten: dict[int, torch.UntypedStorage] = {}
 
-    def give(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Give ``tensor``, without memory, its ``value``; floating-point values are not tracked."""
-        if value.dtype in _WHOLE and not value.is_meta:
+    def set_value(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Set the value of a tensor without memory; floating-point values are not tracked."""
+        if value.dtype in _INTEGERS and not value.is_meta:
             tensor.__dict__[_VALUE] = value
 
-    def carry(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
-        """Give ``to`` the value of ``tensor``."""
+    def copy_value(self, tensor: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy the value of ``tensor`` to ``to``."""
         value = self._value(tensor)
         if value is not None:
-            self.give(to, value.detach().clone())
+            self.set_value(to, value.detach().clone())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation and return its result.
 
         Raises:
-            Unknown: the operation needs values that are not known.
+            UnknownValueError: the operation needs unknown values.
         """
         if func in _READS:
             found = self._computed(func, args, kwargs)
             if found is None:
-                return self._asked(func, args, kwargs)
+                return self._read(func, args, kwargs)
             return found[0]
         try:
             result = func(*args, **kwargs)
@@ -88,27 +88,27 @@ class Values:
         except UnsupportedOperatorException:
             if func.namespace != "c10d" or any("Tensor" in str(one.type) for one in schema_of(func).returns):
                 raise
-            # Coalesced collectives, which write into their arguments: a group without peers takes any.
+            # Coalesced collectives write into their arguments: a group without peers takes any tensor.
             with unset_fake_temporarily():
                 args, kwargs = tree_map_only(torch.Tensor, lambda _: torch.empty(0), (args, kwargs))
                 return func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            if result.dtype in _WHOLE and _is_hollow(result):
+            if result.dtype in _INTEGERS and _has_no_memory(result):
                 self._follow(func, args, kwargs, [result])
         elif type(result) in (tuple, list):
-            whole = [leaf for leaf in result if isinstance(leaf, torch.Tensor) and _is_hollow(leaf)]
-            if whole and len(whole) == len(result) and all(leaf.dtype in _WHOLE for leaf in whole):
-                self._follow(func, args, kwargs, whole)
+            hollow = [leaf for leaf in result if isinstance(leaf, torch.Tensor) and _has_no_memory(leaf)]
+            if hollow and len(hollow) == len(result) and all(leaf.dtype in _INTEGERS for leaf in hollow):
+                self._follow(func, args, kwargs, hollow)
         return result
 
-    def _asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Read a value; the mode itself knows constants."""
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Read a value; the mode knows constants."""
         try:
             return func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            number = self.otherwise() if func is LOCAL_SCALAR else None
+            number = self.default() if func is LOCAL_SCALAR else None
             if number is None:
-                raise Unknown(str(func)) from None
+                raise UnknownValueError(str(func)) from None
             return number
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]) -> None:
@@ -118,39 +118,39 @@ class Values:
         for position, result in enumerate(results):
             if found is not None:
                 result.__dict__[_VALUE] = found[position]
-            elif _VALUE in result.__dict__:  # written with unknown values; so are tensors that share its storage
+            elif _VALUE in result.__dict__:  # overwritten with unknown values, as are all tensors of its storage
                 storage = result.__dict__.pop(_VALUE).untyped_storage()
                 self._overwritten[storage_id(storage)] = storage
 
     def _sized_by_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation whose result's shape depends on values, where those are known."""
+        """Run an operation whose output shape depends on values."""
         found = self._computed(func, args, kwargs)
         if found is not None:
             fakes = [self._fake(value) for value in found]
             return fakes[0] if len(fakes) == 1 else tuple(fakes)
         if func is torch.ops.aten.index.Tensor:
-            places: list[Any] = []
+            positions: list[Any] = []
             for index in args[1]:
                 if index is not None and index.dtype in (torch.bool, torch.uint8):
                     known = self._value(index)
                     if known is None:
-                        raise Unknown(str(func))
+                        raise UnknownValueError(str(func))
                     with unset_fake_temporarily():
                         where = known.nonzero(as_tuple=True)
-                    places.extend(self._fake(each) for each in where)
+                    positions.extend(self._fake(each) for each in where)
                 else:
-                    places.append(index)
-            return func(args[0], places)
-        raise Unknown(str(func))
+                    positions.append(index)
+            return func(args[0], positions)
+        raise UnknownValueError(str(func))
 
     def _fake(self, value: torch.Tensor) -> torch.Tensor:
         assert self.mode is not None
         tensor = self.mode.from_tensor(value, static_shapes=True)
-        self.give(tensor, value)
+        self.set_value(tensor, value)
         return tensor
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not _is_hollow(tensor):
+        if not _has_no_memory(tensor):
             return tensor if tensor.numel() <= _LARGEST else None
         value: torch.Tensor | None = tensor.__dict__.get(_VALUE)
         if value is None:
@@ -158,10 +158,10 @@ class Values:
         return value if storage_id(value) not in self._overwritten else None
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-        """Run on true values; None where one is not known, or the operation uses the RNG."""
+        """Run on real values; None if one is unknown, or the operation uses the RNG."""
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
             return None
-        leaves, form = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs))
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 value = self._value(leaf)
@@ -171,30 +171,30 @@ class Values:
             elif isinstance(leaf, torch.device):
                 leaves[position] = torch.device("cpu")
         with unset_fake_temporarily():
-            true_args, true_kwargs = tree_unflatten(leaves, form)
+            true_args, true_kwargs = tree_unflatten(leaves, structure)
             return tree_leaves(func(*true_args, **true_kwargs))
 
 
-class Following(TorchDispatchMode):
-    """Tracks integers that are made on the meta device (buffers of a model) while it is active."""
+class IntegerTracking(TorchDispatchMode):
+    """Track integers made on the meta device (a model's buffers) while active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._values = Values()
+        self._values = KnownValues()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._values.run(func, args, kwargs or {})
 
 
-def _is_hollow(tensor: torch.Tensor) -> bool:
+def _has_no_memory(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 @contextmanager
-def seen_as_plain() -> Iterator[None]:
-    """Make loaded libraries see tensors without memory as plain ones.
+def hide_fake_tensors() -> Iterator[None]:
+    """Make ``is_fake_tensor(x)`` of loaded libraries return False.
 
-    Some ask ``is_fake_tensor(x)``, and take another way for tracing than a training step does (explicit masks).
+    Libraries that call it take another path in tracing than in a training step (explicit masks).
     """
     asked = {
         name: vars(module)["is_fake_tensor"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_estimate.results import Collective
+from slapo_estimate.results import CollectiveCall
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -68,13 +68,13 @@ def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def collectives() -> tuple[Collective, ...]:
+def collectives() -> tuple[CollectiveCall, ...]:
     batch = torch.empty(4, 8, device="meta")
     return slapo.estimate_functions(Model, schedule, batch, mesh={"tp": 2}, loss=loss).kinds[0].collectives
 
 
 @pytest.mark.ranks
-def test_each_collective_is_of_the_step_that_put_its_code_there(collectives: tuple[Collective, ...]) -> None:
+def test_collectives_name_the_step_that_added_them(collectives: tuple[CollectiveCall, ...]) -> None:
     found = [(each.phase, each.module, each.record.partition(" ")[0]) for each in collectives]
     assert found == [
         ("forward", "own", ""),

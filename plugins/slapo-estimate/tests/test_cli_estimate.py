@@ -78,7 +78,7 @@ BATCH = ("--batch", "x=4x16:float32", "--batch", "mask=4:int64")
 
 
 @pytest.mark.slow
-def test_an_estimate_is_printed_as_tables_and_as_json(here: Path) -> None:
+def test_estimate_prints_tables_and_json(here: Path) -> None:
     words = (*ESTIMATE, "--schedule", "tiny_estimated:schedule", "--mesh", "dp=2,tp=2", *BATCH, "--device", "h100")
     done = run(*words, "--json")
     assert done.exit_code == 0, done.output
@@ -103,7 +103,7 @@ def test_an_estimate_is_printed_as_tables_and_as_json(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_micro_batches_of_a_pipeline_are_given_and_said(here: Path) -> None:
+def test_micro_batches_of_a_pipeline_are_passed_and_reported(here: Path) -> None:
     words = ("estimate", "tiny_estimated:make_pair", "--schedule", "tiny_estimated:cut")
     words = (*words, "--loss", "tiny_estimated:mean", "--mesh", "pp=2", "--batch", "input=8x16:float32")
     for given, number in ((), 2), (("--microbatches", "4"), 4):
@@ -114,11 +114,11 @@ def test_the_micro_batches_of_a_pipeline_are_given_and_said(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
+def test_step_over_the_memory_limit_exits_with_1(here: Path) -> None:
     done = run(*ESTIMATE, "--batch", "tiny_estimated:batch", "--optimizer", "SGD", "--memory", "1KiB")
     assert done.exit_code == 1
     assert "error: the step needs" in done.stderr
-    assert "more than 1KiB" in done.stderr
+    assert "more than --memory 1KiB" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -127,25 +127,25 @@ def test_a_step_that_does_not_fit_is_a_failure(here: Path) -> None:
         (("estimate", "nowhere:make_model", *BATCH), "module 'nowhere' not found"),
         (("estimate", "tiny_estimated:nothing", *BATCH), "'tiny_estimated' has no function 'nothing'"),
         (("estimate", "tiny_estimated", *BATCH), "MODULE:FUNCTION"),
-        ((*ESTIMATE, "--mesh", "dp8", *BATCH), "'dp8' is not of the form"),
-        ((*ESTIMATE, "--batch", "x=4,16"), "'x=4,16' is neither"),
+        ((*ESTIMATE, "--mesh", "dp8", *BATCH), "(got 'dp8')"),
+        ((*ESTIMATE, "--batch", "x=4,16"), "(got 'x=4,16')"),
         ((*ESTIMATE, "--batch", "x=4x16:float31"), "no dtype 'float31'"),
         ((*ESTIMATE, *BATCH, "--optimizer", "Adem"), "no optimizer 'Adem'"),
-        ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "'dp=0' is not of the form"),
+        ((*ESTIMATE, *BATCH, "--mesh", "dp=0"), "(got 'dp=0')"),
         ((*ESTIMATE, *BATCH, "--memory", "70G"), 'memory="70GiB"'),
         ((*ESTIMATE, *BATCH, "--timeout", "0"), "equal to 1"),
-        ((*ESTIMATE, "--batch", "tiny_estimated:nothing_made"), "gives None"),
+        ((*ESTIMATE, "--batch", "tiny_estimated:nothing_made"), "must return a batch (got None)"),
         (ESTIMATE, "e.g. --batch input_ids=4x512:int64"),
     ],
 )
-def test_a_wrong_call_is_said_so(here: Path, words: tuple[str, ...], word: str) -> None:
+def test_wrong_arguments_are_usage_errors(here: Path, words: tuple[str, ...], word: str) -> None:
     """In a frame that typer draws, as wide as the terminal."""
     done = run(*words)
     assert done.exit_code == 2
     assert word in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Path, message: Messages) -> None:
+def test_device_round_trips_through_json_and_faults_are_named(tmp_path: Path, message: Messages) -> None:
     file = tmp_path / "device.json"
     whole = DEVICES["h100"].to_json()
     file.write_text(json.dumps(whole))
@@ -173,7 +173,7 @@ def test_a_device_survives_its_file_and_every_fault_in_it_is_named(tmp_path: Pat
     message(caught, "no 'flops'")
 
 
-def test_tf32_is_measured_beside_float32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_is_measured_with_float32_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products_of(("float32", "bfloat16")) == ("float32", "bfloat16")
     monkeypatch.setattr(device_benchmark, "_device", lambda: torch.device("cuda", 0))
     assert products_of(("float32", "bfloat16")) == ("float32", "bfloat16", "tf32")
@@ -182,7 +182,7 @@ def test_tf32_is_measured_beside_float32_on_cuda(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured(message: Messages) -> None:
+def test_measure_device_on_this_machine(message: Messages) -> None:
     told: list[str] = []
     device = measure_device(ranks=2, dtypes=("float32", "tf32"), size=64, tell=told.append)
     if device.type == "cpu":

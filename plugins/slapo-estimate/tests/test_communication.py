@@ -11,7 +11,8 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from slapo_estimate.attribution import Place
+from slapo_estimate.attribution import PositionTracker
+from slapo_estimate.collectives import CollectiveTracker, MeshGroups, collective_operations, wait_operations
 from slapo_estimate.private import (
     FakeStore,
     FakeTensorMode,
@@ -19,15 +20,15 @@ from slapo_estimate.private import (
     flop_formulas,
     ranks_of_group,
 )
-from slapo_estimate.trackers import CollectiveTracker, MeshGroups, Watch, collective_operations, wait_operations
-from slapo_estimate.values import Values
+from slapo_estimate.trackers import ObserverMode
+from slapo_estimate.values import KnownValues
 from slapo_runtime.launcher import run_process
 
 MESH = {"dp": 2, "cp": 2, "tp": 4}
 RANK = 6  # dp 0, cp 1, tp 2
 
 
-def test_every_operation_that_communicates_is_known() -> None:
+def test_all_communicating_operations_are_listed() -> None:
     """Those that are not look at values, or run another operation of the list."""
     known = {operation._schema.name for operation in (*collective_operations(), *wait_operations())}
     there = {
@@ -87,10 +88,10 @@ def communicate() -> dict[str, list[tuple[str, str, int, int]]]:
     }
     found = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = CollectiveTracker(Place.of(nn.Identity()), MeshGroups(MESH, RANK))
+    tracker = CollectiveTracker(PositionTracker.of(nn.Identity()), MeshGroups(MESH, RANK))
     for name, call in calls.items():
         tracker.begin()
-        with mode, Watch((tracker,), Values(mode)):
+        with mode, ObserverMode((tracker,), KnownValues(mode)):
             call()
         found[name] = [(one.kind, one.mesh_dim, one.ranks, one.bytes) for one in tracker.collectives]
     found["ranks"] = [ranks_of_group(each) for each in (tp, tp.group_name, tp.boxed())]  # type: ignore[misc]
@@ -122,12 +123,12 @@ def communicate() -> dict[str, list[tuple[str, str, int, int]]]:
         ("autograd", [("all_to_all", "tp", 4, 32), ("all_to_all", "tp", 4, 32)]),
     ],
 )
-def test_each_call_is_one_collective_of_its_bytes(listed: Any, call: str, expected: Any) -> None:
+def test_each_call_is_one_collective_with_its_bytes(listed: Any, call: str, expected: Any) -> None:
     assert listed[call] == expected
 
 
 @pytest.mark.ranks
-def test_names_of_torch_that_are_not_public_mean_this(listed: Any) -> None:
+def test_private_names_of_torch_have_this_meaning(listed: Any) -> None:
     assert listed["ranks"] == [(4, 5, 6, 7)] * 3
     tensors = [torch.empty(size, dtype=dtype) for size in (60, 50, 30) for dtype in (torch.float32, torch.float64)]
     assert sorted(bucket_assignment(tensors, 400)) == [[0, 2], [1], [3], [4], [5]]

@@ -16,11 +16,11 @@ import slapo_core as slapo
 from slapo_core.errors import ArgumentError
 from slapo_estimate.device import DeviceSpec, Link
 from slapo_estimate.private import FakeTensorMode
-from slapo_estimate.rank_process import RankResult, Request, simulate
 from slapo_estimate.roofline import collective_seconds, link_of
+from slapo_estimate.simulation import RankResult, Request, simulate
 from slapo_estimate.source import Functions
-from slapo_estimate.trackers import FlopTracker, Watch
-from slapo_estimate.values import Values
+from slapo_estimate.trackers import FlopTracker, ObserverMode
+from slapo_estimate.values import KnownValues
 from tests.messages import Messages
 
 
@@ -28,7 +28,7 @@ def counted(run: Callable[[], Any]) -> int:
     """By our tracker, without memory; a gradient is asked of everything."""
     tracker = FlopTracker()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, Watch((tracker,), Values(mode)):
+    with mode, ObserverMode((tracker,), KnownValues(mode)):
         tracker.begin()
         run().sum().backward()
     return tracker.total
@@ -53,18 +53,18 @@ def products() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("run", [images, recomputed, products])
-def test_operations_are_those_that_torch_counts(run: Callable[[], Any]) -> None:
+def test_flops_equal_torchs_counter(run: Callable[[], Any]) -> None:
     with FlopCounterMode(display=False) as judge:
         run().sum().backward()
     assert counted(run) == judge.get_total_flops() > 0
 
 
-def test_recomputed_operations_count_twice() -> None:
+def test_recomputed_flops_count_twice() -> None:
     product = 2 * 4 * 6 * 10
     assert counted(recomputed) == 2 * product + 2 * product + 4 * product
 
 
-def test_attention_on_a_cpu_counts() -> None:
+def test_attention_on_the_cpu_counts() -> None:
     """Scores and values: two products forward; five backward, with the scores again. Torch counts none of them."""
     batch, heads, length, size = 2, 3, 8, 16
 
@@ -74,7 +74,7 @@ def test_attention_on_a_cpu_counts() -> None:
     assert counted(run) == (2 + 5) * 2 * batch * heads * length * length * size
 
 
-def test_groups_of_a_convolution_count_as_groups() -> None:
+def test_grouped_convolutions_count_by_groups() -> None:
     forward = 2 * 2 * 10 * 10 * 8 * (4 // 2) * 3 * 3
     conv = nn.Conv2d(4, 8, 3, padding=1, groups=2)
     assert counted(lambda: conv(tensor(2, 4, 10, 10))) == 3 * forward
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(self.proj(x), x, x, self.bias).sum()
 
 
-def test_attention_is_played_in_the_kernels_of_the_device() -> None:
+def test_attention_is_estimated_by_kernels_of_the_device() -> None:
     """On a CPU a bias that needs a gradient takes scores, weights and their products one by one, and keeps matrices."""
     matrix = 4 * 2 * 3 * 64 * 64
     kept = {}
@@ -137,7 +137,7 @@ def seconds(device: DeviceSpec, **options: Any) -> float:
 
 
 @pytest.mark.ranks
-def test_seconds_are_those_of_the_slower_of_products_and_memory() -> None:
+def test_seconds_are_the_maximum_of_products_and_memory() -> None:
     product = 2 * 8 * 32 * 64
     slow_products = DeviceSpec("a", {"float32": 1e6}, bandwidth=1e30, launch=0.0)
     assert seconds(slow_products) == pytest.approx(2 * product / 1e6)  # forward, and the gradient of the weight
@@ -158,13 +158,13 @@ def test_seconds_are_those_of_the_slower_of_products_and_memory() -> None:
 
 
 @pytest.mark.ranks
-def test_replicas_exchange_gradients_beside_the_backward_pass_and_not_beyond_it() -> None:
+def test_gradient_exchange_overlaps_the_backward_pass_only() -> None:
     """One bucket of 8 KiB over two ranks: a half there and a half back, after the only gradient."""
     device = DeviceSpec("d", {"float32": 1e30}, bandwidth=1e30, launch=0.0, links={"dp": Link(1e3, 0.5)})
     assert seconds(device, mesh={"dp": 2}) == pytest.approx(2 * 0.5 + 32 * 64 * 4 / 1e3)
 
 
-def test_collectives_take_what_a_ring_does() -> None:
+def test_collectives_take_the_time_of_a_ring() -> None:
     link = Link(bandwidth=100.0, latency=0.5)
     assert collective_seconds("all_reduce", 800, 4, link) == pytest.approx(6 * 0.5 + 1.5 * 800 / 100)
     assert collective_seconds("all_gather", 200, 4, link) == pytest.approx(3 * 0.5 + 3 * 200 / 100)
@@ -173,7 +173,7 @@ def test_collectives_take_what_a_ring_does() -> None:
     assert collective_seconds("all_reduce", 800, 1, link) == 0.0
 
 
-def test_links_and_types_that_a_device_does_not_have_are_named(message: Messages) -> None:
+def test_missing_links_and_dtypes_of_a_device_are_named(message: Messages) -> None:
     device = DeviceSpec("e", {"float32": 1e9}, 1e9, 0.0, links={"tp": Link(1e9, 0.0), "dp": Link(1e8, 0.0)})
     assert link_of(device, "dp_tp") == ("dp", Link(1e8, 0.0))
     with pytest.raises(ArgumentError) as caught:

@@ -36,7 +36,7 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     assert private_names(Path(private.__file__).parent) == []
 
 
-def test_autograd_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+def test_autograd_nodes_are_numbered_in_order_of_creation() -> None:
     weight = nn.Parameter(torch.ones(2))
     number = next_sequence_number()
     y = weight * 2
@@ -52,7 +52,7 @@ def test_autograd_nodes_are_numbered_in_the_order_in_which_they_are_made() -> No
     assert seen[0] is not None
 
 
-def test_tensors_without_memory_raise_where_values_are_asked_for() -> None:
+def test_fake_tensors_raise_when_values_are_read() -> None:
     with FakeTensorMode() as mode:
         x = torch.ones(4)
         assert type(x) is FakeTensor
@@ -73,7 +73,7 @@ def test_tensors_without_memory_raise_where_values_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "bias"])
-def test_attention_of_cuda_keeps_no_matrix_and_gives_a_bias_its_gradient(mask: str) -> None:
+def test_cuda_attention_keeps_no_scores_and_has_a_gradient_of_its_bias(mask: str) -> None:
     """Each head of two samples: 64 queries, 64 keys, of size 8."""
     with FakeTensorMode():
         query, key, value = (torch.randn(2, 4, 64, 8, requires_grad=True) for _ in range(3))
@@ -90,7 +90,7 @@ def test_attention_of_cuda_keeps_no_matrix_and_gives_a_bias_its_gradient(mask: s
     assert len(matrices) == (mask != "none")  # what is added, and nothing per score
 
 
-def test_attention_is_torch_s_own_behind_attention_of_cuda_and_where_its_operator_does_not_fit() -> None:
+def test_attention_of_the_cpu_is_restored_and_used_where_cudas_does_not_fit() -> None:
     query = torch.randn(2, 4, 6, 8, dtype=torch.float64, requires_grad=True)
     expected = F.scaled_dot_product_attention(query, query, query)
     with attention_of_cuda():
@@ -100,7 +100,7 @@ def test_attention_is_torch_s_own_behind_attention_of_cuda_and_where_its_operato
 
 
 @pytest.mark.ranks
-def test_the_fake_group_has_ranks_that_do_not_answer() -> None:
+def test_fake_group_has_silent_ranks() -> None:
     assert run_process(_sum_of_nobody, timeout=60.0) == (3, 8, [1.0, 1.0])
 
 
@@ -111,13 +111,13 @@ def _sum_of_nobody() -> tuple[int, int, list[float]]:
     return dist.get_rank(), dist.get_world_size(), x.tolist()
 
 
-def test_operators_have_formulas_of_their_operations() -> None:
+def test_flop_formulas_of_operators() -> None:
     a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
     assert flop_formulas()[torch.ops.aten.mm](a, b, out_val=a @ b) == 2 * 3 * 4 * 5
     assert not is_traceable_wrapper_subclass(a)
 
 
-def test_buckets_of_gradients_get_full_at_the_limit() -> None:
+def test_gradient_buckets_are_full_at_the_limit() -> None:
     tensors = [torch.empty(4) for _ in range(3)]
     assert bucket_assignment(tensors, 32) == [[0, 1], [2]]
 
@@ -131,7 +131,7 @@ def test_operators_without_a_formula_exist_and_have_schemas() -> None:
     assert private.schema_of(len) is None
 
 
-def test_tensors_name_their_storage_and_sparse_ones_have_two_parts() -> None:
+def test_storage_identity_and_sparse_tensors() -> None:
     x = torch.ones(4)
     assert private.storage_id(x[1:]) == private.storage_id(x.untyped_storage()) != private.storage_id(torch.zeros(4))
     sparse = x.to_sparse()
@@ -140,7 +140,7 @@ def test_tensors_name_their_storage_and_sparse_ones_have_two_parts() -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_of_a_group_are_found_by_its_name_too() -> None:
+def test_ranks_of_a_group_are_found_by_name() -> None:
     assert run_process(_ranks_of_a_fake_group, timeout=60.0) == [tuple(range(8))] * 2
 
 
@@ -158,7 +158,7 @@ def test_trees_are_flattened_and_mapped() -> None:
     assert private.tree_map_only(int, lambda value: -value, ["x", 1]) == ["x", -1]
 
 
-def test_resized_storages_and_backward_passes_go_through_a_function() -> None:
+def test_resizes_and_backward_passes_are_routed_through_a_function() -> None:
     seen: list[Any] = []
 
     def resized(run: Any, storage: torch.UntypedStorage, size: int) -> Any:

@@ -29,8 +29,8 @@ class Model(nn.Module):
         self.register_buffer("count", torch.ones(3, dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for place in (3, 0, 1, 2, 4, 6, 5, 6):
-            layer = self.layers[place]
+        for position in (3, 0, 1, 2, 4, 6, 5, 6):
+            layer = self.layers[position]
             x = layer(x.to(layer.weight.dtype)).float()
         return (x * self.scale[0] * self.count[0]).mean()
 
@@ -112,7 +112,7 @@ LAYER = (1536 * 1536 + 1536) * 4
 
 
 @pytest.mark.ranks
-def test_buckets_are_those_of_two_real_replicas() -> None:
+def test_buckets_equal_ddp_on_two_ranks() -> None:
     real, measured_peaks = run_ranks(trained_and_measured, world_size=2)[0]
     for accumulate in (1, 2):
         estimate = slapo.estimate(schedule(), torch.ones(2, 1536), optimizer=sgd, loss=loss, accumulate=accumulate)
@@ -144,7 +144,7 @@ class HalfUsed(nn.Module):
 
 
 @pytest.mark.ranks
-def test_a_parameter_without_gradient_is_named_because_real_replicas_refuse_the_second_step(message: Messages) -> None:
+def test_parameters_without_gradient_are_reported_as_ddp_refuses_them(message: Messages) -> None:
     sch = slapo.create_schedule(HalfUsed(), mesh={"dp": 2})
     found = slapo.estimate(sch, torch.ones(2, 4), optimizer=sgd, loss=loss)
     [told] = [each for each in found.assumptions if "'unused.weight'" in each]

@@ -24,7 +24,7 @@ def smallest(peaks: Sequence[int], target: int) -> int | None:
 
 
 @pytest.mark.parametrize("rising", [0, 1, 3])
-def test_it_is_the_smallest_number_that_fits_for_every_target(rising: int) -> None:
+def test_fewest_finds_the_smallest_number_for_each_target(rising: int) -> None:
     draw = random.Random(rising)
     for size in (1, 2, 3, 7, 12, 24, 33):
         peaks, before = falling(draw, size, rising if size > rising else 0), size
@@ -43,7 +43,7 @@ def test_it_is_the_smallest_number_that_fits_for_every_target(rising: int) -> No
                 before = found[0]
 
 
-def test_stages_of_a_pipeline_have_numbers_of_their_own_in_common_estimates() -> None:
+def test_pipeline_stages_share_estimates_and_have_separate_numbers() -> None:
     draw = random.Random(0)
     for sizes in itertools.product((0, 1, 4, 12), repeat=2):
         peaks = [falling(draw, size, 1 if size > 1 else 0) for size in sizes]

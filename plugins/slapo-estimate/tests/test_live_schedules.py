@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_estimate.rank_process import Request, estimate_rank
+from slapo_estimate.simulation import Request, estimate_rank
 from slapo_estimate.source import Functions
 from slapo_runtime.launcher import run_process
 from tests.messages import Messages
@@ -57,7 +57,7 @@ def test_simulations_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_batches_in_every_form_and_meshes_of_any_size() -> None:
+def test_batches_of_each_type_and_meshes_of_any_size() -> None:
     sch = scheduled()
     whole = sch.estimate(X, optimizer=adam)
     for batch in ((X,), {"x": X}, X.to("meta")):
@@ -76,7 +76,7 @@ def test_batches_in_every_form_and_meshes_of_any_size() -> None:
 
 
 @pytest.mark.ranks
-def test_parameters_that_are_frozen_have_no_gradient_and_modes_stay() -> None:
+def test_frozen_parameters_have_no_gradient_and_modes_stay() -> None:
     model = Net().eval()
     model.first.requires_grad_(False)
     found = slapo.create_schedule(model).estimate(X, optimizer=adam)
@@ -86,7 +86,7 @@ def test_parameters_that_are_frozen_have_no_gradient_and_modes_stay() -> None:
 
 
 @pytest.mark.ranks
-def test_what_an_optimizer_does_on_another_device_or_reads_is_said() -> None:
+def test_assumptions_about_the_optimizer_are_reported() -> None:
     sch = scheduled()
     said = {
         name: " ".join(sch.estimate(X, optimizer=partial(factory, lr=1e-3, **settings)).assumptions)
@@ -97,10 +97,10 @@ def test_what_an_optimizer_does_on_another_device_or_reads_is_said() -> None:
         )
     }
     assert {name for name, text in said.items() if "foreach=True" in text} == {"default"}
-    assert {name for name, text in said.items() if "taken to be 1" in text} == {"reads"}
+    assert {name for name, text in said.items() if "assumed to be 1" in text} == {"reads"}
 
 
-def test_a_model_of_gigabytes_is_sent_without_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_sent_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     from slapo_estimate import source
 
     sch = slapo.create_schedule(Net())
@@ -114,14 +114,14 @@ def test_a_model_of_gigabytes_is_sent_without_its_values(monkeypatch: pytest.Mon
 
 
 @pytest.mark.ranks
-def test_integers_of_the_batch_decide_as_they_do_in_a_run() -> None:
+def test_integer_inputs_choose_the_same_branches() -> None:
     sch = slapo.create_schedule(DecidesBy("mask"))
     x = torch.ones(4, 8)
     some = sch.estimate((x, torch.tensor([True, False, True, False])), optimizer=adam)
     none = sch.estimate((x, torch.tensor([True, True, True, True])), optimizer=adam)
     assert some.memory.total >= none.memory.total
     assert any(
-        "taken to be 1" in text
+        "assumed to be 1" in text
         for text in sch.estimate((x, torch.empty(4, dtype=torch.bool, device="meta"))).assumptions
     )
 
@@ -133,7 +133,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 @pytest.mark.ranks
-def test_models_that_decide_by_what_they_compute_are_named(message: Messages) -> None:
+def test_models_that_branch_on_computed_values_are_named(message: Messages) -> None:
     x = torch.ones(2, 8)
     for read, line in (
         ("item", 'if self.read == "item" and y.sum() > 0:'),
@@ -149,7 +149,7 @@ def test_models_that_decide_by_what_they_compute_are_named(message: Messages) ->
 
 
 @pytest.mark.ranks
-def test_what_is_refused_says_what_to_write(message: Messages) -> None:
+def test_refusals_have_a_hint(message: Messages) -> None:
     sch = scheduled()
     sealed = slapo.create_schedule(Net())
     sealed.seal()
@@ -181,8 +181,8 @@ def test_what_is_refused_says_what_to_write(message: Messages) -> None:
             lambda: sch.estimate(X, mesh={"tp": 7}),
         ),
         (("SealedError: ", "reference model"), lambda: sealed.estimate(X)),
-        (("EstimateError: '0.weight'", "lazy"), lambda: lazy.estimate(X)),
-        (("EstimateError: no parameter",), lambda: frozen.estimate(X)),
+        (("EstimateError: lazy parameter '0.weight'", "no shape"), lambda: lazy.estimate(X)),
+        (("EstimateError: nothing to train",), lambda: frozen.estimate(X)),
         (("LaunchError: ", "cannot send"), lambda: local.estimate(X)),
         (("ArgumentError: ", "a schedule", "got Net"), lambda: slapo.estimate(Net(), X)),  # type: ignore[arg-type]
         (
@@ -201,14 +201,14 @@ def test_what_is_refused_says_what_to_write(message: Messages) -> None:
 
 
 @pytest.mark.ranks
-def test_functions_give_what_the_live_schedule_gives() -> None:
+def test_estimate_functions_equals_estimate_of_the_live_schedule() -> None:
     live = scheduled().estimate(X, optimizer=adam)
     functions = slapo.estimate_functions(make_net, split, X, mesh={"tp": 2}, optimizer=adam)
     assert functions == live
 
 
 @pytest.mark.ranks
-def test_the_peak_of_a_step_is_this_number() -> None:
+def test_peak_of_a_step_is_exact() -> None:
     """Pinned: 8320 + 8256 + 4096 parameters of a rank, their gradients, AdamW's two moments and five counts."""
     memory = run_process(_net_on_two_ranks, timeout=60.0)
     assert memory == {

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo_core as slapo
-from slapo_estimate.attribution import Place
+from slapo_estimate.attribution import PositionTracker
+from slapo_estimate.collectives import wait_operations
 from slapo_estimate.private import FakeTensorMode
-from slapo_estimate.rank_process import kinds_of_ranks
-from slapo_estimate.trackers import MemoryTracker, Watch, wait_operations
-from slapo_estimate.values import Values
+from slapo_estimate.simulation import kinds_of_ranks
+from slapo_estimate.trackers import MemoryTracker, ObserverMode
+from slapo_estimate.values import KnownValues
 
 KIB = 1024
 
@@ -26,14 +27,14 @@ KIB = 1024
 def tracked(model: nn.Module | None = None) -> Iterator[MemoryTracker]:
     """A tracker, under a mode without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    place = Place.of(model or nn.Module())
-    tracker = MemoryTracker(place)
-    tracker.place = place  # type: ignore[attr-defined]
-    with mode, place.watching(), tracker.watching(), Watch([tracker], Values(mode)):
+    position = PositionTracker.of(model or nn.Module())
+    tracker = MemoryTracker(position)
+    tracker.position = position  # type: ignore[attr-defined]
+    with mode, position.watching(), tracker.watching(), ObserverMode([tracker], KnownValues(mode)):
         yield tracker
 
 
-def test_views_count_once_and_storages_until_nobody_holds_them() -> None:
+def test_views_count_once_until_the_storage_is_freed() -> None:
     with tracked() as tracker:
         x = torch.empty(256)
         y = x.view(16, 16).t()[2:]
@@ -50,7 +51,7 @@ def test_views_count_once_and_storages_until_nobody_holds_them() -> None:
         assert tracker.peak.total == KIB
 
 
-def test_a_storage_that_grows_or_shrinks_counts_as_it_is() -> None:
+def test_resized_storages_count_by_their_size() -> None:
     with tracked() as tracker:
         x = torch.empty(0)
         x.resize_(512)
@@ -63,7 +64,7 @@ def test_a_storage_that_grows_or_shrinks_counts_as_it_is() -> None:
         assert tracker.total == 0
 
 
-def test_tensors_inside_of_subclasses_count_and_sparse_ones_are_refused() -> None:
+def test_inner_tensors_of_subclasses_count_and_sparse_ones_are_refused() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     with tracked() as tracker:
@@ -73,7 +74,7 @@ def test_tensors_inside_of_subclasses_count_and_sparse_ones_are_refused() -> Non
         del pair
         gc.collect()
         assert tracker.total == 0
-        with pytest.raises(slapo.EstimateError, match="sparse_coo has no known size"):
+        with pytest.raises(slapo.EstimateError, match="sparse_coo is unknown without its values"):
             torch.sparse_coo_tensor(torch.zeros(1, 8, dtype=torch.long), torch.empty(8, 32), (100, 32))
 
 
@@ -89,23 +90,23 @@ class Two(nn.Module):
         return self.once(y).sum()
 
 
-def test_phase_and_module_of_every_operation() -> None:
+def test_each_operation_has_phase_and_module() -> None:
     model = Two()
     seen: list[tuple[str, str, str]] = []
 
     class See:
         def begin(self) -> None: ...
 
-        def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        def on_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
             if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.tanh):
-                seen.append((str(func.overloadpacket).removeprefix("aten."), place.phase, place.module))
+                seen.append((str(func.overloadpacket).removeprefix("aten."), position.phase, position.module))
 
-    place = Place.of(model)
+    position = PositionTracker.of(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with place.watching(), Watch([See()], Values(mode)):
-        place.begin("forward")
+    with position.watching(), ObserverMode([See()], KnownValues(mode)):
+        position.begin("forward")
         loss = model(torch.ones(2, 8))
-        place.begin("backward")
+        position.begin("backward")
         loss.backward()
     assert seen == [
         ("addmm", "forward", "again.0"),
@@ -122,16 +123,16 @@ def test_phase_and_module_of_every_operation() -> None:
     ]
 
 
-def test_what_a_checkpointed_layer_keeps_when_computed_again_is_activations() -> None:
+def test_recomputed_tensors_of_a_checkpointed_layer_are_activations() -> None:
     model = Two()
     with tracked(model) as tracker:
-        place: Place = tracker.place  # type: ignore[attr-defined]
+        position: PositionTracker = tracker.position  # type: ignore[attr-defined]
         tracker.hold(model.parameters(), "parameters")
         x = torch.ones(1024, 8)
         tracker.hold([x], "inputs")
         tracker.begin()
         loss = model(x)
-        place.begin("backward")
+        position.begin("backward")
         loss.backward()
     peak = tracker.peak
     assert peak.phase in ("recomputation", "backward")
@@ -140,7 +141,7 @@ def test_what_a_checkpointed_layer_keeps_when_computed_again_is_activations() ->
     assert (peak.parameters, peak.inputs) == (3 * (8 * 8 + 8) * 4, 1024 * 8 * 4)
 
 
-def test_waiting_for_a_collective_makes_no_tensor() -> None:
+def test_wait_for_a_collective_allocates_nothing() -> None:
     wait = torch.ops._c10d_functional.wait_tensor.default
     waits = wait_operations()
     assert wait in waits
@@ -157,7 +158,7 @@ def test_waiting_for_a_collective_makes_no_tensor() -> None:
         assert wait(x).untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
-def test_ranks_are_alike_but_for_stages() -> None:
+def test_ranks_differ_by_stages_only() -> None:
     assert kinds_of_ranks(None) == ((0,),)
     assert kinds_of_ranks({"dp": 2, "tp": 4}) == (tuple(range(8)),)
     assert kinds_of_ranks({"pp": 2, "dp": 2, "tp": 2}) == ((0, 1, 2, 3), (4, 5, 6, 7))

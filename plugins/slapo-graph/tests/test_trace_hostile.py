@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_testing.models import Whole
+from slapo_testing.models import Enclosing
 
 from . import hostile_models as hostile
 
@@ -24,7 +24,7 @@ X = torch.arange(24.0).reshape(3, 2, 4) / 24
 def pair(forward: Callable[..., Any], *args: Any, **options: Any) -> tuple[nn.Module, nn.Module, slapo.Schedule]:
     """A reference model and its traced copy."""
     torch.manual_seed(0)
-    plain = Whole(hostile.model(forward)())
+    plain = Enclosing(hostile.model(forward)())
     twin = copy.deepcopy(plain)
     sch = slapo.create_schedule(twin, example_inputs=args or (X,))
     sch["below"].trace(**options)
@@ -146,7 +146,7 @@ def test_what_is_changed_after_tracing_counts(name: str) -> None:
 def test_a_forward_with_a_memory_is_refused(forward: Callable[..., Any], problem: str) -> None:
     args = ([X],) if forward is hostile.changes_list_argument else (X,)
     torch.manual_seed(0)
-    sch = slapo.create_schedule(Whole(hostile.model(forward)()), example_inputs=args)
+    sch = slapo.create_schedule(Enclosing(hostile.model(forward)()), example_inputs=args)
     below = sch.model.below
     before = copy.deepcopy((below.count, below.table, below.sizes))
     with pytest.raises(slapo.TraceError, match=problem):
@@ -173,14 +173,14 @@ class Settles(nn.Module):
 
 
 def test_what_the_first_call_settles_is_settled_by_the_recording() -> None:
-    sch = slapo.create_schedule(Whole(Settles(again=False)), example_inputs=(X,))
+    sch = slapo.create_schedule(Enclosing(Settles(again=False)), example_inputs=(X,))
     sch["below"].trace(flatten=True)
     assert sch.model.below.kind == "first"
     assert_equal(sch.model(X), X + 1)  # as every call after the first
 
 
 def test_what_every_call_settles_again_is_refused_and_left_as_it_was() -> None:
-    sch = slapo.create_schedule(Whole(Settles(again=True)), example_inputs=(X,))
+    sch = slapo.create_schedule(Enclosing(Settles(again=True)), example_inputs=(X,))
     with pytest.raises(slapo.TraceError, match=r"sets self\.kind"):
         sch["below"].trace(flatten=True)
     assert sch.model.below.kind is None

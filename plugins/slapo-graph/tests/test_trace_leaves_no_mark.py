@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_testing.models import Whole
+from slapo_testing.models import Enclosing
 
 X, Y = torch.randn(2, 6, 8), torch.randn(3, 4, 8)
 
 
 def pair(below: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A reference model, and a copy whose block is traced."""
-    plain = Whole(below)
+    plain = Enclosing(below)
     twin = copy.deepcopy(plain)
     slapo.create_schedule(twin)["below"].trace(example_inputs=(X,), **options)
     return plain, twin
@@ -270,7 +270,7 @@ def registers(self: Any, x: Tensor) -> Tensor:
 )
 def test_what_a_graph_would_not_do_again_is_refused(read: Any, problem: str) -> None:
     below = Reads(read)
-    sch = slapo.create_schedule(Whole(below), example_inputs=(X,))
+    sch = slapo.create_schedule(Enclosing(below), example_inputs=(X,))
     state = random.getstate()
     with pytest.raises(slapo.TraceError, match=problem):
         sch["below"].trace()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_testing.models import Whole
+from slapo_testing.models import Enclosing
 
 from .hostile_models import model
 
@@ -135,7 +135,7 @@ REFUSED = ("rows", "iteration", "pieces of a size", "a number of pieces", "a key
 def test_another_call_computes_the_same_or_is_an_error(name: str) -> None:
     forward, first, second = CASES[name]
     torch.manual_seed(0)
-    plain = Whole(model(forward)())
+    plain = Enclosing(model(forward)())
     twin = copy.deepcopy(plain)
     sch = slapo.create_schedule(twin, example_inputs=first)
     sch["below"].trace()
@@ -152,7 +152,7 @@ def test_another_call_computes_the_same_or_is_an_error(name: str) -> None:
 
 
 def test_the_default_type_is_read_at_every_call() -> None:
-    twin = Whole(model(uses_default_dtype)())
+    twin = Enclosing(model(uses_default_dtype)())
     slapo.create_schedule(twin, example_inputs=(X,))["below"].trace()
     assert twin(X).dtype == torch.float32
     torch.set_default_dtype(torch.float64)
@@ -206,7 +206,7 @@ def by_axes(out: Any) -> Tensor:
     ],
 )
 def test_a_child_that_gives_something_else_is_noticed(give: Any, use: Any, message: str) -> None:
-    twin = Whole(Asking(give, use))
+    twin = Enclosing(Asking(give, use))
     slapo.create_schedule(twin, example_inputs=(X,))["below"].trace()
     assert torch.equal(twin(X), X * 2)
     twin.get_submodule("below.child").is_other = True  # type: ignore[assignment]
@@ -218,6 +218,6 @@ def test_without_the_guard_on_pieces_a_row_would_be_lost(monkeypatch: pytest.Mon
     from slapo_graph.tracing import recorder
 
     monkeypatch.setattr(recorder, "guard_elements", lambda *_: None)
-    twin = Whole(model(unbinds)())
+    twin = Enclosing(model(unbinds)())
     slapo.create_schedule(twin, example_inputs=(X,))["below"].trace()
     assert twin(Y).shape[0] == 2 != len(Y)

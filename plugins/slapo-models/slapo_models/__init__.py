@@ -1,4 +1,4 @@
-"""Full schedules of model families for slapo: plain functions, to import, read and copy."""
+"""Full schedules of model families: plain functions to import, read and copy."""
 
 from slapo_models.schedules import bert, gpt, llama, opt, roberta, t5, wide_resnet
 

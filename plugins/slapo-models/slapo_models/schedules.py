@@ -1,7 +1,7 @@
 """Full schedules of seven families: kernels, tensor parallelism, checkpointing and pipeline stages.
 
-Every function is independent, to be copied and changed. Tensor parallelism follows Megatron-LM: two all-reduces
-forward and two backward a layer, one more for each cross-attention, whose two inputs take two of the backward ones.
+Each function is independent and can be copied. Tensor parallelism follows Megatron-LM: two all-reduces forward and two
+backward per layer; a cross-attention adds one forward and two backward, for its two inputs.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def bert(
     body: str = "bert",
     head: str = "cls.predictions",
 ) -> None:
-    """Schedule transformers' ``BertForMaskedLM`` (and, with other paths, models of its form).
+    """Schedule transformers' ``BertForMaskedLM`` (and, with other paths, similar models).
 
     Args:
         sch: the schedule; tensor parallelism is over its mesh dimension ``tp``.
         kernels: whether to trace each layer, replace its attention, and fuse bias and GELU, and bias, dropout,
             residual and LayerNorm. The model must be made with ``attn_implementation="eager"``.
-        checkpoint: the share of layers, from the first one, that are recomputed in the backward pass: 0 to 1.
-        embeddings: whether to shard word embeddings and head along the vocabulary, and to compute the loss of hidden
-            states and the head's shards: in training ``output.logits`` have no values.
-        stages: pipeline stages, of equal numbers of layers.
-        compiler: of the fused regions.
+        checkpoint: share of layers to checkpoint, from the first one: 0 to 1.
+        embeddings: whether to shard word embeddings and head along the vocabulary, and to compute the loss from hidden
+            states and the head's shards: in training ``output.logits`` has no values.
+        stages: number of pipeline stages, with equal numbers of layers.
+        compiler: compiler of the fused regions.
         body: path of the model without its head.
         head: path of the module with the decoder and its bias.
 
     Raises:
-        PreconditionError: a step is refused, e.g. sizes are not divisible by ``tp``, or no kernel's pattern matches
-            in a layer.
+        PreconditionError: a step is refused, e.g. sizes are not divisible by ``tp``, or the pattern of a kernel has no
+            match in a layer.
 
     Source: paper appendix A.
     """
@@ -74,7 +74,7 @@ def roberta(
     stages: int = 1,
     compiler: str = "inductor",
 ) -> None:
-    """Schedule transformers' ``RobertaForMaskedLM``: :func:`bert`, whose layers and head it has at other paths.
+    """Schedule transformers' ``RobertaForMaskedLM`` by :func:`bert` with other paths.
 
     Args:
         sch: see :func:`bert`.
@@ -107,8 +107,8 @@ def gpt(
         sch: see :func:`bert`.
         kernels: whether to trace each layer, replace its attention and its GELU, and fuse dropout, residual and
             LayerNorm. The model must be made with ``attn_implementation="eager"``.
-        attention: pattern by which attention is replaced. ``"fusion.causal_sdpa"``, where every mask is the causal one
-            alone (no padding, no cache), takes no mask, so that FlashAttention can be chosen; it checks the masks.
+        attention: pattern by which attention is replaced. ``"fusion.causal_sdpa"`` is for causal masks only (no
+            padding, no cache) and checks the masks; it passes no mask, so that FlashAttention can be chosen.
         checkpoint: see :func:`bert`.
         embeddings: see :func:`bert`.
         stages: see :func:`bert`.
@@ -184,15 +184,15 @@ def t5(
     embeddings: bool = True,
     stages: int = 1,
 ) -> None:
-    """Schedule transformers' ``T5ForConditionalGeneration``: of T5, and gated and untied as of version 1.1.
+    """Schedule transformers' ``T5ForConditionalGeneration``: T5, and gated and untied T5 1.1.
 
     Args:
         sch: see :func:`bert`.
         kernels: whether to trace each block and replace its attentions and norms. The model must be made with
             ``attn_implementation="eager"``.
-        checkpoint: the share of blocks, those of the encoder first; see :func:`bert`.
+        checkpoint: share of blocks to checkpoint, the encoder's first; see :func:`bert`.
         embeddings: see :func:`bert`.
-        stages: pipeline stages, of equal numbers of blocks, encoder's and decoder's.
+        stages: number of pipeline stages, with equal numbers of blocks of encoder and decoder.
 
     Raises:
         PreconditionError: see :func:`bert`.
@@ -288,7 +288,7 @@ def wide_resnet(
 ) -> None:
     """Schedule torchvision's ``wide_resnet50_2`` and ``wide_resnet101_2``.
 
-    In each block the first two convolutions are one pair, and the third is split by its output.
+    In each block the first two convolutions are split as a pair, the third one by its output.
 
     Args:
         sch: see :func:`bert`.

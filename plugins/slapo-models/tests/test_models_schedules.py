@@ -48,12 +48,12 @@ def parsed(source: str) -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_lines_of_schedule_are_at_most_those_of_the_papers_table(name: str) -> None:
+def test_schedules_have_at_most_the_lines_of_the_papers_table(name: str) -> None:
     functions = parsed(inspect.getsource(schedules))
     assert 0 < lines_of(functions[name], functions) <= FAMILIES[name].lines
 
 
-def test_the_count_of_lines_has_helpers_and_wrapped_statements_and_no_headers() -> None:
+def test_line_count_includes_helpers_and_wrapped_statements_without_headers() -> None:
     source = '''
 def helper(sch):
     """It helps."""
@@ -145,7 +145,7 @@ def test_the_program_of_the_readme_schedules_its_model() -> None:
     assert (called["graph.trace"], called["core.checkpoint"], called["pipeline.pipeline_split"]) == (4, 2, 1)
 
 
-def test_a_layer_in_which_a_pattern_matches_nothing_is_refused(message: Messages) -> None:
+def test_layer_without_a_match_is_refused(message: Messages) -> None:
     family = FAMILIES["gpt"]
     model = family.make()
     model.transformer.h[1].mlp.act = nn.ReLU()  # type: ignore[union-attr, index]

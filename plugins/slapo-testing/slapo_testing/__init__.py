@@ -1,4 +1,4 @@
-"""Test plugins: the kit of checks, bit-exact snapshots, fake distributions, real ranks.
+"""Test plugins: kits of checks, bit-exact snapshots, fake distributions, real ranks.
 
 A plugin's test file needs one decorator::
 
@@ -18,7 +18,8 @@ A plugin's test file needs one decorator::
     def test_freeze(check):
         check()
 
-and gets one test for every check, e.g. ``test_freeze[freeze-undo_is_exact]``. The test of a dialect needs one as well::
+which gives one test for each check, e.g. ``test_freeze[freeze-undo_is_exact]``. The test of a dialect needs one
+decorator, too::
 
     from slapo_testing import DialectCase, parametrize_dialect_checks
 
@@ -26,8 +27,8 @@ and gets one test for every check, e.g. ``test_freeze[freeze-undo_is_exact]``. T
     def test_accumulate(check):
         check()
 
-``slapo plugins check`` runs the same code on the cases that a plugin ships. Names are loaded when they are first used:
-neither torch nor pytest is imported.
+``slapo plugins check`` runs the same checks on the cases that a plugin ships. Names are loaded at their first use:
+neither torch nor pytest is imported before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Set up a fresh model of a case under a schedule, with its earlier steps applied."""
+"""Make models, batches and schedules of a case; snapshots of a schedule."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from slapo_core.internals import Internals
 from slapo_core.layout import fork_rng
 from slapo_core.plugins import Registry, current_registry, use_registry
 from slapo_core.primitive import Primitive
-from slapo_testing.case import Case, Making, made
+from slapo_testing.case import Case, PrimitiveOrFactory, make_primitive
 from slapo_testing.check import CheckError
 from slapo_testing.device import move, resolve_device
+from slapo_testing.snapshot import ModelSnapshot
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,21 +27,30 @@ if TYPE_CHECKING:
 
 
 SEED = 20
-"""Every model and every batch of a case is made under this random seed."""
+"""The seed of models and batches of a case."""
 
 
 @contextlib.contextmanager
 def seeded(seed: int = SEED) -> Iterator[None]:
-    """Torch's random numbers from a fixed seed, the stream of the caller put back afterwards."""
+    """Seed torch's RNG during the block, and restore its state afterwards."""
     with fork_rng():
         torch.manual_seed(seed)
         yield
 
 
 def build_model(case: Case) -> nn.Module:
-    """A fresh model; the same weights every time."""
+    """Make a model; equal weights at each call."""
     with seeded():
         model = case.model()
+    return require_module(model).to(resolve_device(case.device))
+
+
+def require_module(model: object) -> nn.Module:
+    """Require that the model of a case is a module.
+
+    Raises:
+        CheckError: not an ``nn.Module``.
+    """
     if not isinstance(model, torch.nn.Module):
         raise CheckError(
             "the case's model is not an nn.Module",
@@ -48,11 +58,11 @@ def build_model(case: Case) -> nn.Module:
             got=repr(model),
             hint="model=lambda: MyModel(...)",
         )
-    return model.to(resolve_device(case.device))
+    return model
 
 
 def build_inputs(case: Case) -> Any:
-    """A fresh batch; the same numbers every time."""
+    """Make a batch; equal numbers at each call."""
     with seeded(SEED + 1):
         inputs = case.inputs()
     return move(inputs, resolve_device(case.device))
@@ -68,7 +78,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bench:
-    """A schedule of a fresh model, ready for the primitive of a case."""
+    """A schedule of a new model, ready for the primitive of a case."""
 
     case: Case
     schedule: Schedule
@@ -86,7 +96,7 @@ class Bench:
         return Internals(self.schedule).node(path)
 
     def bound(self, path: str, primitive: Primitive) -> Primitive:
-        """A primitive as its preconditions see it at ``path``: with matches for patterns."""
+        """Return a primitive bound to the node at ``path``, with matches for patterns."""
         return Internals(self.schedule).bound(self.node_at(path), primitive)
 
     def apply(self) -> None:
@@ -94,41 +104,70 @@ class Bench:
         Internals(self.schedule).apply(self.node, self.primitive)
 
     def apply_after(self) -> None:
-        """Apply the steps after it."""
+        """Apply the steps of ``after``."""
         _apply_all(self.schedule, self.case, "after")
 
 
 def prepare(case: Case, *, mesh_size: int) -> Bench:
-    """A fresh bench.
+    """Make the bench of a case.
 
     Args:
-        case: what to set up.
-        mesh_size: ranks in the last of the case's mesh dimensions: 1, or 2 for a schedule that plays rank 0 of two.
+        case: the case.
+        mesh_size: ranks in the last of the case's mesh dimensions: 1, or 2 for rank 0 of an abstract mesh.
     """
     mesh = case.mesh_sizes(mesh_size)
     schedule = create_schedule(build_model(case), mesh=mesh, example_inputs=build_inputs(case))
     _apply_all(schedule, case, "before")
-    return Bench(case, schedule, _placed(case.value(), case))
+    return Bench(case, schedule, _move_modules(case.value(), case))
 
 
-def _placed(primitive: Primitive, case: Case) -> Primitive:
-    """Move the modules among the arguments of a primitive to the device of the case."""
+def _move_modules(primitive: Primitive, case: Case) -> Primitive:
+    """Move modules among the arguments of a primitive to the device of the case."""
     for value in primitive.arguments().values():
         if isinstance(value, torch.nn.Module):
             move(value, resolve_device(case.device))
     return primitive
 
 
+class ScheduleSnapshot:
+    """The observable state of a schedule and its model.
+
+    Args:
+        schedule: the schedule, which is only read.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._model, self._is_sealed = ModelSnapshot(schedule.model), schedule.is_sealed
+        self._records, self._layouts = schedule.records, dict(Internals(schedule).tree.layouts)
+
+    def differences(self) -> list[str]:
+        """List the differences of the schedule and its model now, one line each."""
+        lines = self.model_differences()
+        if self.schedule.records != self._records:
+            lines.append("the records of the schedule: changed")
+        if self.schedule.is_sealed != self._is_sealed:
+            lines.append("the schedule: sealed")
+        return lines
+
+    def model_differences(self) -> list[str]:
+        """List the differences of the model and its layouts now, one line each."""
+        lines = self._model.differences(self.schedule.model)
+        if Internals(self.schedule).tree.layouts != self._layouts:
+            lines.append("the layouts of the schedule: changed")
+        return lines
+
+
 def _apply_all(schedule: Schedule, case: Case, field: Literal["before", "after"]) -> None:
-    steps: Iterable[tuple[str, Making]] = getattr(case, field)
-    for path, making in steps:
-        primitive = _placed(made(making), case)
+    steps: Iterable[tuple[str, PrimitiveOrFactory]] = getattr(case, field)
+    for path, step in steps:
+        primitive = _move_modules(make_primitive(step), case)
         try:
             Internals(schedule).apply(Internals(schedule).node(path), primitive)
         except SlapoError as error:
             raise CheckError(
                 f"a step of {field}= cannot be applied: {primitive} at '{path}'",
-                required=f"every step of {field}= is accepted",
+                required=f"all steps of {field}= are accepted",
                 got=str(error),
                 hint=f"correct {field}= of the case",
             ) from error
@@ -136,7 +175,7 @@ def _apply_all(schedule: Schedule, case: Case, field: Literal["before", "after"]
 
 @contextlib.contextmanager
 def registered(*primitives: Primitive) -> Iterator[Registry]:
-    """A registry that knows the class of each of ``primitives``: the current one, or one that has them added."""
+    """Use a registry with the classes of ``primitives``: the current one, or one with additions."""
     registry = current_registry()
     known = {entry.name for plugin in registry.plugins for entry in plugin.entries if entry.kind == "primitives"}
     missing = {type(primitive) for primitive in primitives if primitive.name not in known}

@@ -1,4 +1,4 @@
-"""`Case`: one use of a primitive that every check tries out."""
+"""`Case`: one use of a primitive, the subject of each check."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-Making = Primitive | Callable[[], Primitive]
-"""A primitive, or a function that makes a new one: for arguments that are live objects (a module)."""
+PrimitiveOrFactory = Primitive | Callable[[], Primitive]
+"""A primitive, or a function that makes one: for arguments that are live objects (a module)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,36 +24,36 @@ class Case:
     """A primitive, a model to apply it to, and inputs to run the model with.
 
     Args:
-        primitive: the value to apply, e.g. ``Freeze("weight")``; or a function that makes it, where an argument is a
-            live object that one model may use up: ``lambda: Replace(nn.GELU())``.
-        model: makes a fresh model; called under a fixed random seed, so that every call gives the same weights. A
-            lambda is allowed: other processes get the model that it makes.
+        primitive: the primitive to apply, e.g. ``Freeze("weight")``; or a function that makes it, if an argument is a
+            live object that one model uses up: ``lambda: Replace(nn.GELU())``.
+        model: makes a model; called under a fixed seed, so that all calls give equal weights. A lambda is allowed: the
+            model itself is sent to other processes.
         inputs: makes one batch as ``verify`` takes it: a tuple of positional arguments, a mapping of keyword arguments,
-            or one argument. Called under a fixed random seed.
-        path: where the primitive is applied; ``""`` is the root.
+            or one argument. Called under a fixed seed.
+        path: path at which the primitive is applied; ``""`` is the root.
         rejects: values that must be refused at ``path``, or ``(path, value)`` pairs.
         before: ``(path, primitive)`` steps that are applied first.
-        after: ``(path, primitive)`` steps that complete the schedule where the primitive alone does not, e.g.
-            the all-reduce after a shard; applied only where outputs and gradients are compared.
+        after: ``(path, primitive)`` steps that complete the schedule, e.g. the all-reduce after a shard; applied only
+            to compare outputs and gradients.
         mesh: mesh dimensions that the primitive needs, e.g. ``("tp",)``; on two ranks the last one has size 2. None
             tests the primitive without a mesh.
-        device: where models and batches are put, e.g. ``"cuda"``; None: the accelerator if there is one, else the CPU.
+        device: device of models and batches, e.g. ``"cuda"``; None: the accelerator if there is one, else the CPU.
             Two ranks on one accelerator are connected by gloo.
-        serializable: False for a case with an argument that JSON cannot carry; then saving must say so.
-        name: stands in the test's id; default: the primitive's bare name.
+        serializable: False for an argument that JSON cannot store; then saving must be refused.
+        name: part of the test's id; default: the primitive's bare name.
 
     Raises:
-        ArgumentError: an argument of another kind; the message gives the call to write.
+        ArgumentError: an argument has a wrong type; the hint is the corrected call.
     """
 
-    primitive: Making
+    primitive: PrimitiveOrFactory
     _: KW_ONLY
     model: Callable[[], nn.Module]
     inputs: Callable[[], Any]
     path: str = ""
-    rejects: Sequence[Making | tuple[str, Making]] = ()
-    before: Sequence[tuple[str, Making]] = ()
-    after: Sequence[tuple[str, Making]] = ()
+    rejects: Sequence[PrimitiveOrFactory | tuple[str, PrimitiveOrFactory]] = ()
+    before: Sequence[tuple[str, PrimitiveOrFactory]] = ()
+    after: Sequence[tuple[str, PrimitiveOrFactory]] = ()
     mesh: Sequence[str] | None = None
     device: torch.device | str | None = None
     serializable: bool = True
@@ -61,8 +61,7 @@ class Case:
 
     def __post_init__(self) -> None:
         _require_value("primitive", self.primitive)
-        _require_factory("model", self.model)
-        _require_factory("inputs", self.inputs)
+        require_factories(self, "model", "inputs")
         if isinstance(self.mesh, str) or (self.mesh is not None and not self.mesh):
             raise ArgumentError(
                 f"Case: mesh must be a tuple of mesh dimensions (got {self.mesh!r})", hint='mesh=("tp",)'
@@ -84,13 +83,13 @@ class Case:
             _require_value("rejects", reject[1] if isinstance(reject, tuple) else reject)
 
     def value(self) -> Primitive:
-        """The primitive."""
-        return made(self.primitive)
+        """Return the primitive."""
+        return make_primitive(self.primitive)
 
     def rejected(self) -> tuple[tuple[str, Primitive], ...]:
-        """``(path, primitive)`` of everything that must be refused."""
+        """Return the refused values as ``(path, primitive)`` pairs."""
         pairs = (item if isinstance(item, tuple) else (self.path, item) for item in self.rejects)
-        return tuple((path, made(item)) for path, item in pairs)
+        return tuple((path, make_primitive(item)) for path, item in pairs)
 
     def mesh_sizes(self, size: int) -> dict[str, int] | None:
         """Return the mesh with ``size`` ranks in the last dimension; None for a case without a mesh."""
@@ -100,7 +99,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case's part of a test's id, e.g. ``"freeze"``."""
+        """Part of a test's id, e.g. ``"freeze"``."""
         return self.name or self.value().name.rpartition(".")[2]
 
     def __str__(self) -> str:
@@ -108,13 +107,13 @@ class Case:
         return f"{self.value()} at {where}"
 
 
-def made(primitive: Making) -> Primitive:
-    """The primitive, made now if a function was given."""
+def make_primitive(primitive: PrimitiveOrFactory) -> Primitive:
+    """Return the primitive, by its function if there is one."""
     if isinstance(primitive, Primitive):
         return primitive
     value = primitive()
     if not isinstance(value, Primitive):
-        raise ArgumentError(f"Case: the function given for a primitive must return one (got {value!r})")
+        raise ArgumentError(f"Case: the function of a primitive must return a primitive (got {value!r})")
     return value
 
 
@@ -124,14 +123,20 @@ def _require_value(field: str, value: Any) -> None:
             f"Case: {field} must be a value (got the class {value.__name__})", hint=f"{value.__name__}(...)"
         )
     if not isinstance(value, Primitive) and not callable(value):
-        raise ArgumentError(f"Case: {field} must be a primitive, or a function that makes one (got {value!r})")
+        raise ArgumentError(f"Case: {field} must be a primitive or a function that returns one (got {value!r})")
 
 
-def _require_factory(field: str, value: Any) -> None:
-    # A live module is callable too: a module class is a fine factory, an instance would be shared by all checks.
-    live = hasattr(value, "named_parameters") and not isinstance(value, type)
-    if live or not callable(value):
-        raise ArgumentError(
-            f"Case: {field} must be a function that makes a fresh one (got a {type(value).__name__})",
-            hint=f"{field}=lambda: ...",
-        )
+def require_factories(case: Any, *fields: str) -> None:
+    """Require that fields of a case are functions that make models or batches.
+
+    Raises:
+        ArgumentError: not a function; or a module, which all checks would share.
+    """
+    for field in fields:
+        value = getattr(case, field)
+        is_module = hasattr(value, "named_parameters") and not isinstance(value, type)
+        if is_module or not callable(value):
+            raise ArgumentError(
+                f"{type(case).__name__}: {field} must be a function that makes one (got a {type(value).__name__})",
+                hint=f"{field}=lambda: ...",
+            )

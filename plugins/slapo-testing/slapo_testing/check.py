@@ -1,4 +1,4 @@
-"""Define checks, and the error of a plugin that fails one."""
+"""Checks, and the error of a failed check."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 CaseT = TypeVar("CaseT")
-"""The subject of a check: a `Case` of a primitive, a `DialectCase` of a dialect."""
+"""The subject of a check: a `Case` or a `DialectCase`."""
 
 
 class CheckError(AssertionError):
-    """A primitive or dialect does not keep a promise that all of its kind make.
+    """A primitive or dialect breaks a promise of its kind.
 
     Args:
         violation: the mistake.
         required: the required result.
-        got: the result found instead.
-        hint: the code that keeps the promise.
+        got: the actual result.
+        hint: the correction.
     """
 
     def __init__(self, violation: str, *, required: str, got: str, hint: str) -> None:
@@ -30,39 +30,39 @@ class CheckError(AssertionError):
     def __str__(self) -> str:
         subject = f"{self.case} fails {self.check}: " if self.check else ""
         got = self.got.replace("\n", "\n            ")
-        return f"{subject}{self.violation}\n  required: {self.required}\n  got:      {got}\n  way out:  {self.hint}"
+        return f"{subject}{self.violation}\n  required: {self.required}\n  got:      {got}\n  hint:     {self.hint}"
 
 
 class NotApplicable(Exception):  # noqa: N818 - an outcome, not an error
-    """A check has nothing to look at in this case; the text says why. In pytest the test is skipped."""
+    """A check does not apply to a case, with the reason; pytest skips the test."""
 
 
 @dataclass(frozen=True)
 class Check(Generic[CaseT]):
-    """One promise that every primitive, or every dialect, makes, as something to run.
+    """A check of one promise of all primitives or all dialects.
 
     Args:
-        function: raises `CheckError` where the promise is not kept, `NotApplicable` where there is nothing to see.
+        function: raises `CheckError` for a broken promise, `NotApplicable` if the case does not apply.
     """
 
     function: Callable[[CaseT], None]
 
     @property
     def name(self) -> str:
-        """E.g. ``"undo_is_exact"``."""
+        """Name of the check, e.g. ``"undo_is_exact"``."""
         return self.function.__name__
 
     @property
     def description(self) -> str:
-        """One line."""
+        """First line of the function's docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
     def __call__(self, case: CaseT) -> None:
         """Run the check.
 
         Raises:
-            CheckError: the promise is not kept, or the plugin raised where it must not; the cause is chained.
-            NotApplicable: the case gives the check nothing to look at.
+            CheckError: a broken promise, or an unexpected exception, which is chained.
+            NotApplicable: the check does not apply to the case.
         """
         try:
             self.function(case)
@@ -76,7 +76,7 @@ class Check(Generic[CaseT]):
                 f"{type(cause).__name__} was raised",
                 required=self.description,
                 got=str(cause),
-                hint="the chained traceback shows where; if the case is wrong, correct its arguments",
+                hint="see the chained traceback; if the case is wrong, correct its arguments",
             )
             unexpected.check, unexpected.case = self.name, str(case)
             raise unexpected from cause

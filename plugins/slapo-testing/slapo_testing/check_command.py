@@ -1,4 +1,4 @@
-"""``slapo plugins check``: hold installed plugins against the rules and the kit."""
+"""``slapo plugins check``: check installed plugins by rules and kits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CheckCommand(Command):
-    """Hold installed plugins to their promises."""
+    """Check installed plugins."""
 
     name = "plugins.check"
 
@@ -31,11 +31,11 @@ def check(
     name: Annotated[str | None, typer.Argument(help="A distribution, e.g. acme-slapo; default: all.")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the chained traceback of failures.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="Where cases run, e.g. cpu; default: the accelerator if there is one.")
+        str | None, typer.Option(help="Device of cases, e.g. cpu; default: the accelerator if there is one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")] = False,
 ) -> None:
-    """Import plugins and check them: rules, documentation, import time, and the cases that they ship.
+    """Import and check plugins: rules, documentation, imports, and their cases.
 
     Exits with status 1 if any check fails. Progress goes to stderr.
     """
@@ -79,7 +79,7 @@ def _print_findings(
     skipped = sum(finding.outcome == "skipped" for found in findings.values() for finding in found)
     print(f"\n{len(rows)} checks of {_count(plugins)}: {len(failed)} failed, {skipped} skipped")
     if failed and not traceback:
-        print("`slapo plugins check NAME --traceback` shows where")
+        print("`slapo plugins check NAME --traceback` shows tracebacks")
 
 
 def _count(plugins: list[Plugin]) -> str:
@@ -91,16 +91,11 @@ def _remark(finding: Finding) -> str:
 
 
 def _findings_json(plugins: list[Plugin], findings: dict[str, list[Finding]], *, traceback: bool) -> dict[str, Any]:
-    """``{"ok": bool, "plugins": [{"name", "version", "state", "ok", "checks": [...]}]}``."""
+    """Convert to ``{"ok": bool, "plugins": [{"name", "version", "state", "ok", "checks": [...]}]}``."""
 
     def one(finding: Finding) -> dict[str, str]:
-        value = {
-            "check": finding.check,
-            "message": finding.message,
-            "outcome": finding.outcome,
-            "subject": finding.subject,
-        }
-        return {**value, "traceback": finding.traceback} if traceback else value
+        left_out = ("plugin",) if traceback else ("plugin", "traceback")
+        return {name: value for name, value in vars(finding).items() if name not in left_out}
 
     listed = [
         {

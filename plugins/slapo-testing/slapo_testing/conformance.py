@@ -1,10 +1,10 @@
-"""Hold an installed plugin against every rule: what ``slapo plugins check`` runs.
+"""Check an installed plugin by rules, kits and its cases, for ``slapo plugins check``.
 
-A distribution may ship the cases of its primitives and dialects: a function that returns a list of `Case` and
-`DialectCase`. It is ``slapo_cases()`` in the module of the primitive or dialect, or the function that an entry point of
-the group ``slapo.v1.cases`` names. The same list serves its own tests: ``@parametrize_checks(slapo_cases())``, or
-``@parametrize_dialect_checks(slapo_cases())``. Objects of kinds that other distributions declare are checked by the
-`Kit` of their owner.
+A distribution may ship the cases of its primitives and dialects, as a function that returns a list of `Case` and
+`DialectCase`: ``slapo_cases()`` in the module of the primitive or dialect, or the function of an entry point of the
+group ``slapo.v1.cases``. Its own tests use the same list: ``@parametrize_checks(slapo_cases())``, or
+``@parametrize_dialect_checks(slapo_cases())``. Objects of kinds of other distributions are checked by the `Kit` of the
+kind's owner.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 CASES_FUNCTION = "slapo_cases"
-"""The function of a plugin's module that gives its cases."""
+"""The function of a plugin's module that returns its cases."""
 
 _KINDS_WITH_CASES = ("primitives", "dialects")
 _DONE_FOR_EVERY_ENTRY = ("documentation", "light_import")
@@ -50,10 +50,10 @@ class Finding:
 
     Args:
         plugin: the distribution, e.g. ``"slapo-hello"``.
-        subject: the checked object, e.g. ``"hello.freeze"``; a case in brackets: ``"hello.freeze [freeze-2]"``.
-        check: e.g. ``"undo_is_exact"``.
+        subject: the checked object, e.g. ``"hello.freeze"``; with the case in brackets: ``"hello.freeze [freeze-2]"``.
+        check: name of the check, e.g. ``"undo_is_exact"``.
         outcome: ``"passed"``, ``"failed"`` or ``"skipped"``.
-        message: why it failed or was skipped.
+        message: the reason of a failure or skip.
         traceback: the chained traceback of a failure.
     """
 
@@ -72,12 +72,12 @@ def check_plugin(
     device: torch.device | str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Finding]:
-    """Every finding about one plugin.
+    """Yield the findings about one plugin.
 
     Args:
-        plugin: of ``registry.plugins``.
-        registry: where it is loaded from.
-        device: of the cases that name none; None: the accelerator if there is one, else the CPU.
+        plugin: one of ``registry.plugins``.
+        registry: loads the plugin.
+        device: device of cases without one; None: the accelerator if there is one, else the CPU.
         progress: called with the name of the next check.
     """
     report = functools.partial(Finding, plugin.name)
@@ -85,7 +85,7 @@ def check_plugin(
         yield report(plugin.name, "state", "skipped", f"disabled: {plugin.reason}")
         return
     if plugin.state != "ok":
-        yield report(plugin.name, "state", "failed", f"{plugin.state}: {plugin.reason}\n  way out: {plugin.remedy}")
+        yield report(plugin.name, "state", "failed", f"{plugin.state}: {plugin.reason}\n  hint: {plugin.remedy}")
         if not plugin.usable:
             return
     else:
@@ -98,10 +98,10 @@ def check_plugin(
     if modules and plugin.version != LOCAL_VERSION:
         probed = probe(*modules)
         outcome: Outcome = "failed" if probed.violations else "passed"
-        message = "; ".join(probed.violations) or f"{probed.modules} modules beyond torch, of {MODULE_LIMIT}"
+        message = "; ".join(probed.violations) or f"{probed.modules} modules beyond torch (limit {MODULE_LIMIT})"
         yield report(plugin.name, "light_import", outcome, message, probed.traceback)
         if not probed.usable:
-            return  # what ends or hangs another process would do the same to this one
+            return  # it would end or block this process, too
     with use_registry(registry):
         for entry in entries:
             yield from _check_entry(entry, registry, report)
@@ -125,7 +125,7 @@ def _check_entry(entry: Entry, registry: Registry, report: Callable[..., Finding
     elif entry.kind == "primitives":
         for part in entry.name.split("."):
             if hides_member(part):
-                text = f"nodes or schedules have a member '{part}', so users cannot write sch[...].{part}"
+                text = f"'{part}' is a member of nodes or schedules, which hides sch[...].{part}"
                 yield report(entry.name, "names", "failed", text)
         yield _from_violations(report, entry.name, "documentation", documentation_violations(loaded))
         if all(_has_default(field) for field in dataclasses.fields(loaded)):
@@ -160,15 +160,15 @@ def _check_cases(
         module = entry.value.partition(":")[0]
         is_untested = entry.kind in _KINDS_WITH_CASES and (entry.kind, entry.name) not in tested
         if is_untested and module in sys.modules:
-            why = f"{module} has no {CASES_FUNCTION}() with a case for it: behavior is not checked"
+            why = f"behavior is not checked: {module} has no {CASES_FUNCTION}() with a case for it"
             yield report(entry.name, "cases", "skipped", why)
 
 
 def _cases_functions(plugin: Plugin, registry: Registry) -> Iterator[tuple[str, Any]]:
-    """The functions that give a plugin's cases, each with its place: the published ones, else those beside its code."""
+    """Yield a plugin's functions of cases with their names: of entry points, else of its modules."""
     published = [entry for entry in plugin.entries if entry.kind == "cases"]
     for entry in published:
-        with contextlib.suppress(PluginError):  # reported when it was loaded
+        with contextlib.suppress(PluginError):  # reported by load
             yield entry.value.replace(":", "."), registry.load(entry)
     modules = [each.value.partition(":")[0] for each in plugin.entries if each.kind in _KINDS_WITH_CASES]
     for module in dict.fromkeys(modules) if not published else ():

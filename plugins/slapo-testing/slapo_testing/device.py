@@ -1,4 +1,4 @@
-"""Choose the device of a case, and the backend that connects ranks there."""
+"""Choose the device of a case, and the backend of its ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """Choose the device of a case.
 
     Args:
-        device: of the case, e.g. ``"cuda"``; None: the accelerator if there is one that connects ranks by a backend of
-            its own (NCCL, XCCL), else the CPU.
+        device: device of the case, e.g. ``"cuda"``; None: the accelerator if it has its own backend for ranks (NCCL,
+            XCCL), else the CPU.
 
     Raises:
         ArgumentError: this machine has no such device.
@@ -37,14 +37,14 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def is_shared(device: torch.device, world_size: int) -> bool:
-    """Whether ranks share one accelerator: a device with an index, or fewer devices than ranks."""
+    """Return whether ranks share an accelerator: a device with an index, or too few devices."""
     if device.type == "cpu" or world_size == 1:
         return False
     return device.index is not None or torch.accelerator.device_count() < world_size
 
 
 def backend_for(device: torch.device, world_size: int) -> str:
-    """Return the backend for ranks on a device: its own, or gloo where they share it, which NCCL refuses."""
+    """Return the backend of ranks on a device; gloo if they share it, which NCCL refuses."""
     return "gloo" if is_shared(device, world_size) else _backend(device)
 
 

@@ -1,4 +1,4 @@
-"""Make plugin distributions for a test: real metadata directories and modules on disk, no mocks."""
+"""Plugin distributions for tests: metadata directories and modules on disk, without mocks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slapo_core.plugins import Registry
 
 @dataclass(frozen=True)
 class FakeDistribution:
-    """A distribution to write into a directory, as an installer would.
+    """A distribution to write into a directory, as by an installer.
 
     Args:
         name: e.g. ``"acme-slapo"``.
-        version: e.g. ``"1.0"``; None leaves the field out of METADATA.
+        version: e.g. ``"1.0"``; None omits the field of METADATA.
         entry_points: group -> name -> value, e.g. ``{"slapo.v1.primitives": {"acme.pad": "acme_slapo:Pad"}}``.
         modules: source text by dotted module name; ``"acme_slapo.pad"`` becomes ``acme_slapo/pad.py``.
         requires: ``Requires-Dist`` lines.
-        files: further or replaced files of the metadata directory, by name; None leaves the file out.
+        files: further or replaced files of the metadata directory by name; None omits the file.
     """
 
     name: str
@@ -34,7 +34,7 @@ class FakeDistribution:
     files: Mapping[str, bytes | None] = field(default_factory=dict)
 
     def install(self, directory: Path) -> Path:
-        """Write the distribution into ``directory``; returns its metadata directory."""
+        """Write the distribution into ``directory``; return its metadata directory."""
         escaped = self.name.replace("-", "_")
         info = directory / f"{escaped}-{self.version or '0'}.dist-info"
         info.mkdir(parents=True)
@@ -73,10 +73,10 @@ class FakeDistribution:
 
 
 class FakeEnvironment:
-    """A directory of fake distributions, to discover in this process or to put before another's ``sys.path``.
+    """A directory of fake distributions, for this process or on the ``sys.path`` of another.
 
     Args:
-        directory: where to install; put it on ``sys.path`` to import from it.
+        directory: the directory; put it on ``sys.path`` to import from it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -94,9 +94,9 @@ class FakeEnvironment:
         """Discover the registry of the directory.
 
         Args:
-            environ: the only ``SLAPO_*`` variables that count; default none.
+            environ: the ``SLAPO_*`` variables; default: none.
             with_installed: whether to include the distributions of this environment.
-            options: as of `Registry.discover`.
+            options: as for `Registry.discover`.
         """
         path = [str(self.directory), *(sys.path if with_installed else [])]
         return Registry.discover(path=path, environ=environ or {}, **options)
@@ -104,7 +104,7 @@ class FakeEnvironment:
     def run(
         self, *arguments: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python <arguments>`` with the directory before everything else on ``sys.path``."""
+        """Run ``python <arguments>`` with the directory first on ``sys.path``."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLAPO_")}
         path = [str(self.directory), *filter(None, [inherited.get("PYTHONPATH")])]
         variables = {**inherited, "PYTHONPATH": os.pathsep.join(path), **(environ or {})}
@@ -112,22 +112,22 @@ class FakeEnvironment:
         return subprocess.run(command, env=variables, cwd=cwd or self.directory, capture_output=True, text=True)
 
     def slapo(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run the command ``slapo`` in another process; options as of `run`."""
+        """Run the command ``slapo`` in another process; options as for `run`."""
         return self.run("-m", "slapo_core.cli.main", *arguments, **options)
 
     def forget_modules(self) -> None:
-        """Take every module imported from the directory out of ``sys.modules``."""
+        """Remove modules of the directory from ``sys.modules``."""
         for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None) or "").startswith(str(self.directory)):
                 del sys.modules[name]
 
 
 def primitive_source(name: str, *, cls: str = "Thing", before: Iterable[str] = (), body: Iterable[str] = ()) -> str:
-    """The source of a module with one healthy primitive that does nothing.
+    """Return the source of a module with one valid primitive that does nothing.
 
     Args:
-        name: its full name, e.g. ``"acme.pad"``.
-        cls: the name of the class.
+        name: full name of the primitive, e.g. ``"acme.pad"``.
+        cls: name of the class.
         before: lines at the top of the module, run at import.
         body: lines of the class, e.g. further fields.
     """

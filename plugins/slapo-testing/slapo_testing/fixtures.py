@@ -1,4 +1,4 @@
-"""Provide pytest fixtures for tests of plugins: import them into your ``conftest.py``."""
+"""Pytest fixtures for tests of plugins: import them into your ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slapo_testing.distributions import FakeEnvironment
 
 @pytest.fixture
 def fake_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEnvironment]:
-    """An empty directory on ``sys.path`` into which a test installs fake distributions."""
+    """Provide an empty directory on ``sys.path`` for fake distributions."""
     environment = FakeEnvironment(tmp_path / "site-packages")
     monkeypatch.syspath_prepend(str(environment.directory))
     yield environment
@@ -22,6 +22,6 @@ def fake_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def isolated_registry() -> Iterator[Registry]:
-    """Use a registry of this environment for one test; registrations end with the test."""
+    """Use a separate registry of this environment for one test."""
     with use_registry(Registry.discover(environ={})) as registry:
         yield registry

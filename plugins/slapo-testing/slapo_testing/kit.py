@@ -1,4 +1,4 @@
-"""`Kit`: further checks of ``slapo plugins check``, for the objects of a kind that another distribution declares."""
+"""`Kit`: checks of ``slapo plugins check`` for kinds of other distributions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slapo_core.plugins import Entry, Registry
 
 
 class Kit(ABC):
-    """The checks of one kind; published by an entry point of the group ``slapo.v1.kits`` by the owner of the kind.
+    """The checks of one kind, published by an entry point of the group ``slapo.v1.kits``.
 
     Attributes:
         name: the kind, e.g. ``"samplers"``.
@@ -20,10 +20,10 @@ class Kit(ABC):
 
     @abstractmethod
     def checks(self, loaded: Any, entry: Entry, registry: Registry) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield each check by its name: it raises `CheckError`, or `NotApplicable` where there is nothing to see.
+        """Yield names and checks, which raise `CheckError`, or `NotApplicable` if they do not apply.
 
         Args:
             loaded: the object of the entry point.
-            entry: its entry point.
-            registry: where it was loaded from; it is the one in use.
+            entry: the entry point.
+            registry: the registry in use, which loaded the object.
         """

@@ -1,4 +1,4 @@
-"""Small models of every awkward kind, in float32, made from a seed."""
+"""Small models with unusual structures, in float32."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tied(nn.Module):
 
 
 class Counting(nn.Module):
-    """Its own ``__setattr__`` counts assignments, and keeps a list of what was assigned."""
+    """A module whose ``__setattr__`` counts and lists assignments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Counting(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Refuses every assignment once it is made."""
+    """A module that refuses assignments after its construction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Frozen(nn.Module):
 
 
 class Odd(nn.Module):
-    """Everything that keeps a second reference, or a hook, to something."""
+    """Layers with hooks, parametrizations, or second references to modules and parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,14 +186,14 @@ MODELS: dict[str, Any] = {"bert": bert, "gpt2": gpt2, "cnn": cnn}
 
 
 def run(model: nn.Module, name: str) -> torch.Tensor:
-    """A scalar output of one of ``MODELS``."""
+    """Return a scalar output of one of ``MODELS``."""
     dtype = next(model.parameters()).dtype
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in INPUTS[name]().items()}
     output = model(**inputs)
     return output.loss if hasattr(output, "loss") else output.square().mean()
 
 
-class Whole(nn.Module):
+class Enclosing(nn.Module):
     def __init__(self, below: nn.Module) -> None:
         super().__init__()
         self.below = below
@@ -227,7 +227,7 @@ class Branched(nn.Module):
 
 
 class TwoBranched(nn.Module):
-    """Its inputs are ``(5, 8)``."""
+    """Two branched blocks; inputs are ``(5, 8)``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``slapo plugins new``: render a complete package from ``slapo_testing/template``."""
+"""``slapo plugins new``: write a package from ``slapo_testing/template``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,10 @@ class NewCommand(Command):
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="The distribution's name, as in pip install NAME, e.g. acme-slapo.")],
-    directory: Annotated[
-        Path | None, typer.Option("--directory", help="Where to write it; default: ./NAME. Must not exist.")
-    ] = None,
+    name: Annotated[str, typer.Argument(help="Name of the distribution, as in pip install NAME, e.g. acme-slapo.")],
+    directory: Annotated[Path | None, typer.Option("--directory", help="Directory to create; default: ./NAME.")] = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", help="The first part of its primitives' names; default: from NAME.")
+        str | None, typer.Option("--namespace", help="First part of its primitives' names; default: from NAME.")
     ] = None,
 ) -> None:
     """Write a new plugin package: one primitive, tests on the kit, README, CI workflow."""
@@ -63,7 +61,7 @@ _SUFFIX = ".tmpl"
 
 @dataclass(frozen=True)
 class Project:
-    """A plugin package to be.
+    """A new plugin package.
 
     Args:
         name: the distribution, canonical, e.g. ``"acme-slapo"``.
@@ -77,14 +75,14 @@ class Project:
 
     @classmethod
     def named(cls, name: str, *, namespace: str | None = None) -> Project:
-        """The project of that distribution name.
+        """Make the project of a distribution name.
 
         Args:
-            name: as users will ``pip install`` it.
+            name: as for ``pip install``.
             namespace: default: the name without ``slapo``, e.g. ``"acme"`` for ``"acme-slapo"``.
 
         Raises:
-            ArgumentError: a name that installers or slapo would not take; the message gives one that they would.
+            ArgumentError: an invalid name; with a valid one.
         """
         if not _NAME.match(name):
             raise ArgumentError(
@@ -98,7 +96,7 @@ class Project:
         package = canonical.replace("-", "_")
         if not is_identifier(package) or package in sys.stdlib_module_names or package in ("torch", "slapo_core"):
             raise ArgumentError(
-                f"'{canonical}' gives the package name '{package}', which cannot be imported as a package of its own",
+                f"'{canonical}' has the package name '{package}', which is reserved or not importable",
                 hint=f"slapo plugins new slapo-{canonical}",
             )
         parts = [part for part in canonical.split("-") if part != "slapo"]
@@ -112,7 +110,7 @@ class Project:
         if not is_identifier(namespace):
             raise ArgumentError(f"namespace {namespace!r} must be a lowercase identifier", hint=hint)
         if hides_member(namespace):
-            raise ArgumentError(f"namespace '{namespace}' would hide a member of nodes or schedules", hint=hint)
+            raise ArgumentError(f"namespace '{namespace}' is a member of nodes or schedules", hint=hint)
         entry = Entry("primitives", f"{namespace}.offload", "", name, "0.1.0")
         violation = name_violation(entry)
         if violation is not None:
@@ -120,7 +118,7 @@ class Project:
 
 
 def hides_member(name: str) -> bool:
-    """Whether schedules, nodes or groups have a member of that name: it is found before a primitive or namespace."""
+    """Return whether schedules, nodes or groups have a member of that name, which hides a primitive."""
     from torch import nn
 
     from slapo_core import create_schedule
@@ -134,18 +132,18 @@ def render(project: Project, target: Path) -> tuple[Path, ...]:
     """Write the package.
 
     Args:
-        project: what to write.
-        target: its directory, which must not exist yet.
+        project: the package.
+        target: the directory, which must not exist.
 
     Returns:
-        the files written, sorted.
+        the written files, sorted.
 
     Raises:
         ArgumentError: ``target`` exists.
     """
     if target.exists():
         raise ArgumentError(
-            f"{target} exists already; nothing was written", hint=f"slapo plugins new {project.name} --directory OTHER"
+            f"{target} already exists; nothing was written", hint=f"slapo plugins new {project.name} --directory OTHER"
         )
     year = datetime.datetime.now(tz=datetime.UTC).year
     values = {**asdict(project), "core_requirement": _core_requirement(), "year": str(year)}
@@ -153,7 +151,7 @@ def render(project: Project, target: Path) -> tuple[Path, ...]:
         target / _output_path(path, values): _PLACEHOLDER.sub(lambda match: values[match[1]], source.read_text("utf-8"))
         for path, source in _template_files(files("slapo_testing").joinpath("template"), PurePosixPath())
     }
-    for path, text in texts.items():  # all rendered before the first is written
+    for path, text in texts.items():  # all are rendered before the first is written
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
     return tuple(sorted(texts))
@@ -168,7 +166,7 @@ def _template_files(folder: Traversable, below: PurePosixPath) -> Iterator[tuple
 
 
 def _output_path(path: PurePosixPath, values: Mapping[str, str]) -> PurePosixPath:
-    """``_github/x.yml.tmpl`` as ``.github/x.yml``, ``src/__package__`` as ``src/acme_slapo``."""
+    """Convert ``_github/x.yml.tmpl`` to ``.github/x.yml``, ``src/__package__`` to ``src/acme_slapo``."""
     parts = []
     for part in path.parts:
         part = part.removesuffix(_SUFFIX).replace("__package__", values["package"])
@@ -178,7 +176,7 @@ def _output_path(path: PurePosixPath, values: Mapping[str, str]) -> PurePosixPat
 
 
 def _core_requirement() -> str:
-    """The running slapo-core up to its next minor version, before which the API is not promised."""
+    """Return the requirement of the running slapo-core, below its next incompatible version."""
     version = core_version()
     if version is None:
         return CORE_DISTRIBUTION

@@ -1,4 +1,4 @@
-"""`parametrize_checks` and `parametrize_dialect_checks`: one pytest test for every check of every case."""
+"""`parametrize_checks` and `parametrize_dialect_checks`: a pytest test for each check and case."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ CaseT = TypeVar("CaseT", bound=_Labeled)
 
 @dataclass(frozen=True)
 class BoundCheck(Generic[CaseT]):
-    """A check with the case to run it on; call it."""
+    """A check bound to a case; call it."""
 
     check: Check[CaseT]
     case: CaseT
 
     def __call__(self) -> None:
-        """Run the check; where the case gives it nothing to look at, the test is skipped with the reason."""
+        """Run the check; skip the test, with the reason, if it does not apply."""
         import pytest
 
         __tracebackhide__ = True
@@ -45,7 +45,7 @@ class BoundCheck(Generic[CaseT]):
 
 
 def parametrize_checks(cases: Iterable[Case], *, checks: Iterable[str] | None = None) -> Callable[[Any], Any]:
-    """Give a test function one argument, ``check``, and run it once for every check of every case.
+    """Parametrize a test function by ``check``, for each check of each case.
 
     Example::
 
@@ -58,7 +58,7 @@ def parametrize_checks(cases: Iterable[Case], *, checks: Iterable[str] | None = 
         checks: names of the checks to run; default: all of ``slapo_testing.CHECKS``.
 
     Raises:
-        ArgumentError: no case, something that is no `Case`, or an unknown check.
+        ArgumentError: no case, an object that is not a `Case`, or an unknown check.
     """
     from slapo_testing.checks import CHECKS
 
@@ -82,7 +82,7 @@ def parametrize_dialect_checks(
         checks: names of the checks to run; default: all of ``slapo_testing.DIALECT_CHECKS``.
 
     Raises:
-        ArgumentError: no case, something that is no `DialectCase`, or an unknown check.
+        ArgumentError: no case, an object that is not a `DialectCase`, or an unknown check.
     """
     from slapo_testing.dialects.case import DialectCase
     from slapo_testing.dialects.checks import DIALECT_CHECKS
@@ -92,7 +92,7 @@ def parametrize_dialect_checks(
 
 
 def case_labels(cases: Iterable[_Labeled]) -> list[str]:
-    """The label of each case; the second and later ones of the same label are numbered: ``freeze``, ``freeze-2``."""
+    """Return the label of each case; repeated labels are numbered: ``freeze``, ``freeze-2``."""
     seen: Counter[str] = Counter()
     labels = []
     for case in cases:
@@ -113,7 +113,7 @@ def _require_cases(function: str, cases: Iterable[CaseT], kind: type[CaseT], *, 
 
 
 def _select(checks: Sequence[Check[CaseT]], names: Iterable[str] | None) -> Sequence[Check[CaseT]]:
-    """The checks of these names, in the order in which they are run; None selects all."""
+    """Return the checks with these names, in running order; None selects all."""
     if names is None:
         return checks
     wanted = set(names)

@@ -1,4 +1,4 @@
-"""Send values to other processes by value, with the files of the modules that they refer to."""
+"""Send values to other processes, with the files of their modules."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slapo_runtime.rank_process import make_importable
 from slapo_testing.check import CheckError
 
 _IMPORTED = ("torch", *(name.replace("-", "_") for name in slapo_core.DISTRIBUTIONS))
-"""Packages that every rank imports by their names."""
+"""Packages that ranks import by name."""
 
 
 @dataclass(frozen=True)
 class Pickled:
-    """Pickled values, and where the modules that define their classes and functions lie.
+    """Pickled values, and the files of the modules of their classes and functions.
 
     Args:
-        payload: of a dictionary.
+        payload: a pickled dictionary.
         origins: ``(name, file)`` of each module: test files are not on ``sys.path``.
     """
 
@@ -31,7 +31,7 @@ class Pickled:
     origins: tuple[tuple[str, str], ...]
 
     def unpack(self) -> dict[str, Any]:
-        """The dictionary, in a process that this one's parent started."""
+        """Return the dictionary, in another process."""
         for name, file in self.origins:
             make_importable(name, file)
         contents: dict[str, Any] = pickle.loads(self.payload)
@@ -42,7 +42,7 @@ def pack(contents: Mapping[str, Any]) -> Pickled:
     """Pack the fields of a case.
 
     Raises:
-        CheckError: something cannot be sent; the field is named.
+        CheckError: a field cannot be pickled.
     """
     for field, value in contents.items():
         try:
@@ -52,8 +52,8 @@ def pack(contents: Mapping[str, Any]) -> Pickled:
                 f"the case's {field} cannot be sent to other processes",
                 required="classes and functions defined at the top level of a module, no lambdas or inner functions",
                 got=f"{type(error).__name__}: {error}",
-                hint="move the class or function to the top level of a module; a factory of models or batches may be a "
-                "lambda, because the model or batch is sent",
+                hint="move the class or function to the top level of a module; model= and inputs= or batch= may be "
+                "lambdas, because their results are sent",
             ) from error
     buffer = io.BytesIO()
     pickler = _NamingPickler(buffer)
@@ -62,14 +62,14 @@ def pack(contents: Mapping[str, Any]) -> Pickled:
 
 
 class _NamingPickler(pickle.Pickler):
-    """Remembers the modules of the classes and functions that it names."""
+    """A pickler that records the modules of classes and functions."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._modules: dict[str, None] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        # Called for every object that is not of a built-in type, classes and functions included.
+        # Called for objects of other than built-in types, also for classes and functions.
         module = getattr(value if isinstance(value, type) else type(value), "__module__", None)
         for name in (module, getattr(value, "__module__", None)):
             if isinstance(name, str):

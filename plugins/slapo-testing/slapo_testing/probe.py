@@ -1,4 +1,4 @@
-"""Import modules in a fresh process, and report the effects."""
+"""Import modules in a new process, and report the effects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 from slapo_runtime.rank_process import make_importable
 
 MODULE_LIMIT = 500
-"""Modules that an import may bring along beyond torch and slapo themselves."""
+"""Maximum number of modules that an import may load beyond torch and slapo."""
 
 HEAVY = (
     "accelerate",
@@ -41,7 +41,7 @@ HEAVY = (
     "vllm",
     "xformers",
 )
-"""Packages that a plugin must import inside the functions that use them."""
+"""Packages that a plugin must import inside functions."""
 
 _TIMEOUT = 60.0  # seconds
 _EVENTS = {
@@ -62,14 +62,14 @@ _EVENTS = {
 
 @dataclass(frozen=True)
 class ImportProbe:
-    """The effects of importing modules in a fresh process.
+    """The effects of importing modules in a new process.
 
     Args:
-        modules: the number of modules imported beyond torch and slapo; None if the process ended early.
+        modules: number of modules imported beyond torch and slapo; None if the process ended early.
         violations: broken rules, in words; empty for a light import.
-        usable: whether the modules could be imported and left the code of torch and slapo alone, so that this process
-            may import them too.
-        traceback: of an import that raised.
+        usable: whether the import succeeded and did not patch torch or slapo, so that this process may import them,
+        too.
+        traceback: traceback of a failed import.
     """
 
     modules: int | None
@@ -79,10 +79,10 @@ class ImportProbe:
 
 
 def probe(*modules: str) -> ImportProbe:
-    """Import ``modules`` in a fresh process in which torch and slapo are imported already; the result is kept.
+    """Import modules in a new process that has imported torch and slapo; the result is cached.
 
     Args:
-        modules: dotted names; modules of this process that lie outside of ``sys.path`` are imported from their files.
+        modules: dotted names; modules of this process outside of ``sys.path`` are imported from their files.
     """
     named = []
     for name in modules:
@@ -133,7 +133,7 @@ def _probe(modules: tuple[tuple[str, str | None], ...], path: tuple[str, ...]) -
 
 
 def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str) -> None:
-    """Import the modules and write what that did to a file."""
+    """Import the modules, and write the effects to a file."""
     import slapo_core.internals  # noqa: F401 - with torch
 
     sys.path[:] = path
@@ -146,7 +146,7 @@ def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str)
                 importlib.import_module(name)
             else:
                 make_importable(name, file)
-    except BaseException as error:  # noqa: BLE001 - SystemExit and the like are answers here
+    except BaseException as error:  # noqa: BLE001 - SystemExit is a result, too
         failure, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     noted, after, own_after, new = list(done), _global_state(), _own_code(), set(sys.modules) - loaded
     changed = [
@@ -165,11 +165,11 @@ def _import(modules: list[tuple[str, str | None]], path: list[str], answer: str)
     sys.stderr.flush()
     with open(answer, "w") as file_:
         json.dump(facts, file_)
-    os._exit(0)  # without the exit handlers of the import
+    os._exit(0)  # without exit handlers
 
 
 def _noted_events() -> dict[str, None]:
-    """Record files written, processes started and connections made from now on."""
+    """Record written files, started processes and connections from now on."""
     noted: dict[str, None] = {}
     kinds = {event: kind for kind, events in _EVENTS.items() for event in events}
     start = threading.Thread.start
@@ -197,12 +197,12 @@ def _writes(path: Any, mode: Any, flags: int) -> bool:
 
 
 def _is_bytecode(path: Any) -> bool:
-    """Whether the path is a bytecode file of the interpreter; a number is an open file."""
+    """Return whether the path is a bytecode file; a number is an open file."""
     return isinstance(path, int) or "__pycache__" in os.path.normpath(os.fsdecode(path)).split(os.sep)
 
 
 def _global_state() -> defaultdict[str, str]:
-    """Return the state that an import must not change, as text."""
+    """Return the global state that an import must not change, as text."""
     import torch
 
     state = {
@@ -233,7 +233,7 @@ def _global_state() -> defaultdict[str, str]:
 
 
 def _own_code() -> dict[str, Any]:
-    """The functions and classes of the slapo modules imported so far, and the methods of these classes."""
+    """Return functions, classes and methods of the imported slapo modules."""
     found: dict[str, Any] = {}
     for module, content in [(name, vars(each)) for name, each in sys.modules.items() if name.startswith("slapo_")]:
         for name, value in content.items():

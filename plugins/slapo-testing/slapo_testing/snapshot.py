@@ -1,4 +1,4 @@
-"""Record everything observable about a model, to prove it bit-identical later: `ModelSnapshot`."""
+"""`ModelSnapshot`: the observable state of a model, to compare bit by bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPAQUE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, part
 _CLASS_BOOKKEEPING = frozenset(
     {"__abstractmethods__", "__annotate__", "__annotations__", "__annotations_cache__", "__slotnames__"}
 )
-"""Attributes that the interpreter adds to a class in use; the last one when an instance is copied."""
+"""Attributes that the interpreter adds to classes; the last one by copying an instance."""
 _ABSENT: Any = object()
 _SHOWN = 20  # differences in one message
 
@@ -26,10 +26,10 @@ _SHOWN = 20  # differences in one message
 class ModelSnapshot:
     """The state of a model, down to identities and bits.
 
-    Held are, for every module under every path: its identity, type and ``__dict__`` in order; parameters and buffers
-    with identity, type, dtype, shape, strides, device, bits, gradient, hooks and Python attributes; module hooks; plain
-    attributes, followed into containers and objects, whose identity and type are held too; and the attributes of the
-    modules' classes. Objects are kept alive, so that an identity cannot be taken by another object.
+    For each module and path it records identity, type and ``__dict__`` in order; parameters and buffers with identity,
+    type, dtype, shape, strides, device, bits, gradient, hooks and Python attributes; module hooks; plain attributes,
+    also in containers and objects, with their identity and type; and attributes of the modules' classes. It keeps
+    objects alive, so that identities stay unique.
 
     Example::
 
@@ -38,7 +38,7 @@ class ModelSnapshot:
         assert before.differences(model) == []
 
     Args:
-        model: it is only read.
+        model: the model, which is only read.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,7 +63,7 @@ class ModelSnapshot:
         """List the differences of ``later``, one line each, e.g. ``"fc.weight: 3 of 16 elements differ, ..."``.
 
         Args:
-            later: the same model now, or a later snapshot of it.
+            later: the same model now, or its later snapshot.
         """
         after = later if isinstance(later, ModelSnapshot) else ModelSnapshot(later)
         lines = []
@@ -81,12 +81,12 @@ class ModelSnapshot:
     # -- collecting -------------------------------------------------------------------------------------------
 
     def _mapping(self, place: str, mapping: Mapping[Any, Any], *, dotted: bool, shown: str | None = None) -> None:
-        """Every item, under ``shown``, which is ``place`` unless given."""
+        """Record the items of a mapping, under ``shown`` or ``place``."""
         self._facts[f"{place} (names)"] = _Order(tuple(mapping))
         shown = shown or place
         for key, value in mapping.items():
             if dotted and key in TENSOR_TABLES and isinstance(value, dict):
-                # Parameters are shown by their state-dict names; the dictionaries may not be exchanged either.
+                # Parameters are shown by their state-dict names; the dictionaries must also stay the same objects.
                 self._facts[f"{place}.{key}"] = _Object(value)
                 below = place if key == TENSOR_TABLES[0] else None
                 self._mapping(f"{place}.{key}", value, dotted=True, shown=below)
@@ -138,10 +138,10 @@ class ModelSnapshot:
 
 
 def assert_bit_identical(before: ModelSnapshot, model: ModelSnapshot | nn.Module) -> None:
-    """Assert that ``model`` is as it was when ``before`` was taken.
+    """Assert that ``model`` is bit-identical to an earlier snapshot.
 
     Raises:
-        AssertionError: every difference, one a line.
+        AssertionError: with one line for each difference.
     """
     __tracebackhide__ = True
     lines = before.differences(model)
@@ -150,13 +150,13 @@ def assert_bit_identical(before: ModelSnapshot, model: ModelSnapshot | nn.Module
 
 
 def listed(lines: list[str]) -> str:
-    """Up to twenty lines, indented, and how many more there are."""
+    """Join up to twenty lines, indented, with the number of further ones."""
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n  ".join([*lines[:_SHOWN], *more])
 
 
 class _Object:
-    """The very same object."""
+    """The identity of an object."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -177,14 +177,14 @@ class _Object:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two references are one object; bound methods compare by function and instance."""
+    """Return whether two references are one object; bound methods compare by function and instance."""
     if isinstance(value, MethodType) and isinstance(other, MethodType):
         return value.__self__ is other.__self__ and value.__func__ is other.__func__
     return value is other
 
 
 class _Plain:
-    """The same type and value, NaN being equal to itself."""
+    """The type and value of plain data; NaN equals NaN."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -199,7 +199,7 @@ class _Plain:
 
 
 class _Members:
-    """The same members of a set: equal ones for plain values, the very same objects otherwise."""
+    """The members of a set: plain values compare by value, others by identity."""
 
     def __init__(self, members: Iterable[Any]) -> None:
         self.members = {repr(item) if isinstance(item, _PLAIN) else id(item): item for item in members}
@@ -213,13 +213,13 @@ class _Members:
 
 
 class _Order:
-    """The same names in the same order."""
+    """Names and their order."""
 
     def __init__(self, names: tuple[Any, ...]) -> None:
         self.names = names
 
     def compare(self, other: _Order) -> Iterator[str]:
-        # Names that came or went have a line of their own; this one is about the order of those that stayed.
+        # Added and removed names have their own lines; this one compares the order of the others.
         before, after = ({_label(name): name for name in one.names} for one in (self, other))
         stayed = [name for label, name in before.items() if label in after]
         now = [name for label, name in after.items() if label in before]
@@ -233,12 +233,12 @@ class _Order:
 
 
 def _label(name: Any) -> Any:
-    """A name, or the identity of an object that is one: tensors as keys have no truth of their equality."""
+    """Return a name, or the identity of another key: equality of tensors is not a bool."""
     return name if isinstance(name, _PLAIN) else id(name)
 
 
 class _Bits:
-    """The same type, dtype, shape, strides, device, gradient flag, and bits."""
+    """Type, dtype, shape, strides, device, requires_grad and bits of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.facts = {

@@ -83,7 +83,7 @@ WITHOUT_ENGINES = {
 }
 
 
-def test_where_engines_cannot_run_what_needs_none_is_checked_and_the_rest_says_why() -> None:
+def test_checks_without_engines_run_where_engines_cannot() -> None:
     case = DialectCase("torch", rejects=[{"bucket_size": 1}], unavailable="there is no GPU here")
     done, told = set(), set()
     for name in set(CHECK) - {"light_import"}:
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_a_case_that_makes_no_sense_is_refused_with_the_call(field: str, message: Messages) -> None:
+def test_invalid_cases_are_refused_with_the_call(field: str, message: Messages) -> None:
     value, word, hint = REFUSED[field]
     with pytest.raises(slapo.ArgumentError) as caught:
         DialectCase(**{"target": "torch", field: value})
@@ -119,13 +119,13 @@ def test_a_case_that_makes_no_sense_is_refused_with_the_call(field: str, message
     assert caught.value.hint == hint
 
 
-def test_a_case_is_named_after_its_dialect_and_says_its_options() -> None:
+def test_case_shows_its_dialect_and_options() -> None:
     assert (DialectCase("torch").label, str(DialectCase("torch"))) == ("torch", "target 'torch'")
     case = DialectCase(kit.Good, config={"bucket": 3}, name="mine")
     assert (case.label, str(case)) == ("mine", "target 'good' with bucket=3")
 
 
-def test_the_two_kits_do_not_take_each_others_cases(message: Messages) -> None:
+def test_kits_refuse_each_others_cases(message: Messages) -> None:
     with pytest.raises(slapo.ArgumentError) as caught:
         parametrize_dialect_checks([])
     message(caught, "parametrize_dialect_checks", "at least one DialectCase")
@@ -141,14 +141,14 @@ def test_the_two_kits_do_not_take_each_others_cases(message: Messages) -> None:
 SKIPPED = {
     "scheduled_model_trains_the_same": "no schedule=",
     "bad_options_are_refused": "no rejects=",
-    "replicas_train_as_one_process": "of this sort",
+    "replicas_train_as_one_process": "none of the case",
     "failure_on_one_rank_ends_the_build_on_all": "no meshes=",
     "other_options_on_a_rank_are_refused": "no meshes=",
 }
 
 
 @pytest.mark.parametrize("check", SKIPPED)
-def test_a_check_without_anything_to_look_at_says_why(check: str, message: Messages) -> None:
+def test_checks_that_do_not_apply_have_a_reason(check: str, message: Messages) -> None:
     with pytest.raises(NotApplicable) as caught:
         CHECK[check](DialectCase("torch", model=gpt2, batch=tokens, meshes=[]))
     message(caught, SKIPPED[check])
@@ -165,7 +165,7 @@ class Handmade(nn.Module):
         return nn.functional.mse_loss(x @ self.weight, y)
 
 
-def test_a_model_that_cannot_be_initialized_is_not_held_against_the_dialect() -> None:
+def test_uninitializable_model_is_not_a_fault_of_the_dialect() -> None:
     case = DialectCase("torch", model=Handmade)
     with pytest.raises(NotApplicable, match="initialized on the meta device"):
         CHECK["meta_model_is_given_its_values"](case)
@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_initialized_is_not_held_against_the_dialect() ->
     CHECK["failed_build_changes_nothing"](case)
 
 
-def test_a_runtime_that_needs_a_process_group_is_given_one() -> None:
+def test_runtime_gets_the_process_group_that_it_needs() -> None:
     check = CHECK["training_is_that_of_the_plain_model"]
     with pytest.raises(CheckError, match="process group has not"):
         check(DialectCase(kit.NeedsAGroup))
@@ -181,14 +181,14 @@ def test_a_runtime_that_needs_a_process_group_is_given_one() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_what_cannot_be_sent_to_ranks_is_named(message: Messages) -> None:
+def test_fields_that_cannot_be_pickled_are_named(message: Messages) -> None:
     with pytest.raises(CheckError) as caught:
         CHECK["replicas_train_as_one_process"](DialectCase("torch", schedule=lambda sch: None))
     # What it got instead is in words of pickle's, which differ from version to version.
     message(str(caught.value).partition("  got: ")[0], "target 'torch'", "replicas_train_as_one_process", "schedule")
 
 
-def test_a_failure_on_ranks_does_not_hide_what_the_others_find() -> None:
+def test_failure_of_one_task_on_ranks_does_not_hide_others() -> None:
     case = DialectCase(kit.AveragesOnOneRankOnly, meshes=[{"dp": 2}])
     with pytest.raises(CheckError) as caught:
         CHECK["replicas_train_as_one_process"](case)
@@ -221,9 +221,7 @@ def mine(source: str) -> FakeDistribution:
     return FakeDistribution("slapo-mine", "1.0", points, {"slapo_mine": source}, ("slapo-core>=0.1",))
 
 
-def test_the_cases_that_a_dialect_ships_are_run(
-    fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_cases_of_a_dialect_run(fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_distributions.install(mine(MINE + CASES))
     few = ("entry_point_agrees", "plan_is_the_same_again", "bad_options_are_refused", "light_import")
     monkeypatch.setattr("slapo_testing.conformance.DIALECT_CHECKS", [CHECK[name] for name in few])
@@ -240,9 +238,7 @@ def test_the_cases_that_a_dialect_ships_are_run(
     ]
 
 
-def test_a_dialect_without_cases_says_that_its_behavior_is_not_checked(
-    fake_distributions: FakeEnvironment, message: Messages
-) -> None:
+def test_dialect_without_cases_is_reported_as_unchecked(fake_distributions: FakeEnvironment, message: Messages) -> None:
     fake_distributions.install(mine(MINE))
     registry = fake_distributions.registry()
     last = list(check_plugin(registry.plugins[0], registry))[-1]

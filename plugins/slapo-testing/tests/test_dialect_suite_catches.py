@@ -54,21 +54,25 @@ TP = {"meshes": [{"tp": 2}]}
 
 CAUGHT = [
     ("entry_point_agrees", case(kit.Good), "no installed distribution provides 'good'"),
-    ("plan_changes_nothing", case(kit.CheckDraws), "torch's random state: advanced"),
+    ("plan_changes_nothing", case(kit.CheckDraws), "torch's RNG state: advanced"),
     ("plan_changes_nothing", case(kit.PlanMarksTheModel), "planned: added (True)"),
     ("plan_changes_nothing", case(kit.PlanFillsInTheOptions), "the options given: {'bucket': 3} -> "),
-    ("plan_is_the_same_again", case(kit.PlanCounts), "something else"),
-    ("plan_is_the_same_again", case(kit.PlanForgetsDefaults), "not tell option 'bucket'"),
-    ("plan_is_the_same_again", case(kit.PlanSaysNothing), "not say what will be done"),
+    ("plan_is_the_same_again", case(kit.PlanCounts), "a different plan"),
+    ("plan_is_the_same_again", case(kit.PlanForgetsDefaults), "lacks option 'bucket'"),
+    ("plan_is_the_same_again", case(kit.PlanSaysNothing), "no list of actions"),
     ("unknown_option_is_refused", case(kit.IgnoresOptions), "no_such_option=1 was accepted"),
-    ("unknown_option_is_refused", case(kit.RefusesWithoutWords), "does not name the mistake"),
+    ("unknown_option_is_refused", case(kit.RefusesWithoutWords), "does not name the option"),
     ("bad_options_are_refused", case(kit.AcceptsBadValues), "bucket='many' of rejects= was accepted"),
     ("bad_options_are_refused", case(kit.RaisesAnotherError), "by another error"),
-    ("failed_build_changes_nothing", case(engines.SwallowsErrors), "of the optimizer's factory is swallowed"),
+    (
+        "failed_build_changes_nothing",
+        case(engines.SwallowsErrors),
+        "swallows the error raised by the optimizer",
+    ),
     ("failed_build_changes_nothing", case(kit.MarksTheModelFirst), "built_by: added ('good')"),
     ("failed_build_changes_nothing", case(engines.HidesErrors), "factory is lost"),
-    ("wrong_optimizer_is_refused", case(engines.CallsTheFactory), "gives no optimizer"),
-    ("engine_has_every_member", case(engines.WithoutLoad), "the engine has no load"),
+    ("wrong_optimizer_is_refused", case(engines.CallsTheFactory), "does not return an optimizer"),
+    ("engine_has_every_member", case(engines.WithoutLoad), "the engine lacks load"),
     ("engine_has_every_member", case(engines.WithoutRank0Only), "state_dict() of the engine"),
     ("module_keeps_the_paths", case(engines.WrapsTheModule), "no 'up', 'act', 'down'"),
     (
@@ -76,32 +80,32 @@ CAUGHT = [
         case(engines.TrainsWithoutOptimizer),
         "without an optimizer is not refused",
     ),
-    ("without_optimizer_it_only_evaluates", case(engines.RefusesWithoutWayOut), "is refused without a way out"),
+    ("without_optimizer_it_only_evaluates", case(engines.RefusesWithoutWayOut), "is refused without a hint"),
     ("closed_engine_says_so", case(engines.StaysOpen), "closed engine is not refused"),
-    ("closed_engine_says_so", case(engines.EndsTheProcessGroup), "close() ends the process group"),
+    ("closed_engine_says_so", case(engines.EndsTheProcessGroup), "close() destroys the caller's process group"),
     ("step_result_is_complete", case(engines.GivesTheGraph), "result of train_step()"),
     ("step_result_is_complete", case(engines.GivesANormAlways), "grad_norm=tensor(0.)"),
     ("training_is_that_of_the_plain_model", case(engines.KeepsGradients), "the loss of step 3: "),
     ("scheduled_model_trains_the_same", case(engines.TrainsKnownNamesOnly), "the loss of step 2: "),
     ("tied_weights_stay_tied", case(kit.Unties), "two layers that share a weight"),
-    ("frozen_parameters_stay", case(kit.TrainsEverything), "with parameters that need no gradient"),
-    ("clipping_is_that_of_plain_training", case(engines.ClipsAfterTheStep), "with gradients that are clipped"),
+    ("frozen_parameters_stay", case(kit.TrainsEverything), "with frozen parameters"),
+    ("clipping_is_that_of_plain_training", case(engines.ClipsAfterTheStep), "with clipped gradients"),
     (
         "evaluation_mode_is_left_for_training",
         case(engines.TrainsInTheModeItFinds),
-        "came in evaluation mode",
+        "for a model in evaluation mode",
     ),
     (
         "evaluation_mode_is_left_for_training",
         case(engines.PutsEverythingIntoTrainingMode),
-        "in evaluation mode by choice",
+        "with a module in evaluation mode",
     ),
     (
-        "accumulation_is_the_whole_batch_or_refused",
+        "accumulation_equals_the_full_batch_or_is_refused",
         case(engines.TakesTheBatchWhole),
-        "accumulate=2 run the model 3 times",
+        "accumulate=2 call the model 3 times",
     ),
-    ("accumulation_is_the_whole_batch_or_refused", case(engines.SumsMicroBatches), "with accumulate=2"),
+    ("accumulation_equals_the_full_batch_or_is_refused", case(engines.SumsMicroBatches), "with accumulate=2"),
     ("learning_rate_is_scheduled_or_refused", case(engines.ForgetsTheScheduler), "with lr_scheduler="),
     ("loss_weights_count", case(engines.IgnoresTheWeights), "with loss_weight= and accumulate=2"),
     ("batches_of_every_type", case(engines.TakesMappingsOnly), "TypeError was raised"),
@@ -114,10 +118,10 @@ CAUGHT = [
     (
         "state_dict_is_the_reference_models",
         case(engines.GivesLiveTensors),
-        "when training goes on",
+        "during further training",
     ),
     ("loaded_state_is_trained_on", case(engines.LoadsIntoNewParameters), "after load_state_dict()"),
-    ("loaded_state_is_trained_on", case(engines.LoadsNothing), "does not load what state_dict() gives"),
+    ("loaded_state_is_trained_on", case(engines.LoadsNothing), "differs from the state dict of load_state_dict()"),
     ("bad_state_dict_changes_nothing", case(engines.LoadsWhatFits), "without a tensor is not refused"),
     ("checkpoint_resumes_exactly", case(engines.SavesNoOptimizer), "resumed with sgd"),
     ("checkpoint_is_read_by_other_targets", case(engines.HasItsOwnFormat), "WeightsError was raised"),
@@ -131,7 +135,7 @@ CAUGHT = [
         case(kit.InitializesByRank, **DP),
         "on the mesh {'dp': 2}, rank 1",
     ),
-    ("replicas_train_as_one_process", case(engines.SavesOnItsOwn, **DP), "gives 7 tensors on rank 1"),
+    ("replicas_train_as_one_process", case(engines.SavesOnItsOwn, **DP), "returns 7 tensors on rank 1"),
     (
         "split_model_trains_as_one_process",
         case(engines.ClipsByItself, **TP),
@@ -140,12 +144,12 @@ CAUGHT = [
     (
         "diverged_replicas_are_found",
         case(engines.ComparesNothing, **DP),
-        "check_replicas() does not tell",
+        "check_replicas() does not name",
     ),
     (
         "diverged_replicas_are_found",
         case(engines.SavesElsewhere, **DP),
-        "save() does not tell",
+        "save() does not name",
     ),
     (
         "another_batch_on_a_rank_is_refused",
@@ -155,7 +159,7 @@ CAUGHT = [
     (
         "failure_on_one_rank_ends_the_build_on_all",
         case(engines.MakesNoOptimizer, **DP),
-        "is not refused on rank 0",
+        "is not refused correctly on rank 0",
     ),
     ("other_options_on_a_rank_are_refused", case(kit.PlanHidesValues, **DP), "another option on rank 1"),
 ]
@@ -170,7 +174,7 @@ def test_a_bad_dialect_is_caught(check: str, case: DialectCase, word: str, messa
     text = str(caught.value)
     assert word in text
     message(prose(text), f"{case} fails {check}: ")
-    assert re.search(r"\n  required: .+\n  got:      .+\n(?s:.*)  way out:  .+", text), text
+    assert re.search(r"\n  required: .+\n  got:      .+\n(?s:.*)  hint:     .+", text), text
 
 
 SHOWS_ELSEWHERE = {  # what is built, trained or saved wrongly is wrong wherever that is looked at
@@ -197,8 +201,8 @@ FIRST = {check: case for check, case, _ in reversed(CAUGHT) if check not in ON_R
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("check", [check for check, case in FIRST.items() if case.label not in SHOWS_ELSEWHERE])
-def test_a_fault_is_told_by_its_own_check_and_by_no_other(check: str) -> None:
-    """By none of the nine that come after it, of all of which there are other faults."""
+def test_only_the_fitting_check_catches_a_fault(check: str) -> None:
+    """None of the nine following checks does, each of which has faults of its own."""
     start = [*FIRST].index(check)
     tried = [*FIRST, *FIRST][start : start + 10]
     assert [name for name in tried if fails(CHECK[name], FIRST[check])] == [check]
@@ -238,7 +242,7 @@ def test_an_entry_point_of_another_class_is_caught(fake_distributions: FakeEnvir
         assert "'good' of good-dist 1.0 loads another class" in str(caught.value)
         with pytest.raises(CheckError) as caught:
             CHECK["plan_changes_nothing"](case(kit.Good))
-    assert "'good' is another class" in str(caught.value)
+    assert "'good' is not the class of the case" in str(caught.value)
 
 
 def test_an_import_that_is_not_light_is_caught(fake_distributions: FakeEnvironment) -> None:

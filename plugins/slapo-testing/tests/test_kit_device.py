@@ -20,7 +20,7 @@ from slapo_testing.conformance import check_plugin
 from slapo_testing.device import backend_for, is_shared, resolve_device
 from slapo_testing.dialects import launch
 from slapo_testing.dialects.bench import open_bench
-from slapo_testing.dialects.launch import Part, meshes
+from slapo_testing.dialects.launch import RankTask, meshes
 from slapo_testing.pickled import Pickled
 from tests.messages import Messages
 
@@ -55,7 +55,7 @@ def devices(model: nn.Module) -> set[str]:
 
 @pytest.mark.usefixtures("one_accelerator")
 @pytest.mark.parametrize(("device", "found"), [(None, "meta"), ("meta", "meta"), ("cpu", "cpu"), ("cpu:0", "cpu")])
-def test_models_batches_and_modules_of_arguments_are_on_the_device_of_the_case(device: str | None, found: str) -> None:
+def test_models_batches_and_argument_modules_are_on_the_cases_device(device: str | None, found: str) -> None:
     bench = prepare(case(device=device), mesh_size=1)
     bench.apply()
     bench.apply_after()
@@ -87,7 +87,7 @@ def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch, m
 
 
 @pytest.mark.usefixtures("one_accelerator")
-def test_accelerators_without_a_backend_of_their_own_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_without_their_own_backend_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "meta", "gloo")  # as torch has it for "mps"
     assert resolve_device(None) == torch.device("cpu")
     monkeypatch.delitem(dist.Backend.default_device_backend_map, "meta")
@@ -105,13 +105,13 @@ def test_ranks_share_an_accelerator_over_gloo(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("one_accelerator")
-def test_meshes_whose_ranks_cannot_share_one_are_skipped_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meshes_whose_ranks_cannot_share_an_accelerator_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [{"dp": 2}, {"pp": 2, "dp": 1}]
     with open_bench(DialectCase("torch", meshes=sizes)) as bench:
         data, pipeline = meshes(bench).values()
     assert data == {"dp": 2}
     assert "2 ranks" in str(pipeline)
-    assert "gloo sends no tensors" in str(pipeline)
+    assert "gloo cannot send its tensors" in str(pipeline)
     alone = DialectCase("torch", device_per_rank=True)
     for name in ("replicas_train_as_one_process", "failure_on_one_rank_ends_the_build_on_all"):
         with pytest.raises(NotApplicable, match="need an accelerator each"):
@@ -121,7 +121,7 @@ def test_meshes_whose_ranks_cannot_share_one_are_skipped_and_say_so(monkeypatch:
         assert list(meshes(bench).values()) == sizes
 
 
-def test_ranks_are_given_the_device_and_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_the_device_and_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, Any] = {}
 
     def run_ranks(function: Any, pickled: Any, *args: Any, **options: Any) -> list[Any]:
@@ -137,12 +137,12 @@ def test_ranks_are_given_the_device_and_its_backend(monkeypatch: pytest.MonkeyPa
     CHECK["forward_and_gradients_on_2_ranks"](case(device="cpu:0"))
     assert (started["backend"], started["contents"]["device"]) == ("cpu:0 2", "cpu:0")
     with open_bench(DialectCase("torch", device="cpu:0")) as bench:
-        launch._Results().launch(bench, [Part("unsupported", (("pp", 2), ("tp", 2)))])
+        launch._Results().launch(bench, [RankTask("unsupported", (("pp", 2), ("tp", 2)))])
     assert (started["backend"], started["contents"]["device"]) == ("cpu:0 4", "cpu:0")
 
 
 @pytest.mark.usefixtures("one_accelerator")
-def test_ranks_move_what_they_are_sent_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_move_models_and_batches_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, set[str]] = {}
 
     def look(what: str, model: nn.Module, batch: Any) -> None:
@@ -155,13 +155,13 @@ def test_ranks_move_what_they_are_sent_to_their_device(monkeypatch: pytest.Monke
     equivalence._verify_on_rank(sent(equivalence._pack(case(device="cpu"))))
     packed: list[Pickled] = []
     monkeypatch.setattr(launch, "run_ranks", lambda function, pickled, *_, **__: [[packed.append(pickled)]])
-    part = Part("unsupported", (("pp", 1),))
+    task = RankTask("unsupported", (("pp", 1),))
     with open_bench(DialectCase("torch", device="cpu")) as bench:
-        launch._Results().launch(bench, [part])
+        launch._Results().launch(bench, [task])
     monkeypatch.setitem(
-        launch._DO, part.name, lambda bench, _, batches, *__: look("dialect", bench.model(), batches[0])
+        launch._TASKS, task.name, lambda bench, _, batches, *__: look("dialect", bench.model(), batches[0])
     )
-    launch.run_parts(sent(packed[0]), [(part, "", "")])
+    launch.run_tasks(sent(packed[0]), [(task, "", "")])
     assert seen == {"primitive": {"meta"}, "dialect": {"meta"}}
 
 
@@ -186,7 +186,7 @@ def slapo_cases():
 
 
 @pytest.mark.ranks
-def test_the_command_gives_its_device_to_cases_that_name_none(
+def test_command_sets_the_device_of_cases_without_one(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = {"slapo.v1.dialects": {"mine": "slapo_mine:Mine"}}

@@ -137,9 +137,7 @@ BAD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(BAD))
-def test_what_is_wrong_with_a_plugin_is_found(
-    fake_distributions: FakeEnvironment, name: str, message: Messages
-) -> None:
+def test_faults_of_a_plugin_are_found(fake_distributions: FakeEnvironment, name: str, message: Messages) -> None:
     distribution, where, word = BAD[name]
     failed = {
         f"{item.subject}: {item.check}": item
@@ -153,13 +151,13 @@ def test_what_is_wrong_with_a_plugin_is_found(
 
 
 @pytest.mark.slow
-def test_a_module_that_ends_another_process_is_not_imported_into_this_one(fake_distributions: FakeEnvironment) -> None:
+def test_module_that_ends_its_process_is_not_imported_here(fake_distributions: FakeEnvironment) -> None:
     found = findings(fake_distributions, acme(before=("import os; os._exit(7)",)))
     assert [item.check for item in found] == ["state", "light_import"]
 
 
 @pytest.mark.slow
-def test_a_module_that_patches_torch_is_not_imported_into_this_one(fake_distributions: FakeEnvironment) -> None:
+def test_module_that_patches_torch_is_not_imported_here(fake_distributions: FakeEnvironment) -> None:
     linear = torch.nn.functional.linear
     found = findings(fake_distributions, acme(before=("import torch", "torch.nn.functional.linear = None")))
     assert [item.check for item in found] == ["state", "light_import"]
@@ -174,7 +172,7 @@ def test_a_module_that_patches_torch_is_not_imported_into_this_one(fake_distribu
         ("raise OSError('no data')", ("OSError: no data",)),
     ],
 )
-def test_cases_that_cannot_be_made_are_a_failure(
+def test_failing_cases_function_is_a_failure(
     fake_distributions: FakeEnvironment, cases: str, words: tuple[str, ...], message: Messages
 ) -> None:
     source = f"{MARK.partition('def slapo_cases')[0]}def slapo_cases():\n    {cases}\n"
@@ -184,7 +182,7 @@ def test_cases_that_cannot_be_made_are_a_failure(
 
 
 @pytest.mark.slow
-def test_cases_of_an_entry_point_are_run_and_those_beside_the_code_are_not(
+def test_cases_of_an_entry_point_replace_cases_of_modules(
     fake_distributions: FakeEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slapo_testing.conformance.CHECKS", CHECKS[:1])
@@ -208,9 +206,7 @@ def test_cases_of_an_entry_point_are_run_and_those_beside_the_code_are_not(
 
 
 @pytest.mark.slow
-def test_a_plugin_without_cases_says_that_its_behavior_is_not_checked(
-    fake_distributions: FakeEnvironment, message: Messages
-) -> None:
+def test_plugin_without_cases_is_reported_as_unchecked(fake_distributions: FakeEnvironment, message: Messages) -> None:
     last = findings(fake_distributions, acme())[-1]
     assert (last.subject, last.check, last.outcome) == ("acme.pad", "cases", "skipped")
     message(last.message, "acme_slapo", "slapo_cases()")
@@ -228,7 +224,7 @@ def test_a_case_that_fails_is_found(fake_distributions: FakeEnvironment, monkeyp
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributions: FakeEnvironment) -> None:
+def test_command_prints_table_and_failures_and_exits_with_1(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(acme(body=("size: object = len",)), acme("other-slapo", namespace="other"))
     done = fake_distributions.slapo("plugins", "check", "acme-slapo", "--traceback")
     assert done.returncode == 1, done.stderr
@@ -236,7 +232,7 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
     assert rows[0] == ["PLUGIN", "WHAT", "CHECK", "RESULT", "REMARK"]
     assert ["acme-slapo", "1.0", "acme.pad", "json_of_defaults", "failed", "see", "below"] in rows
     assert "other" not in done.stdout
-    assert "\nacme-slapo: acme.pad: json_of_defaults\nJSON cannot carry the arguments\n  required: " in done.stdout
+    assert "\nacme-slapo: acme.pad: json_of_defaults\nJSON cannot store the arguments\n  required: " in done.stdout
     assert "Traceback (most recent call last)" in done.stdout
     assert "SerializationError" in done.stdout
     assert done.stderr == "checking acme-slapo: imports\n"
@@ -244,7 +240,7 @@ def test_the_command_prints_a_table_and_the_failures_and_exits_1(fake_distributi
 
 
 @pytest.mark.slow
-def test_the_command_gives_json_for_all_plugins(fake_distributions: FakeEnvironment) -> None:
+def test_command_prints_json_for_all_plugins(fake_distributions: FakeEnvironment) -> None:
     broken = acme("bust-slapo", namespace="bust", before=("1 / 0",))
     fake_distributions.install(acme(), broken)
     ours = [name for name in DISTRIBUTIONS if name not in ("slapo-core", "slapo-runtime", "slapo-testing")]

@@ -99,13 +99,13 @@ def test_ranks_and_fresh_processes_find_the_classes_of_a_test_file(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_failure_says_what_is_wrong_and_names_the_check(tmp_path: Path) -> None:
+def test_failure_names_check_and_mistake(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "-q", "-k", "mark-undo or mark-faults", extra="node.module.weight.data[0, 1] = 2.0")
     assert done.returncode == 1
     assert "FAILED test_mark.py::test_mark[mark-undo_is_exact]" in done.stdout, done.stdout
     assert "mark('a') at 'fc' fails undo_is_exact: " in done.stdout
     assert "fc.weight (tensor): 1 of 16 elements differ" in done.stdout
-    assert "way out:  make every change through `edit`" in done.stdout
+    assert "hint:     make every change through `edit`" in done.stdout
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ GOOD = {"model": kit.Net, "inputs": kit.batch}
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_in_a_case_gives_the_call_to_write(
+def test_mistakes_in_a_case_have_the_corrected_call(
     primitive: object, options: dict[str, object], word: str, hint: str | None, message: Messages
 ) -> None:
     with pytest.raises(ArgumentError) as caught:
@@ -149,7 +149,7 @@ def test_a_mistake_in_a_case_gives_the_call_to_write(
     assert hint is None or caught.value.hint == hint
 
 
-def test_parametrize_checks_refuses_what_it_cannot_run() -> None:
+def test_parametrize_checks_refuses_invalid_cases() -> None:
     good = Case(kit.Good(), model=kit.Net, inputs=kit.batch)
     with pytest.raises(ArgumentError, match="at least one Case"):
         parametrize_checks([])

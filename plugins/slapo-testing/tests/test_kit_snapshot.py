@@ -152,7 +152,7 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_seen(name: str) -> None:
+def test_snapshot_detects_changes(name: str) -> None:
     change, says = CHANGES[name]
     net = model()
     before = ModelSnapshot(net)
@@ -164,14 +164,14 @@ def test_a_change_is_seen(name: str) -> None:
         assert_bit_identical(before, net)
 
 
-def test_a_class_patched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_detects_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
     before = ModelSnapshot(net)
     monkeypatch.setattr(Net, "forward", hook)
     assert before.differences(net) == ["class Net.forward: another object, function Net.forward -> function hook"]
 
 
-def test_a_snapshot_keeps_its_own_copy_and_changes_nothing() -> None:
+def test_snapshot_copies_values_and_changes_nothing() -> None:
     net = model()
     twin = copy.deepcopy(net)
     before, first = ModelSnapshot(net), net.fc1.weight.detach().clone()
@@ -182,7 +182,7 @@ def test_a_snapshot_keeps_its_own_copy_and_changes_nothing() -> None:
     assert net.state_dict().keys() == twin.state_dict().keys()
 
 
-def test_a_copy_is_not_the_model() -> None:
+def test_copied_model_differs_from_the_snapshot() -> None:
     net = model()
     lines = ModelSnapshot(net).differences(copy.deepcopy(net))
     assert "(root): another object, a Net as before" in lines

@@ -41,7 +41,7 @@ then write your primitives after the example of acme-slapo/src/acme_slapo/offloa
 
 
 @pytest.mark.slow
-def test_a_new_package_installs_passes_its_tests_and_is_listed(tmp_path: Path) -> None:
+def test_new_package_installs_and_passes_its_tests(tmp_path: Path) -> None:
     overlay = Overlay(tmp_path / "env")
     assert overlay.slapo("plugins", "new", "acme-slapo", cwd=tmp_path, check=True).stdout == PRINTED
     package = tmp_path / "acme-slapo"
@@ -104,7 +104,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_name_that_nobody_could_use_is_refused(name: str, message: Messages) -> None:
+def test_unusable_names_are_refused(name: str, message: Messages) -> None:
     word, hint = REFUSED[name]
     with pytest.raises(ArgumentError) as caught:
         Project.named(name)
@@ -113,14 +113,14 @@ def test_a_name_that_nobody_could_use_is_refused(name: str, message: Messages) -
 
 
 @pytest.mark.slow
-def test_an_existing_directory_is_left_alone(
+def test_existing_directory_is_refused_unchanged(
     fake_distributions: FakeEnvironment, tmp_path: Path, message: Messages
 ) -> None:
     (tmp_path / "acme-slapo").mkdir()
     (tmp_path / "acme-slapo" / "README.md").write_text("mine")
     done = fake_distributions.slapo("plugins", "new", "acme-slapo", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    message(done.stderr, "error: acme-slapo exists", "\n  hint: slapo plugins new acme-slapo --directory OTHER")
+    message(done.stderr, "error: acme-slapo already exists", "\n  hint: slapo plugins new acme-slapo --directory OTHER")
     assert [path.name for path in (tmp_path / "acme-slapo").iterdir()] == ["README.md"]
 
 

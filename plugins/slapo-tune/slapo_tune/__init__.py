@@ -1,4 +1,4 @@
-"""Tuning for slapo: a symbolic space of schedules, memory predicted before anything runs, trials that survive anything.
+"""Tune schedules: a symbolic space, memory predictions, and trials in processes of their own.
 
 ``tune(make_model, space, schedule, ...)`` searches from Python, ``slapo tune run STUDY.py`` from the command line.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slapo_tune.errors import LogError, StudyError
     from slapo_tune.log import Log, read_log
-    from slapo_tune.search import Result, tune
+    from slapo_tune.search import SearchResult, tune
     from slapo_tune.space import Space
     from slapo_tune.study import Study, load_study
     from slapo_tune.training import Run
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Log",
     "LogError",
-    "Result",
     "Run",
+    "SearchResult",
     "Space",
     "Study",
     "StudyError",
@@ -36,7 +36,7 @@ __all__ = [
 _HOMES = {
     "Log": "slapo_tune.log",
     "LogError": "slapo_tune.errors",
-    "Result": "slapo_tune.search",
+    "SearchResult": "slapo_tune.search",
     "Run": "slapo_tune.training",
     "Space": "slapo_tune.space",
     "Study": "slapo_tune.study",

@@ -1,4 +1,4 @@
-"""The kit of samplers: what ``slapo plugins check`` holds each of them to, on small spaces."""
+"""The kit of samplers: checks of ``slapo plugins check`` on small spaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo_tune.samplers import Point, Sampler, Trial
 
 
 class SamplerKit(Kit):
-    """Samplers propose points, no point twice, and keep nothing."""
+    """Samplers propose points, no point twice, and keep no state."""
 
     name = "samplers"
 
@@ -26,12 +26,12 @@ class SamplerKit(Kit):
 
 @dataclass(frozen=True)
 class ListedSpace:
-    """A space given by its points, for tests of samplers.
+    """A space defined by a list of points, for tests of samplers.
 
     Args:
-        listed: every point, sorted by its first values.
-        needs: the bytes of a point; None predicts nothing.
-        memory: the limit.
+        listed: the points, sorted by their first values.
+        needs: point -> bytes; None predicts nothing.
+        memory: the limit in bytes.
     """
 
     listed: Sequence[Point]
@@ -39,11 +39,11 @@ class ListedSpace:
     memory: int | None = None
 
     def points(self) -> Iterator[Point]:
-        """Every point."""
+        """Return the points."""
         return (dict(point) for point in self.listed)
 
     def draw(self, pick: Callable[[str, tuple[Any, ...]], int]) -> Point | None:
-        """The point that ``pick`` chooses, symbol by symbol."""
+        """Return the point that ``pick`` chooses, symbol by symbol."""
         left, depth = [list(point.items()) for point in self.listed], 0
         while len(left[0]) > depth:
             values = tuple(dict.fromkeys(items[depth][1] for items in left))
@@ -53,7 +53,7 @@ class ListedSpace:
         return dict(left[0])
 
     def predicted_memory(self, point: Point) -> int | None:
-        """``needs`` of the point."""
+        """Return ``needs`` of the point."""
         return None if self.needs is None else self.needs(point)
 
 
@@ -68,13 +68,13 @@ def _spaces() -> dict[str, ListedSpace]:
     return {
         "a plane, memory predicted": ListedSpace(plane, needs, 180),
         "a plane, nothing predicted": ListedSpace(plane),
-        "choices that depend": ListedSpace(kernels),
+        "dependent choices": ListedSpace(kernels),
         "one point without symbols": ListedSpace([{}]),
     }
 
 
 def sampler_checks(cls: type[Sampler]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The checks of a sampler by name: it proposes points and no point twice, and keeps nothing.
+    """Yield the checks of a sampler by name.
 
     Args:
         cls: the sampler's class.
@@ -98,12 +98,12 @@ def _proposes_points(cls: type[Sampler], where: str, space: ListedSpace, seed: i
             return
         tried = [trial.point for trial in history]
         if point not in space.listed or point in tried:
-            what = "a point that the history has" if point in tried else "a value that is not a point of the space"
+            what = "a point of the history" if point in tried else "a value that is not a point of the space"
             raise CheckError(
                 f"{cls.name!r} proposes {what} ({where})",
-                required="a point of the space that the history does not have, or None",
+                required="a point of the space without a trial, or None",
                 got=f"{point!r} after {len(history)} trials",
-                hint="skip points of the history, whatever their status; return None when no point is left",
+                hint="skip points of the history of any status; return None when no point is left",
             )
 
 
@@ -115,18 +115,18 @@ def _is_pure(cls: type[Sampler], where: str, space: ListedSpace, seed: int) -> N
         again = [kept.suggest(space, given, seed), cls().suggest(space, copy.deepcopy(history), seed)]
         if given != history or any(other != point for other in again):
             raise CheckError(
-                f"{cls.name!r} does not depend on its arguments alone ({where})",
-                required="the same proposal for the same space, history and seed, from any instance",
+                f"{cls.name!r} is not a function of its arguments ({where})",
+                required="equal proposals for equal space, history and seed, from any instance",
                 got=f"{point!r}, then {again[0]!r} and {again[1]!r}" if given == history else "the history was changed",
-                hint="keep no state on the instance; take random numbers from random.Random(f'{seed} {len(history)}')",
+                hint="keep no state on the instance; use random.Random(f'{seed} {len(history)}')",
             )
 
 
 def _searched(cls: type[Sampler], space: ListedSpace, seed: int) -> Iterator[tuple[list[Trial], Point | None]]:
-    """A search to its end: the history before each proposal, and the proposal."""
+    """Run a search to its end; yield the history before each proposal, and the proposal."""
     history: list[Trial] = []
     point: Point | None = {}
-    while point is not None and len(history) <= len(space.listed):  # one that repeats itself must not go on for ever
+    while point is not None and len(history) <= len(space.listed):  # ends also with a sampler that repeats points
         state = random.getstate()
         try:
             point = cls().suggest(space, copy.deepcopy(history), seed)

@@ -1,4 +1,4 @@
-"""What slapo-tune raises."""
+"""Errors of slapo-tune."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from slapo_core import SlapoError
 
 
 class StudyError(SlapoError):
-    """A study cannot be run: an argument makes no sense, or a function cannot be sent to other processes."""
+    """A study is invalid: an argument has a wrong value, or a function cannot be sent to other processes."""
 
 
 class LogError(SlapoError):
-    """A log cannot be used: it is not a log, of another study, damaged, in use, or cannot be written."""
+    """A log cannot be used: not a log, of another study, damaged, in use, or not writable."""
 
 
 class SpaceError(SlapoError):
     """A space function uses unsupported candidates or conditions, or allows no point.
 
-    What to do: the message names the symbol and the choices that led there; the hint is the call to write.
+    What to do: the message names the symbol and the choices before it; the hint is the corrected call.
     """

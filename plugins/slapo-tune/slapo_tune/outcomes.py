@@ -1,4 +1,4 @@
-"""The outcome of a job: status and reason, from the ranks' results, exceptions and exit codes."""
+"""Classify jobs by the ranks' results, exceptions and exit codes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from slapo_core import RankFailedError
 
 _LOSS_APART = 0.02
-"""Largest relative difference of losses between ranks with the same samples: above the rounding of fp16."""
+"""Maximum relative difference of losses between ranks with the same samples: above fp16 rounding."""
 
 _VALUES_APART = 0.5
-"""How far, relatively, the values of ranks may be apart: each has its own clock, and waits for the others."""
+"""Maximum relative difference of the ranks' values: each rank has its own clock and waits for the others."""
 
 _REFUSING = ("batch", "model", "schedule")
-"""Phases in which an exception says that the point is not possible."""
+"""Phases in which an exception refuses the point."""
 
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|cannot allocate memory|bad_alloc|out of memory"
@@ -40,12 +40,12 @@ class Outcome:
 
     Args:
         status: one of :data:`slapo_tune.samplers.STATUSES`.
-        reason: the first cause; empty where the status is ``"ok"``.
-        value: the smallest of the ranks', of a trial that is ``"ok"``.
-        measured: of rank 0, but for the memory: that of the fullest rank.
-        seconds: how long it took.
-        phase: in which a rank raised; empty where none did.
-        said: what rank 0 returned.
+        reason: the first cause; empty if the status is ``"ok"``.
+        value: the smallest value of the ranks; None unless a trial is ``"ok"``.
+        measured: measurements of rank 0, with the memory of the fullest rank.
+        seconds: duration.
+        phase: phase in which a rank raised; empty without an exception.
+        result: the result of rank 0.
     """
 
     status: str
@@ -54,17 +54,17 @@ class Outcome:
     measured: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     phase: str = ""
-    said: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RaisedError(Exception):
-    """An exception of a task on a rank, as plain data that can be sent to the search.
+    """An exception of a task on a rank, as plain data to send to the search.
 
     Args:
-        status: of the job, if this is its first cause.
-        reason: the exception, and the user's lines that it came from.
-        phase: of the rank's work: ``"prepare"``, ``"batch"``, ``"model"``, ``"schedule"``, ``"run"`` or ``"verify"``.
-        is_lost: whether it only says that another rank is gone.
+        status: status of the job, if this is the first cause.
+        reason: the exception, with the user's lines that raised it.
+        phase: phase of the task: ``"prepare"``, ``"batch"``, ``"model"``, ``"schedule"``, ``"run"`` or ``"verify"``.
+        is_lost: whether it only reports the loss of another rank.
     """
 
     def __init__(self, status: str, reason: str, phase: str, is_lost: bool) -> None:
@@ -87,16 +87,16 @@ class RaisedError(Exception):
 
 
 def outcome_of_failure(error: RankFailedError, printed: str, *, timeout: float, killed_for_memory: bool) -> Outcome:
-    """Judge a job of which a rank raised, died or did not end.
+    """Classify a job of which a rank raised, died or did not end.
 
     Args:
-        error: of the launcher.
+        error: error of the launcher.
         printed: the end of the ranks' output.
         timeout: seconds of the job.
-        killed_for_memory: whether the kernel has killed a process for want of memory meanwhile.
+        killed_for_memory: whether the kernel killed a process meanwhile because memory ran out.
     """
     causes = []
-    for rank, text in error.failures.items():  # in the order in which they were seen
+    for rank, text in error.failures.items():  # in order of their detection
         cause = error.causes.get(rank)
         if cause is None:
             cause = _death(rank, error.codes.get(rank), text, printed, killed_for_memory=killed_for_memory)
@@ -108,68 +108,68 @@ def outcome_of_failure(error: RankFailedError, printed: str, *, timeout: float, 
     return Outcome("timeout", f"did not end within {timeout:g} s\n{stood}".rstrip())
 
 
-def outcome_of_results(said: Sequence[Mapping[str, Any]], data_parts: Sequence[Any]) -> Outcome:
+def outcome_of_results(results: Sequence[Mapping[str, Any]], data_parts: Sequence[Any]) -> Outcome:
     """Classify the ranks' results.
 
     Args:
-        said: by rank.
-        data_parts: by rank, what tells which samples it saw; the losses of ranks that saw the same must agree.
+        results: results by rank.
+        data_parts: identity of the samples by rank; the losses of ranks with equal samples must agree.
     """
-    if "value" not in said[0]:
-        return Outcome("ok", said=said[0])
-    measured = dict(said[0]["measured"])
-    memory = [one["measured"]["memory"] for one in said if "memory" in one["measured"]]
+    if "value" not in results[0]:
+        return Outcome("ok", result=results[0])
+    measured = dict(results[0]["measured"])
+    memory = [one["measured"]["memory"] for one in results if "memory" in one["measured"]]
     measured |= {"memory": max(memory)} if memory else {}
-    wrong = _wrong(said, data_parts)
+    wrong = _wrong(results, data_parts)
     if wrong:
         return Outcome("wrong", wrong, measured=measured)
-    return Outcome("ok", value=min(one["value"] for one in said), measured=measured, said=said[0])
+    return Outcome("ok", value=min(one["value"] for one in results), measured=measured, result=results[0])
 
 
 def _death(rank: int, code: int | None, text: str, printed: str, *, killed_for_memory: bool) -> RaisedError:
-    status, how = "crash", f"ended with exit code {code}{', and without a result' * (code == 0)}"
+    status, how = "crash", f"ended with exit code {code}{' and without a result' * (code == 0)}"
     if code is None:
         how = f"failed: {text}"
     elif code < 0:
-        how = f"was ended by {signal.Signals(-code).name}"
+        how = f"was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL and killed_for_memory:
-        return RaisedError("oom", f"rank {rank} was killed by the kernel, because memory had run out", "", False)
+        return RaisedError("oom", f"rank {rank} was killed by the kernel: out of memory", "", False)
     if code == -signal.SIGABRT and "bad_alloc" in printed:
         status, how = "oom", f"{how}: std::bad_alloc"
     stood = _standing(rank, text)
     last = printed.strip().splitlines()[-1:] if not stood else []
-    more = f"\n{stood}" if stood else "".join(f"; the last that was printed: {line[:300]}" for line in last)
+    more = f"\n{stood}" if stood else "".join(f"; last line of output: {line[:300]}" for line in last)
     return RaisedError(status, f"rank {rank} {how}{more}", "", False)
 
 
 def _standing(rank: int, trace: str) -> str:
-    """Return the innermost lines of the last thread in a traceback that faulthandler wrote: the main one."""
+    """Return the innermost lines of the main thread in a traceback of faulthandler."""
     lines = [line.strip() for line in trace.rpartition("(most recent call first)")[2].splitlines()]
     where = [line for line in lines if line.startswith("File ")][:_FRAMES]
-    return "\n".join([f"rank {rank} stood", *(f"  at {line}" for line in where)]) if where else ""
+    return "\n".join([f"rank {rank} was", *(f"  at {line}" for line in where)]) if where else ""
 
 
-def _wrong(said: Sequence[Mapping[str, Any]], data_parts: Sequence[Any]) -> str:
+def _wrong(results: Sequence[Mapping[str, Any]], data_parts: Sequence[Any]) -> str:
     """Describe the mistake in the ranks' results."""
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(results):
         if one["value"] is None:
-            return f"rank {rank}: evaluate gave {one['was']}, and must give a finite number to maximize"
-    values = [one["value"] for one in said]
+            return f"rank {rank}: evaluate() must return a finite number to maximize (got {one['was']})"
+    values = [one["value"] for one in results]
     if max(values) - min(values) > _VALUES_APART * max(map(abs, values)):
         of = ", ".join(f"rank {rank} {value:g}" for rank, value in enumerate(values))
-        return f"the ranks disagree about the value: {of}"
+        return f"evaluate() returned different values on the ranks: {of}"
     first: dict[Any, int] = {}
     for rank, part in enumerate(data_parts):
         other = first.setdefault(part, rank)
         for name, which in (("loss", "first"), ("last_loss", "last")):
-            one, two = said[other]["measured"].get(name), said[rank]["measured"].get(name)
+            one, two = results[other]["measured"].get(name), results[rank]["measured"].get(name)
             if one is not None and two is not None and not math.isclose(one, two, rel_tol=_LOSS_APART, abs_tol=1e-6):
-                return f"ranks {other} and {rank} saw the same samples, and the {which} loss is {one:g} and {two:g}"
+                return f"ranks {other} and {rank} have the same samples, but the {which} losses are {one:g} and {two:g}"
     return ""
 
 
 def _where(error: BaseException) -> list[str]:
-    """Return the innermost lines that are the user's, the innermost last; all lines where none is."""
+    """Return the innermost lines of the user's files, the innermost last; without any, of all files."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not any(part in frame.filename for part in _OURS)] or frames
     return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in theirs[-_FRAMES:]]
@@ -190,8 +190,8 @@ def _says_lost(error: BaseException) -> bool:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as inner:  # noqa: BLE001 - the class of a user: its own text is what fails
-        return f"(its text cannot be had: {type(inner).__name__} in __str__)"
+    except Exception as inner:  # noqa: BLE001 - __str__ of a user's class
+        return f"(str() of this exception raised {type(inner).__name__})"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""Plot a search; needs matplotlib, which the extra ``draw`` installs."""
+"""Plot a search; requires matplotlib, which the extra ``draw`` installs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from slapo_core import ArgumentError
 from slapo_tune.report import (
     STARTED,
-    Step,
+    SearchStep,
     agreement,
     best_trial,
     candidates,
     choice,
-    course,
     number,
     pairs,
     same_point,
+    search_steps,
     symbols,
 )
 from slapo_tune.samplers import Point, Trial
@@ -37,7 +37,7 @@ _MARKS = {
     "wrong": ("v", "#c2277d", "wrong result"),
     "": ("o", "#d8dce2", "not tried"),
 }
-"""Marker, color and words for every place without a value; those with one are colored by it."""
+"""Marker, color and label of cells without a value; cells with a value are colored by it."""
 
 _BLUE, _RED, _GRAY = "#2f5d9b", "#c03a2b", "#8a8a8a"
 _NUMBERED = 60  # trials whose numbers are drawn
@@ -48,12 +48,12 @@ _MISSING = "missing"
 
 
 @dataclass
-class Place:
-    """All points that have the same two choices.
+class Cell:
+    """The points with the same two choices.
 
     Args:
-        points: of the space; none where the space refuses all.
-        trials: of them.
+        points: points of the space; empty if all are refused.
+        trials: their trials.
     """
 
     points: list[Point] = field(default_factory=list)
@@ -61,28 +61,28 @@ class Place:
 
     @property
     def status(self) -> str:
-        """``"ok"`` if any trial was; else the first of the others; ``""`` where nothing was tried."""
+        """``"ok"`` if any trial was, else the first status in ``_ORDER``; ``""`` without a trial."""
         found = [trial.status for trial in self.trials]
         return next((status for status in _ORDER if status in found), "")
 
     @property
     def value(self) -> float | None:
-        """The largest."""
+        """The largest value."""
         values = [trial.value for trial in self.trials if trial.status == "ok" and trial.value is not None]
         return max(values, default=None)
 
 
 class Plane:
-    """The places that two symbols span.
+    """The cells of a plane of two symbols.
 
     Args:
-        points: of the space.
-        trials: of the search.
+        points: points of the space.
+        trials: trials of the search.
         axes: the two symbols; None takes the two with the most candidates.
 
     Attributes:
-        symbols: of the horizontal and the vertical axis.
-        others: the symbols that have several candidates and are not on an axis.
+        symbols: symbols of the horizontal and the vertical axis.
+        others: further symbols with several candidates.
 
     Raises:
         ArgumentError: an unknown symbol, or fewer than two symbols with several candidates.
@@ -97,37 +97,37 @@ class Plane:
             axes = tuple(name for name in free if name in widest)  # type: ignore[assignment]
         if axes is None or len(axes) != 2 or axes[0] == axes[1] or not set(axes) <= set(values):
             raise ArgumentError(
-                f"a picture of the space needs two symbols (got {', '.join(axes or ()) or 'none'}; the space has "
-                f"{', '.join(values) or 'none'})",
+                f"a plot of the space needs two symbols of {', '.join(values) or 'none'} "
+                f"(got {', '.join(axes or ()) or 'none'})",
                 hint=f"--axes {','.join(free[:2])}" if len(free) > 1 else None,
             )
         self.symbols = axes
         self.others = tuple(name for name in free if name not in axes)
         self._spots = tuple(_spots_of(name, known) for name in axes)
-        self.places: dict[tuple[float, float], Place] = {}
+        self.cells: dict[tuple[float, float], Cell] = {}
         for point in points:
-            self._place(point).points.append(point)
+            self._cell(point).points.append(point)
         for trial in trials:
-            self._place(trial.point).trials.append(trial)
+            self._cell(trial.point).trials.append(trial)
 
     def at(self, point: Point) -> tuple[float, float]:
-        """Return the coordinates of a candidate: its number if they are evenly spaced, else its position."""
+        """Return the coordinates of a point: numbers if candidates are evenly spaced, else positions."""
         return tuple(  # type: ignore[return-value]
             spots[_key(point[name]) if name in point else _MISSING][1]
             for name, spots in zip(self.symbols, self._spots, strict=True)
         )
 
     def edge(self) -> list[tuple[float, float]]:
-        """Return the outline of the allowed region of the space: its lower edge, then its upper edge back."""
+        """Return the outline of the allowed region: the lower edge, then the upper edge backwards."""
         columns: dict[float, list[float]] = {}
-        for (x, y), place in self.places.items():
-            if place.points:
+        for (x, y), cell in self.cells.items():
+            if cell.points:
                 columns.setdefault(x, []).append(y)
         ordered = sorted(columns)
         return [(x, min(columns[x])) for x in ordered] + [(x, max(columns[x])) for x in reversed(ordered)]
 
     def label(self, axes: Axes) -> None:
-        """Write the candidates on the axes, and their names."""
+        """Label the axes with symbols and candidates."""
         for which, (name, spots) in enumerate(zip(self.symbols, self._spots, strict=True)):
             every = 1 + len(spots) // (_LABELED + 1)
             ticks = [(spot, text) for text, spot in spots.values()][::every]
@@ -138,12 +138,12 @@ class Plane:
             margin = 0.7 * (max(where) - min(where)) / max(1, len(where) - 1) or 1.0
             (axes.set_xlim if which == 0 else axes.set_ylim)(min(where) - margin, max(where) + margin)
 
-    def _place(self, point: Point) -> Place:
-        return self.places.setdefault(self.at(point), Place())
+    def _cell(self, point: Point) -> Cell:
+        return self.cells.setdefault(self.at(point), Cell())
 
 
 def _spots_of(name: str, points: Sequence[Point]) -> dict[str, tuple[str, float]]:
-    """Each candidate's label and place on an axis; a point without the symbol stands before all that have it."""
+    """Return label and coordinate of each candidate; points without the symbol come first."""
     values = candidates(points, name)
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     steps = {round(after - before, 9) for before, after in itertools.pairwise(values)} if numeric else set()
@@ -167,17 +167,17 @@ def write_picture(
     unit: str = "samples/s",
     title: str = "",
 ) -> Path:
-    """Plot the space with the path of the search, the best so far, and predicted against measured values.
+    """Plot the space with the trials, the best so far, and predictions against measurements.
 
-    A space that has fewer than two symbols with several candidates is left out, and predictions where there are none.
+    The space is left out if fewer than two symbols have several candidates, and predictions if there are none.
 
     Args:
-        points: of the space.
-        trials: of the search.
-        file: to write, ending in ``.png``; directories are made.
+        points: points of the space.
+        trials: trials of the search.
+        file: the file to write, e.g. ``search.png``; directories are created.
         axes: the symbols on the axes of the space; None takes the two with the most candidates.
-        unit: of the value.
-        title: of the search, e.g. its file.
+        unit: unit of the value.
+        title: title, e.g. the study's file.
 
     Raises:
         ArgumentError: matplotlib is not installed; unknown symbols; the file cannot be written.
@@ -185,7 +185,7 @@ def write_picture(
     panels: list[Callable[[Axes], None]] = []
     if axes is not None or sum(len(candidates(points, name)) > 1 for name in symbols(points)) > 1:
         panels.append(partial(_draw_space, Plane(points, trials, axes), trials, unit))
-    steps = course(trials)
+    steps = search_steps(trials)
     scale, name = _scale(steps[-1].seconds if steps else 0.0, ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds")))
     panels.append(partial(_draw_best, steps, [float(step.started) for step in steps], "trials started", unit))
     panels.append(
@@ -196,35 +196,37 @@ def write_picture(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ArgumentError(
-            "plots need matplotlib, which is not installed", hint="pip install 'slapo-tune[draw]'"
+            "plots require matplotlib, which is not installed", hint="pip install 'slapo-tune[draw]'"
         ) from error
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(12.0, 4.6 * rows), layout="constrained")
-    for place, draw in enumerate(panels, start=1):
-        draw(figure.add_subplot(rows, 2, place))
+    for index, draw in enumerate(panels, start=1):
+        draw(figure.add_subplot(rows, 2, index))
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:  # the latter of an unknown format
-        raise ArgumentError(f"the picture cannot be written: {error}", hint="--plot search.png") from error
+    except (OSError, ValueError) as error:  # ValueError for an unknown format
+        raise ArgumentError(f"the plot cannot be written: {error}", hint="--plot search.png") from error
     return file
 
 
 def _draw_space(plane: Plane, trials: Sequence[Trial], unit: str, axes: Axes) -> None:
-    """Plot each pair of two symbols' candidates, colored by the best value, with the order of trials as numbers."""
+    """Plot the cells, colored by the best value, with the order of trials as numbers."""
     edge = plane.edge()
     axes.fill(*zip(*edge, strict=True), facecolor="#f1f3f6", edgecolor="#b9c0ca", zorder=1)
     for status, (marker, color, words) in _MARKS.items():
-        spots = [where for where, place in plane.places.items() if place.status == status]
+        spots = [where for where, cell in plane.cells.items() if cell.status == status]
         _scatter(axes, spots, marker=marker, color=color, label=words)
-    fine = {where: place.value for where, place in plane.places.items() if place.value is not None}
+    fine = {where: cell.value for where, cell in plane.cells.items() if cell.value is not None}
     if fine:
         values = list(fine.values())
-        drawn = axes.scatter([x for x, _ in fine], [y for _, y in fine], c=values, s=90, cmap="viridis", zorder=3)
-        axes.figure.colorbar(drawn, ax=axes, label=unit, pad=0.02)
+        sample_point = axes.scatter(
+            [x for x, _ in fine], [y for _, y in fine], c=values, s=90, cmap="viridis", zorder=3
+        )
+        axes.figure.colorbar(sample_point, ax=axes, label=unit, pad=0.02)
     best = best_trial(trials)
     if best is not None:
         style = {"s": 190, "facecolors": "none", "edgecolors": _RED, "linewidths": 2.2}
@@ -243,8 +245,8 @@ def _draw_space(plane: Plane, trials: Sequence[Trial], unit: str, axes: Axes) ->
     )
 
 
-def _draw_best(steps: Sequence[Step], where: Sequence[float], label: str, unit: str, axes: Axes) -> None:
-    """Plot the best so far as a staircase, trials with a value as dots, those without as dashes."""
+def _draw_best(steps: Sequence[SearchStep], where: Sequence[float], label: str, unit: str, axes: Axes) -> None:
+    """Plot the best so far as a staircase, trials with a value as dots, others as dashes."""
     known = [(x, step.best) for x, step in zip(where, steps, strict=True) if step.best is not None]
     if known:
         known.append((max(where), known[-1][1]))
@@ -260,7 +262,7 @@ def _draw_best(steps: Sequence[Step], where: Sequence[float], label: str, unit: 
 
 
 def _draw_prediction(trials: Sequence[Trial], what: str, axes: Axes) -> None:
-    """Plot predicted against measured values; on the line both are equal."""
+    """Plot predictions against measurements; on the line both are equal."""
     both = pairs(trials, what)
     largest = max(max(pair) for pair in both)
     units = (
@@ -284,5 +286,5 @@ def _scatter(axes: Axes, spots: Sequence[tuple[float, float]], **style: Any) -> 
 
 
 def _scale(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return the first unit of which there are at least two, or the last one."""
+    """Return the first unit with at least two of it, or the last unit."""
     return next((unit for unit in units if largest >= 2 * unit[0]), units[-1])

@@ -1,4 +1,4 @@
-"""Predictions of points by the estimate; cached in a file next to the log."""
+"""Predictions of points by estimates, cached in a file next to the log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch
 import slapo_core
 from slapo_tune.errors import LogError
 from slapo_tune.log import as_line, from_line
+from slapo_tune.plain_data import encode
 from slapo_tune.samplers import Point
-from slapo_tune.space import encode
-from slapo_tune.study import Study
-from slapo_tune.trials import opened
+from slapo_tune.settings import StudySettings
+from slapo_tune.trials import unpack_functions
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Prediction:
     """The estimate of a point.
 
     Args:
-        memory: bytes of the fullest rank; None where nothing could be estimated.
+        memory: bytes of the fullest rank; None without an estimate.
         time: seconds of a step; None without a device.
-        problem: why nothing could be estimated; empty where it could.
+        problem: why the estimate failed; empty otherwise.
     """
 
     memory: int | None = None
@@ -49,42 +49,44 @@ class Predictions:
     """Estimates of the points of a study.
 
     Args:
-        study: whose functions the estimates are of.
-        payload: these functions, packed for other processes.
-        file: where estimates are kept; those of other functions, or of other versions, are not used.
+        study: the study.
+        payload: its functions, packed for other processes.
+        file: the cache; estimates of other functions or versions are discarded.
 
     Raises:
-        LogError: the file cannot be read and written.
+        LogError: the file is not readable and writable.
     """
 
-    def __init__(self, study: Study, payload: bytes, file: Path) -> None:
+    def __init__(self, study: StudySettings, payload: bytes, file: Path) -> None:
         self._study = study
         self._payload = payload
         self._file = file
-        self._kept: dict[str, Prediction] = {}
+        self._cache: dict[str, Prediction] = {}
         versions = {name: version(name) for name in ("slapo-core", "torch")}
         self._header = {"slapo_tune_predictions": 1, "sources": sources(study), "of": versions, "seed": study.seed}
         self._header |= {"world_size": study.world_size, "device": study.device and str(study.device)}
-        options = study.options.__qualname__ if callable(study.options) else repr(sorted(_given(study.options).items()))
+        options = (
+            study.options.__qualname__ if callable(study.options) else repr(sorted(_relevant(study.options).items()))
+        )
         self._header |= {"target": study.target, "options": options}
         try:
             self._read()
         except OSError as error:
             raise LogError(
-                f"the predictions {file} cannot be kept: {error.strerror}", hint="give another log="
+                f"the cache of predictions {file} cannot be used: {error.strerror}", hint="give another log="
             ) from error
 
     def of(self, point: Point) -> Prediction:
-        """Return the estimate of a point; run it if it is not cached."""
+        """Return the estimate of a point, cached."""
         if self._study.batch is None or not self._study.predict:
             return Prediction()
         key = _key(point)
-        if key not in self._kept:
-            self._kept[key] = self._estimate(point)
-            record = {"point": encode(point), **vars(self._kept[key])}
+        if key not in self._cache:
+            self._cache[key] = self._estimate(point)
+            record = {"point": encode(point), **vars(self._cache[key])}
             with self._file.open("ab") as file:
                 file.write(as_line(record))
-        return self._kept[key]
+        return self._cache[key]
 
     def _estimate(self, point: Point) -> Prediction:
         study = self._study
@@ -102,7 +104,7 @@ class Predictions:
                 timeout=max(600.0, study.timeout),
                 **_options(study, point),
             )
-        except Exception as error:  # noqa: BLE001 - the user's functions run in it: their exceptions are reported
+        except Exception as error:  # noqa: BLE001 - the user's functions run in it
             return Prediction(problem=f"{type(error).__name__}: {error}"[:2000])
         return Prediction(estimate.memory.total, estimate.time)
 
@@ -119,14 +121,14 @@ class Predictions:
         for line in lines[1:]:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # estimated again
                 record = from_line(line)
-                self._kept[_key(record.pop("point"))] = Prediction(**record)
+                self._cache[_key(record.pop("point"))] = Prediction(**record)
         if not self._file.read_bytes().endswith(b"\n"):
             with self._file.open("ab") as file:
                 file.write(b"\n")
 
 
-def sources(study: Study) -> str:
-    """Hash the files that the study's functions are in: it changes when they are edited."""
+def sources(study: StudySettings) -> str:
+    """Hash the files of the study's functions."""
     digest = hashlib.sha256()
     names = {getattr(function, "__module__", None) for function in study.functions().values()}
     for name in sorted(str(name) for name in names if name is not None):
@@ -137,20 +139,20 @@ def sources(study: Study) -> str:
 
 
 _WITHOUT_EFFECT = ("lr_scheduler", "loss_weight", "seed", "weights")
-"""Arguments of ``slapo_core.build`` that a step needs no memory for."""
+"""Arguments of ``slapo_core.build`` without effect on the memory of a step."""
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that matter to an estimate."""
+def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that affect an estimate."""
     return {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
 
 
-def _options(study: Study, point: Point) -> dict[str, Any]:
-    """The options by which the estimated step of a point runs."""
-    given = _given(study.options_of(point))
+def _options(study: StudySettings, point: Point) -> dict[str, Any]:
+    """Return the options of the estimate of a point."""
+    given = _relevant(study.options_of(point))
     if study.target != "torch":
         return given
-    if (study.mesh_of(point) or {}).get("pp", 1) == 1:  # the others are DistributedDataParallel's
+    if (study.mesh_of(point) or {}).get("pp", 1) == 1:  # further options are DistributedDataParallel's
         return {name: value for name, value in given.items() if name == "accumulate"}
     return {name: value for name, value in given.items() if name not in ("elementwise", "max_grad_norm")}
 
@@ -160,11 +162,11 @@ def _key(point: Mapping[str, Any]) -> str:
 
 
 def _call(payload: bytes, name: str, *arguments: Any) -> Any:
-    return opened(payload)[name](*arguments)
+    return unpack_functions(payload)[name](*arguments)
 
 
-def _batch(study: Study, point: Point) -> Any:
-    """As ranks draw it."""
+def _batch(study: StudySettings, point: Point) -> Any:
+    """Make the batch with the RNG state of the ranks."""
     assert study.batch is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(study.seed)

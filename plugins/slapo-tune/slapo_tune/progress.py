@@ -1,4 +1,4 @@
-"""Progress of a running search: live lines on a terminal, one line a trial in other outputs."""
+"""Progress of a running search: live lines on a terminal, one line for each trial elsewhere."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Shows the search; ``with`` it, the terminal is as it was afterwards.
+    """Show a search; a context manager that restores the terminal.
 
     Args:
-        unit: of the value.
-        points: of the space, as far as they are counted.
-        limit: at most as many trials are started; None for no limit.
-        timeout: of a trial, in seconds.
-        trials: those that the log has already.
-        file: where to write; stderr, so that stdout has the result alone.
-        clock: seconds.
+        unit: unit of the value.
+        points: number of points of the space, as far as they are counted.
+        limit: maximum number of started trials; None for no limit.
+        timeout: seconds of a trial.
+        trials: earlier trials, from the log.
+        file: the output; default: stderr.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Progress:
         elif isinstance(event, Finished):
             self.finished(event.trial)
         elif isinstance(event, Verified):
-            words = {True: "verified", False: "WRONG, the next best follows", None: "could not be verified"}
+            words = {True: "verified", False: "WRONG, trying the next best", None: "not verified"}
             self._print(f"trial {event.trial.number} {words[event.right]}{': ' * bool(event.reason)}{event.reason}")
         else:
             self._print(f"note: {event.text}")
 
     def started(self, number: int, point: Point) -> None:
-        """Show that a trial begins."""
+        """Show the start of a trial."""
         self._running = (number, point, self._clock())
 
     def finished(self, trial: Trial) -> None:
-        """Show that a trial has ended, or was pruned."""
+        """Show the end of a trial that ran or was pruned."""
         before = best_trial(self._trials)
         self._trials.append(trial)
         self._running = None
@@ -92,7 +92,7 @@ class Progress:
         self._print(self._line(trial, is_best=is_best))
 
     def left(self) -> float | None:
-        """Return the seconds that the search takes at most, if trials go on as they did; None while none has run."""
+        """Return the maximum remaining seconds by the mean of earlier trials; None before the first one."""
         ran = [trial.seconds for trial in self._trials if trial.status in STARTED]
         if not ran:
             return None
@@ -103,7 +103,7 @@ class Progress:
         return max(0.0, seconds - (self._clock() - self._running[2])) if self._running else seconds
 
     def _line(self, trial: Trial, *, is_best: bool) -> str:
-        """One trial: ``trial 7 (8 of 24)  ok  312.4 samples/s  batch=32 tp=1  12 s  best so far``."""
+        """Format a trial: ``trial 7 (8 of 24)  ok  312.4 samples/s  batch=32 tp=1  12 s  best so far``."""
         words = [f"trial {trial.number} ({len(self._trials)} of {self._points})", trial.status]
         if trial.value is not None:
             words.append(f"{number(trial.value)} {self._unit}")
@@ -140,7 +140,7 @@ class Progress:
             spent = f"{duration(self._clock() - since)} of {duration(self._timeout)} at most"
             lines.append(f"now   trial {which}  {point_words(point)}  {spent}")
         else:
-            lines.append("now   the next points are checked and estimated, or the best one is verified")
+            lines.append("now   checking and estimating points, or verifying the best one")
         left = self.left()
         if left:
             lines.append(f"left  {duration(left)} at most")

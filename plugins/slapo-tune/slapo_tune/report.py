@@ -1,20 +1,20 @@
-"""`Report`: the results of a search, as tables and as data."""
+"""`StudyReport`: the results of a search, as tables and as data."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slapo_core import cli
 from slapo_runtime.sizes import format_bytes
 from slapo_tune.samplers import STATUSES, Point, Trial
 
 STARTED = ("ok", "oom", "timeout", "crash", "wrong")
-"""Statuses of trials that ran; the others were pruned before anything was started."""
+"""Statuses of trials that ran; trials of other statuses were pruned."""
 
 
 def number(value: float) -> str:
@@ -36,58 +36,24 @@ def duration(seconds: float) -> str:
     """Format a duration: ``"8 s"``, ``"3 min 20 s"``, ``"2 h 5 min"``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60} min"
 
 
 def same_point(point: Mapping[str, Any]) -> str:
-    """Return a key that equal points share, whether or not one was read back from JSON (tuples become lists there)."""
+    """Return a key that is equal for equal points, also for points read from JSON."""
     return json.dumps(dict(point), sort_keys=True)
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return plain lines, one a row, the headings first.
-
-    Args:
-        columns: the headings.
-        rows: one text a column.
-    """
-    clean = [tuple(" ".join(text.split()) for text in row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *clean, strict=True)]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (tuple(columns), *clean)
-    ]
-
-
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table under a title.
-
-    Args:
-        title: one line above it.
-        columns: the headings.
-        rows: one text a column; none prints nothing.
-    """
-    if not rows:
-        return
-    print(f"\n{title}")
-    if not sys.stdout.isatty():
-        print("\n".join(aligned(columns, rows)))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
+    """Print a table under a title; nothing without rows."""
+    if rows:
+        print(f"\n{title}")
+        cli.print_table(columns, rows)
 
 
 @dataclass(frozen=True)
@@ -95,10 +61,10 @@ class Reason:
     """Why trials did not end as ``"ok"``.
 
     Args:
-        status: how they ended; ``"refused"`` for points that the space refuses, too.
-        reason: the first one's, in words; those that differ in numbers alone count as one.
-        count: of trials, or points.
-        points: theirs.
+        status: their status; also ``"refused"`` for points that the space refuses.
+        reason: the reason of the first one; reasons that differ in numbers only count as one.
+        count: number of trials or points.
+        points: the points.
     """
 
     status: str
@@ -108,14 +74,14 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Step:
-    """The search after a trial that was started.
+class SearchStep:
+    """The state of a search after a started trial.
 
     Args:
-        trial: it.
-        started: trials so far that were started, this one too.
-        seconds: that all trials so far took, this one too.
-        best: value of the best trial so far; None while none was ``"ok"``.
+        trial: the trial.
+        started: number of started trials so far, with this one.
+        seconds: seconds of all trials so far, with this one.
+        best: value of the best trial so far; None before the first ``"ok"``.
     """
 
     trial: Trial
@@ -125,17 +91,17 @@ class Step:
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial | None:
-    """Return the trial with the largest value, the first of equals; None if none was ``"ok"``."""
+    """Return the trial with the largest value, the first of equal ones; None without an ``"ok"``."""
     fine = [trial for trial in trials if trial.status == "ok" and trial.value is not None]
     return max(fine, key=lambda trial: trial.value or 0.0) if fine else None
 
 
 def reasons(trials: Sequence[Trial], refused: Sequence[tuple[Point, str]] = ()) -> tuple[Reason, ...]:
-    """Group why points were not tried, or did not end well: by status in their order, most frequent first.
+    """Group trials that were not ``"ok"`` by status and reason, the most frequent reason first.
 
     Args:
-        trials: of the search.
-        refused: points that the space itself refuses, and why.
+        trials: trials of the search.
+        refused: points that the space refuses, with reasons.
     """
     groups: dict[tuple[str, str], tuple[str, list[Point]]] = {}
     known = [(trial.status, trial.reason, trial.point) for trial in trials if trial.status != "ok"]
@@ -146,9 +112,9 @@ def reasons(trials: Sequence[Trial], refused: Sequence[tuple[Point, str]] = ()) 
     return tuple(sorted(found, key=lambda reason: (STATUSES.index(reason.status), -reason.count)))
 
 
-def course(trials: Sequence[Trial]) -> tuple[Step, ...]:
-    """Return the search, trial by trial that was started."""
-    steps: list[Step] = []
+def search_steps(trials: Sequence[Trial]) -> tuple[SearchStep, ...]:
+    """Return the state of the search after each started trial."""
+    steps: list[SearchStep] = []
     seconds, best = 0.0, None
     for trial in trials:
         seconds += trial.seconds
@@ -156,22 +122,22 @@ def course(trials: Sequence[Trial]) -> tuple[Step, ...]:
             continue
         if trial.status == "ok" and trial.value is not None and (best is None or trial.value > best):
             best = trial.value
-        steps.append(Step(trial, len(steps) + 1, seconds, best))
+        steps.append(SearchStep(trial, len(steps) + 1, seconds, best))
     return tuple(steps)
 
 
 @dataclass(frozen=True)
 class Effect:
-    """One candidate of one symbol.
+    """The results of one candidate.
 
     Args:
-        symbol: its name.
-        candidate: of the symbol.
-        points: of the space that have it.
-        tried: number of started trials.
-        ok: number of trials that ended well.
-        best: the best trial that has it; None where none ended well.
-        share: its value, as a share of the best of all.
+        symbol: name of the symbol.
+        candidate: the candidate.
+        points: number of points with it.
+        tried: number of started trials with it.
+        ok: number of ``"ok"`` trials with it.
+        best: the best trial with it; None without an ``"ok"``.
+        share: value of that trial, as a share of the best value of all.
     """
 
     symbol: str
@@ -184,12 +150,12 @@ class Effect:
 
 
 def symbols(points: Sequence[Point]) -> tuple[str, ...]:
-    """Return the names, in the order in which they are first chosen; not every point needs to have all of them."""
+    """Return the symbols of points, in order of first choice; points may lack symbols."""
     return tuple(dict.fromkeys(name for point in points for name in point))
 
 
 def candidates(points: Sequence[Point], symbol: str) -> tuple[Any, ...]:
-    """Return all candidates of a symbol: numbers ascending, others in the order of the space."""
+    """Return the candidates of a symbol: numbers ascending, others in the order of the space."""
     found: dict[str, Any] = {}
     for point in points:
         if symbol in point:
@@ -200,11 +166,11 @@ def candidates(points: Sequence[Point], symbol: str) -> tuple[Any, ...]:
 
 
 def effects(points: Sequence[Point], trials: Sequence[Trial]) -> tuple[Effect, ...]:
-    """Return for each candidate of a symbol with several the number of trials and the best value.
+    """Return the results of each candidate, for symbols with several candidates.
 
     Args:
-        points: of the space.
-        trials: of the search.
+        points: points of the space.
+        trials: trials of the search.
     """
     winner = best_trial(trials)
     found: list[Effect] = []
@@ -229,15 +195,15 @@ def _has(point: Point, symbol: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well one prediction holds.
+    """Predictions compared with measurements.
 
     Args:
         what: ``"memory"`` or ``"time"``.
-        count: trials that have both numbers.
-        ratio: the median of predicted / measured.
-        lowest: of these ratios.
-        highest: of these ratios.
-        correlation: Spearman's rank correlation; None of fewer than three trials, or where all are equal.
+        count: number of trials with both numbers.
+        ratio: median of predicted / measured.
+        lowest: minimum of these ratios.
+        highest: maximum of these ratios.
+        correlation: Spearman's rank correlation; None for fewer than three trials, or equal numbers.
     """
 
     what: str
@@ -249,10 +215,10 @@ class Agreement:
 
 
 def pairs(trials: Sequence[Trial], what: str) -> list[tuple[float, float]]:
-    """Return predicted and measured, of every trial that has both.
+    """Return the predicted and measured numbers of trials with both.
 
     Args:
-        trials: of the search.
+        trials: trials of the search.
         what: ``"memory"`` (bytes) or ``"time"`` (seconds).
     """
     return [
@@ -263,10 +229,10 @@ def pairs(trials: Sequence[Trial], what: str) -> list[tuple[float, float]]:
 
 
 def agreement(trials: Sequence[Trial], what: str) -> Agreement | None:
-    """Compare a prediction; None where no trial has both numbers.
+    """Compare predictions with measurements; None without a trial that has both.
 
     Args:
-        trials: of the search.
+        trials: trials of the search.
         what: ``"memory"`` or ``"time"``.
     """
     both = pairs(trials, what)
@@ -278,14 +244,14 @@ def agreement(trials: Sequence[Trial], what: str) -> Agreement | None:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation; equals share their rank.
+    """Return Spearman's rank correlation; equal numbers share their rank.
 
     Args:
         first: numbers.
-        second: as many.
+        second: as many numbers.
 
     Returns:
-        None of fewer than three, or where all numbers of one side are equal.
+        the correlation; None for fewer than three pairs, or if all numbers of one side are equal.
     """
     if len(first) < 3:
         return None
@@ -304,14 +270,14 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Report:
+class StudyReport:
     """The results of a search.
 
     Args:
-        points: that the space allows.
-        trials: of the search, oldest first.
-        refused: points that the space itself refuses, with reasons.
-        unit: of the value.
+        points: points of the space.
+        trials: trials of the search, oldest first.
+        refused: points that the space refuses, with reasons.
+        unit: unit of the value.
     """
 
     points: Sequence[Point]
@@ -321,47 +287,47 @@ class Report:
 
     @property
     def best(self) -> Trial | None:
-        """Return the best trial; None if none was ``"ok"``."""
+        """Return the best trial; None without an ``"ok"``."""
         return best_trial(self.trials)
 
     @property
     def statuses(self) -> dict[str, int]:
-        """Count how trials ended, in the order of :data:`~slapo_tune.samplers.STATUSES`."""
+        """Count trials by status, in the order of :data:`~slapo_tune.samplers.STATUSES`."""
         return {status: sum(trial.status == status for trial in self.trials) for status in STATUSES}
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Return why the others did not end well, or were never started."""
+        """Return why trials were not ``"ok"``."""
         return reasons(self.trials, self.refused)
 
     @property
     def untried(self) -> int:
-        """Count the points that no trial has."""
+        """Count the points without a trial."""
         known = {same_point(trial.point) for trial in self.trials}
         return sum(same_point(point) not in known for point in self.points)
 
     @property
     def seconds(self) -> float:
-        """Return the seconds that all trials took together."""
+        """Return the seconds of all trials."""
         return sum(trial.seconds for trial in self.trials)
 
     @property
     def agreements(self) -> tuple[Agreement, ...]:
-        """Compare predicted with measured values."""
+        """Compare predictions with measurements."""
         found = [agreement(self.trials, what) for what in ("memory", "time")]
         return tuple(one for one in found if one is not None)
 
     @property
     def effects(self) -> tuple[Effect, ...]:
-        """Return the results of every candidate."""
+        """Return the results of each candidate."""
         return effects(self.points, self.trials)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it, in what JSON has."""
+        """Convert to plain data, for ``json.dump``."""
         steps = [
             {"best": step.best, "seconds": step.seconds, "started": step.started, "value": step.trial.value}
             | {"number": step.trial.number}
-            for step in course(self.trials)
+            for step in search_steps(self.trials)
         ]
         symbols = [
             asdict(one)
@@ -382,8 +348,8 @@ class Report:
         }
 
     def summary(self) -> str:
-        """Return two lines: how much was tried, and the best."""
-        started = len(course(self.trials))
+        """Return two lines: numbers of points and trials, and the best trial."""
+        started = len(search_steps(self.trials))
         lines = [
             f"{len(self.points)} points ({len(self.refused)} more refused by the space); {started} started, "
             f"{len(self.trials) - started} pruned, {self.untried} not tried; {duration(self.seconds)} in trials"
@@ -401,23 +367,23 @@ class Report:
         """Print the tables.
 
         Args:
-            top: so many of the best trials.
+            top: number of best trials.
         """
         print(self.summary())
         fine = sorted((trial for trial in self.trials if trial.status == "ok"), key=lambda trial: -(trial.value or 0.0))
-        title = f"the best {min(top, len(fine))} of {len(fine)} that were ok"
+        title = f"best {min(top, len(fine))} of {len(fine)} ok trials"
         print_table(title, _TRIAL_COLUMNS, [trial_row(trial, self.unit) for trial in fine[:top]])
         statuses = [(status, str(count)) for status, count in self.statuses.items() if count]
-        print_table("how trials ended", ("STATUS", "COUNT"), statuses)
+        print_table("trials by status", ("STATUS", "COUNT"), statuses)
         rows = [(one.status, str(one.count), one.reason, point_words(one.points[0])) for one in self.reasons]
-        print_table("why, of those that were not ok", ("STATUS", "COUNT", "REASON", "E.G."), rows)
+        print_table("reasons of the other statuses", ("STATUS", "COUNT", "REASON", "E.G."), rows)
         print_table(
             "predicted / measured",
             ("WHAT", "TRIALS", "MEDIAN", "LOWEST", "HIGHEST", "RANK CORRELATION"),
             [_agreement_row(one) for one in self.agreements],
         )
         print_table(
-            "what each symbol does",
+            "results by candidate",
             ("SYMBOL", "CANDIDATE", "TRIED", f"BEST {self.unit}", "OF BEST", "WITH"),
             [_effect_row(one) for one in self.effects],
         )

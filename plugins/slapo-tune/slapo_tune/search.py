@@ -22,10 +22,10 @@ from slapo_tune.predictions import Prediction, Predictions, sources
 from slapo_tune.report import best_trial
 from slapo_tune.samplers import Point, Sampler, Trial
 from slapo_tune.samplers.program import margin
+from slapo_tune.settings import StudySettings
 from slapo_tune.space import Space, describe
-from slapo_tune.study import Study
-from slapo_tune.trials import Trials, accelerator_of, output_file
-from slapo_tune.winner import Winner, best, prove, save
+from slapo_tune.trials import TrialRunner, accelerator_of, output_file
+from slapo_tune.winner import Winner, save, saved_winner, verify_winner
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Started:
     """A trial is about to run.
 
     Args:
-        number: of the trial.
-        point: of the trial.
+        number: number of the trial.
+        point: point of the trial.
         predicted: as in :class:`slapo_core.Trial`.
     """
 
@@ -45,10 +45,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """A trial has ended, or was pruned, and the log has it.
+    """A trial has ended or was pruned, and is in the log.
 
     Args:
-        trial: with its status.
+        trial: the trial, with its status.
     """
 
     trial: Trial
@@ -59,9 +59,9 @@ class Verified:
     """The best trial was verified.
 
     Args:
-        trial: as it was before.
-        right: whether the schedule agrees with the reference model; None if not known.
-        reason: why not, or why that could not be found out.
+        trial: the trial before verification.
+        right: whether the schedule agrees with the reference model; None if not verified.
+        reason: why it is wrong or not verified.
     """
 
     trial: Trial
@@ -71,10 +71,10 @@ class Verified:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that the user should know, and that ends nothing.
+    """A notice for the user; the search goes on.
 
     Args:
-        text: one sentence, e.g. that an incomplete line at the end of the log was cut off.
+        text: one sentence, e.g. that an incomplete line at the end of the log was removed.
     """
 
     text: str
@@ -83,12 +83,12 @@ class Note:
 Event = Started | Finished | Verified | Note
 
 
-def sampler_of(study: Study) -> Sampler:
-    """Return the sampler that a study names.
+def sampler_of(study: StudySettings) -> Sampler:
+    """Return the sampler of a study.
 
     Raises:
-        UnknownNameError: none of that name is installed.
-        StudyError: it is not a sampler.
+        UnknownNameError: the name is not installed.
+        StudyError: not a sampler.
     """
     chosen: Any = study.sampler
     if isinstance(chosen, str):
@@ -97,15 +97,15 @@ def sampler_of(study: Study) -> Sampler:
         chosen = chosen()
     if not isinstance(chosen, Sampler):
         raise StudyError(
-            f"sampler must be the name of an installed one, or a slapo_core.Sampler (got {chosen!r})",
+            f"sampler must be the name of an installed sampler or a slapo_core.Sampler (got {chosen!r})",
             hint='sampler="frontier"',
         )
     return chosen
 
 
-def header_of(study: Study, space: Space, sampler: Sampler) -> dict[str, Any]:
+def header_of(study: StudySettings, space: Space, sampler: Sampler) -> dict[str, Any]:
     """Return the header that identifies a search in its log."""
-    functions = {name: _named(function) for name, function in study.functions().items() if callable(function)}
+    functions = {name: _function_name(function) for name, function in study.functions().items() if callable(function)}
     return {
         "fingerprint": space.fingerprint(),
         "described": describe(space),
@@ -126,35 +126,35 @@ def header_of(study: Study, space: Space, sampler: Sampler) -> dict[str, Any]:
     }
 
 
-def _named(function: Any) -> str:
+def _function_name(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def require_trials(log: Path, resume: bool | None) -> None:
-    """Compare the log with the arguments.
+    """Require that a log has trials, or has none.
 
     Args:
-        log: its path.
-        resume: whether there have to be trials, or must not be; None allows both.
+        log: path of the log.
+        resume: whether trials are required or forbidden; None allows both.
 
     Raises:
-        LogError: the log has trials and should have none, or the other way round.
+        LogError: a log with trials if forbidden, or without if required.
     """
     if resume is None:
         return
     has_some = log.is_file() and bool(parse(log.read_bytes(), log).trials)
     if resume and not has_some:
-        raise LogError(f"there is nothing to go on with: the log {log} has no trial", hint="slapo tune run STUDY.py")
+        raise LogError(f"cannot resume: the log {log} has no trials", hint="slapo tune run STUDY.py")
     if not resume and has_some:
-        raise LogError(f"the log {log} has trials already", hint="slapo tune resume STUDY.py, or give another log=")
+        raise LogError(f"the log {log} already has trials", hint="slapo tune resume STUDY.py, or give another log=")
 
 
-_PATIENCE = 120.0  # seconds at least for making a schedule, however short trials are
+_PATIENCE = 120.0  # minimum seconds for making a schedule
 
 
 @dataclass(frozen=True)
 class _View:
-    """The space as a sampler sees it."""
+    """The search space for samplers."""
 
     space: Space
     predictions: Predictions
@@ -171,15 +171,15 @@ class _View:
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """The result of a search.
 
     Args:
-        trials: all of them, oldest first.
-        winner: the best schedule, verified and kept; None where no trial was ``"ok"``.
+        trials: all trials, oldest first.
+        winner: the best schedule, verified and saved; None if no trial was ``"ok"``.
         ended: why the search ended: ``"space"`` (the sampler proposes nothing more), ``"trials"`` or ``"budget"``.
-        seconds: what this run of the search spent on ``"trials"``, ``"predictions"`` (and on making schedules before a
-            trial is started) and ``"verification"``.
+        seconds: seconds of this run for ``"trials"``, ``"predictions"`` (and for making schedules before trials) and
+            ``"verification"``.
     """
 
     trials: tuple[Trial, ...]
@@ -187,7 +187,7 @@ class Result:
     ended: str = "space"
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     counts: Mapping[str, int] = field(init=False)
-    """How many trials have which status."""
+    """Number of trials by status."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "counts", dict(Counter(trial.status for trial in self.trials)))
@@ -206,74 +206,74 @@ def tune(
     *,
     tell: Callable[[Event], None] | None = None,
     **settings: Any,
-) -> Result:
-    """Search the best point of a space; a search that ended before goes on where it was.
+) -> SearchResult:
+    """Search the best point of a space, or resume a search from its log.
 
     Args:
-        make_model: see :class:`slapo_tune.Study`, as of all the others.
-        space: what may be chosen.
+        make_model: see :class:`slapo_tune.Study`, also for the other arguments.
+        space: the space function.
         schedule: applies the steps of a point.
         evaluate: returns the value to maximize.
-        tell: called with what happens, in order; see :mod:`slapo_tune.search`.
+        tell: called with each event in order; see :mod:`slapo_tune.search`.
         settings: the other arguments of :class:`slapo_tune.Study`.
 
     Raises:
-        StudyError: an argument makes no sense, or a function cannot be sent to other processes.
-        LogError: the log is of another study, in use, damaged, or cannot be written.
-        SpaceError: the space has no point, or is none.
+        StudyError: an argument has a wrong value, or a function cannot be sent to other processes.
+        LogError: the log is of another study, in use, damaged, or not writable.
+        SpaceError: the space is invalid or has no points.
     """
-    return search(Study(make_model, space, schedule, evaluate, **settings), tell=tell)
+    return search(StudySettings(make_model, space, schedule, evaluate, **settings), tell=tell)
 
 
-def search(study: Study, *, resume: bool | None = None, tell: Callable[[Event], None] | None = None) -> Result:
+def search(
+    study: StudySettings, *, resume: bool | None = None, tell: Callable[[Event], None] | None = None
+) -> SearchResult:
     """Run a study to its end.
 
     Args:
-        study: what to search.
-        resume: False refuses a log that has trials, True one that has none; None goes on where there is something.
-        tell: called with what happens, in order.
+        study: the study.
+        resume: False refuses a log with trials, True a log without; None resumes if there are trials.
+        tell: called with each event in order.
 
     Raises:
         StudyError, LogError, SpaceError: see :func:`tune`.
-        KeyboardInterrupt: nothing runs any more, and the log is whole: called again, the search goes on.
+        KeyboardInterrupt: all trials have ended and the log is complete: another call resumes the search.
     """
     space = Space.of(study.space)
     sampler = sampler_of(study)
     header = header_of(study, space, sampler)
     require_trials(Path(study.log), resume)
-    trials = Trials(study)
-    tell = tell or _nobody
+    trials = TrialRunner(study)
+    tell = tell or _ignore
     with LogFile(study.log, header) as log:
-        for name, what in (("sources", "files of the study have"), ("versions", "versions of the packages have")):
+        for name, what in (("sources", "files of the study"), ("versions", "versions of the packages")):
             if log.log.header and log.log.header.get(name) != header[name]:
-                tell(
-                    Note(f"the {what} changed since the log {study.log} was begun: its trials may differ from new ones")
-                )
+                tell(Note(f"the {what} changed since the start of the log {study.log}: new trials may differ"))
         try:
             predictions = Predictions(study, trials.payload, Path(study.log).with_suffix(".predictions.jsonl"))
-            return _Search(study, space, sampler, log, trials, predictions, tell).run()
+            return _SearchLoop(study, space, sampler, log, trials, predictions, tell).run()
         except KeyboardInterrupt:
-            tell(Note(f"interrupted; the log {study.log} is whole, and the same search goes on where it was"))
+            tell(Note(f"interrupted: the log {study.log} is complete, and the same search resumes from it"))
             raise
 
 
 PARTS = ("trials", "predictions", "verification")
-"""What a search spends time on."""
+"""Parts of a search by which time is counted."""
 
 
 @dataclass
-class _Search:
-    study: Study
+class _SearchLoop:
+    study: StudySettings
     space: Space
     sampler: Sampler
     log: LogFile
-    trials: Trials
+    trials: TrialRunner
     predictions: Predictions
     tell: Callable[[Event], None]
     history: list[Trial] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
-    def run(self) -> Result:
+    def run(self) -> SearchResult:
         before = time.monotonic()
         self.history = list(self.log.log.trials)
         spent = sum(trial.seconds for trial in self.history)
@@ -281,12 +281,12 @@ class _Search:
             self.tell(Note(self.log.repaired))
         if self.log.log.running is not None:
             number, point = self.log.log.running
-            self.tell(Note(f"trial {number} was running when the search ended, and runs again: {dict(point)}"))
+            self.tell(Note(f"trial {number} was running when the search ended and runs again: {dict(point)}"))
         outputs = output_file(self.study.log, 0).parent
         try:
             outputs.mkdir(exist_ok=True)
         except OSError as error:
-            raise LogError(f"what trials print cannot be kept in {outputs}: {error.strerror}") from error
+            raise LogError(f"the output of trials cannot be written to {outputs}: {error.strerror}") from error
         view = _View(self.space, self.predictions, self.study.memory_limit)
         while not (ended := self._is_over(spent + time.monotonic() - before)):
             proposed = self.sampler.suggest(view, tuple(self.history), self.study.seed)
@@ -295,7 +295,7 @@ class _Search:
                 break
             self._try(proposed)
         winner = self._winner()
-        return Result(tuple(self.history), winner, ended, self.seconds)
+        return SearchResult(tuple(self.history), winner, ended, self.seconds)
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -314,11 +314,11 @@ class _Search:
         return ""
 
     def _try(self, point: Point) -> None:
-        proposal = f"the sampler {self.sampler.name!r} proposes {dict(point)}"
+        proposal = f"sampler {self.sampler.name!r} proposes {dict(point)}"
         if any(trial.point == point for trial in self.history):
-            raise StudyError(f"{proposal}, which the history has: this is a fault of the sampler")
+            raise StudyError(f"{proposal}, which was already tried: correct the sampler")
         if point not in self.space:
-            raise StudyError(f"{proposal}, which the space does not have: this is a fault of the sampler")
+            raise StudyError(f"{proposal}, which is not a point of the space: correct the sampler")
         number, before = len(self.history), time.monotonic()
         with self._timed("predictions"):
             status, reason = self._refusal(point)
@@ -330,45 +330,45 @@ class _Search:
             self._ended(replace(trial, seconds=time.monotonic() - before))
             return
         if prediction.problem:
-            self.tell(Note(f"trial {number} is started without an estimate: {prediction.problem}"))
+            self.tell(Note(f"trial {number} starts without an estimate: {prediction.problem}"))
         with self._timed("trials"):
             trial = self._measured(number, point, prediction)
         self._ended(trial)
 
     def _refusal(self, point: Point) -> tuple[str, str]:
-        """Return the status and the reason of a point whose schedule cannot be made; both empty where it can.
+        """Return status and reason of a point whose schedule cannot be made; otherwise empty.
 
         Raises:
-            StudyError: the study cannot be run at any point.
+            StudyError: make_model raises at all points.
         """
         of_point: dict[str, Callable[[Point], Any]] = {"mesh": self.study.mesh_of, "options": self.study.options_of}
         for name, function in of_point.items():
             try:
                 function(point)
-            except Exception as error:  # noqa: BLE001 - the user's function: the point is refused, and the reason shown
+            except Exception as error:  # noqa: BLE001 - the user's function refuses the point
                 return "refused", f"{name}: {type(error).__name__}: {error}"
         mesh = self.study.mesh_of(point)
         timeout, output = max(_PATIENCE, self.study.timeout), output_file(self.study.log, 0).with_name("checks.txt")
         outcome = self.trials.run("check", point, mesh, output=output, timeout=timeout)
-        if outcome.status in ("crash", "oom"):  # once more: its process may have been killed for no fault of the point
+        if outcome.status in ("crash", "oom"):  # again: the process may have been killed for another reason
             outcome = self.trials.run("check", point, mesh, output=output, timeout=timeout)
         if outcome.phase == "model" and outcome.status == "refused":
-            raise StudyError(f"make_model, which is the same at every point, raises\n  {outcome.reason}")
+            raise StudyError(f"make_model() raises, at all points:\n  {outcome.reason}")
         if outcome.status == "ok":
             return "", ""
         if outcome.status == "refused":
             return "refused", outcome.reason
-        return outcome.status, f"while its schedule was made, before it was started: {outcome.reason}"
+        return outcome.status, f"while making the schedule, before the trial: {outcome.reason}"
 
     def _excess(self, prediction: Prediction) -> tuple[str, str]:
-        """Return the status and the reason of a point that does not fit; both empty where it does."""
+        """Return status and reason of a point that does not fit; otherwise empty."""
         memory = self.study.memory_limit
         if memory is None or prediction.memory is None:
             return "", ""
         factor = margin(self.history, memory)
         if prediction.memory * factor <= memory:
             return "", ""
-        learned = f", times {factor:.3g} by the measurements so far," if factor != 1.0 else ""
+        learned = f", times {factor:.3g} by measurements," if factor != 1.0 else ""
         return "over_memory", f"{format_bytes(prediction.memory)}{learned} of {format_bytes(memory)}"
 
     def _measured(self, number: int, point: Point, prediction: Prediction) -> Trial:
@@ -392,15 +392,16 @@ class _Search:
         self.tell(Finished(trial))
 
     def _winner(self) -> Winner | None:
-        """Verify the best trial; one that is wrong leaves its place to the next."""
+        """Verify the best trial; if it is wrong, the next best one."""
         while (trial := best_trial(self.history)) is not None:
-            kept = self._kept(trial)
-            if kept is not None:
-                if kept.right and self.log.log.verified != kept.number:
-                    self.log.verified(kept.number, right=True)
-                return kept
+            saved = saved_winner(self.study.log, trial)
+            verifiable = self.study.verify and self.study.batch is not None
+            if saved is not None and (saved.right or not verifiable):
+                if saved.right and self.log.log.verified != saved.number:
+                    self.log.verified(saved.number, right=True)
+                return saved
             with self._timed("verification"):
-                winner = prove(self.study, trial, trials=self.trials)
+                winner = verify_winner(self.study, trial, trials=self.trials)
             self.tell(Verified(trial, winner.right, winner.reason))
             if winner.right is not False:
                 save(winner, self.study.log)
@@ -410,16 +411,6 @@ class _Search:
             self.history[trial.number] = replace(trial, status="wrong", value=None, reason=winner.reason)
         return None
 
-    def _kept(self, trial: Trial) -> Winner | None:
-        """What an earlier run of this search has kept, if that is all that could be found out about this trial."""
-        try:
-            winner = best(self.study.log)
-        except LogError:
-            return None  # there is none yet, or it is gone
-        is_it = (winner.number, winner.point, winner.value) == (trial.number, dict(trial.point), trial.value)
-        verifiable = self.study.verify and self.study.batch is not None
-        return winner if is_it and (winner.right or not verifiable) else None
 
-
-def _nobody(event: Event) -> None:
+def _ignore(event: Event) -> None:
     """Ignore the event."""

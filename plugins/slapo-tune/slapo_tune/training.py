@@ -1,4 +1,4 @@
-"""`Run`: one rank of a trial, and the default ``evaluate``: training steps, warmed up and measured."""
+"""`Run`: one rank of a trial, and the default ``evaluate``: measured training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slapo_tune.private import tree_leaves, tree_map_only
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_tune.samplers import Point
-    from slapo_tune.study import Study
+    from slapo_tune.settings import StudySettings
 
 _STEPS = "slapo_tune: steps"
 
@@ -35,16 +35,16 @@ class Run:
     """One rank of one trial.
 
     Args:
-        study: of the search; without its ``space``, and with the point's mesh as ``mesh``.
-        point: of the trial.
-        schedule: of the study's model, with the point's steps applied; on the meta device until it is built.
+        study: settings of the study; without ``space``, and with the point's mesh as ``mesh``.
+        point: point of the trial.
+        schedule: schedule of the study's model, with the point's steps applied; on the meta device until it is built.
         rank: the global rank.
-        batch: the study's at this point, on ``device``; None where the study has none.
-        device: where to train: ``"cpu"``, or ``"cuda:1"``.
-        measured: further numbers for the log, by name, e.g. ``{"memory": bytes}``.
+        batch: the study's batch at this point, on ``device``; None without ``batch=``.
+        device: device of training: ``"cpu"``, or e.g. ``"cuda:1"``.
+        measured: further numbers for the log by name, e.g. ``{"memory": bytes}``.
     """
 
-    study: Study
+    study: StudySettings
     point: Point
     schedule: Schedule
     rank: int
@@ -53,12 +53,11 @@ class Run:
     measured: dict[str, Any] = field(default_factory=dict)
 
     def train(self) -> float:
-        """Train as a study without ``evaluate`` does: samples per second of all replicas.
+        """Train as a study without ``evaluate`` does; return samples per second of all replicas.
 
-        It is the median over the measured steps, each as long as on its slowest rank. Fills ``measured``: ``memory``,
-        the bytes of all tensors at the peak of the steps (of this rank); ``time``, seconds of a step; ``spread``, of
-        the measured steps the longest less the shortest, relative to the median; ``loss`` of the first step, and
-        ``last_loss`` of the last.
+        The value is the median over the measured steps, each with the time of its slowest rank. Sets in ``measured``:
+        ``memory``, bytes of this rank's tensors at the peak of the steps; ``time``, seconds of a step; ``spread``,
+        (longest - shortest) / median of the measured steps; ``loss`` of the first step, and ``last_loss`` of the last.
 
         Raises:
             NotFiniteError: a loss is NaN or infinite.
@@ -127,27 +126,27 @@ def samples_in(batch: Any) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return len(leaf)
     raise TypeError(
-        f"the batch, of type {type(batch).__name__}, has no tensor with samples along its first axis, so samples per "
-        "second cannot be told; evaluate= gives another value to maximize"
+        "samples per second needs a batch with a tensor whose first axis has the samples (got a "
+        f"{type(batch).__name__} without one); or give evaluate="
     )
 
 
-def on(batch: Any, device: str) -> Any:
+def to_device(batch: Any, device: str) -> Any:
     """Move a batch to a device."""
     return batch if device == "cpu" else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
 
 
 class MemoryMeter:
-    """Measures from the making of the model to the end of its first steps.
+    """Measure the peak memory of tensors, from the model to its first steps.
 
-    On CUDA by the caching allocator, ``torch.cuda.max_memory_allocated``; on the CPU by torch's profiler, which sees
-    the allocator of tensors. Neither counts the process itself, its libraries, or the allocator's cache.
+    On CUDA by ``torch.cuda.max_memory_allocated``; on the CPU by torch's profiler, which records allocations of
+    tensors. Neither counts the process, its libraries, or the allocator's cache.
 
     Args:
         device: e.g. ``"cpu"`` or ``"cuda:0"``.
 
     Attributes:
-        peak: bytes, once the steps have run.
+        peak: bytes, after the steps.
     """
 
     def __init__(self, device: str) -> None:
@@ -157,7 +156,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure: everything that is held has to be made inside of this, and the steps be run."""
+        """Measure allocations: create the model and run the steps within."""
         if self._is_cuda:
             yield
             self.peak = torch.cuda.max_memory_allocated()
@@ -168,7 +167,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def steps(self) -> Iterator[None]:
-        """Mark the steps: what making the model took for a while does not count."""
+        """Mark the steps: temporary memory of the model's creation does not count."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats()
             yield
@@ -178,7 +177,7 @@ class MemoryMeter:
 
 
 def _peak(profiler: Any) -> int:
-    """The most bytes given out at one time while the steps ran."""
+    """Return the peak of allocated bytes during the steps."""
     blocks, begin, peak = _Blocks(), 0, 0
     taken = []
     waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
@@ -191,30 +190,30 @@ def _peak(profiler: Any) -> int:
             begin = event.start_time_ns
     for when, address, size in sorted(taken, key=lambda each: each[0]):
         if size > 0:
-            blocks.give(address, size)
+            blocks.allocate(address, size)
         else:
-            blocks.take_back(address)
+            blocks.free(address)
         if when >= begin:
-            peak = max(peak, blocks.held)
+            peak = max(peak, blocks.bytes)
     return peak
 
 
 class _Blocks:
-    """Blocks of memory that are given out.
+    """Allocated blocks of memory.
 
-    The profiler hears nothing of a block that another thread gives back, as those of gloo do with messages. Such a
-    block is known to be free when one that overlaps it is given out.
+    The profiler misses blocks that another thread frees, e.g. messages of gloo. Such a block is free when an
+    overlapping block is allocated.
 
     Attributes:
-        held: their bytes.
+        bytes: their size.
     """
 
     def __init__(self) -> None:
-        self.held = 0
+        self.bytes = 0
         self._addresses: list[int] = []  # ascending
         self._sizes: dict[int, int] = {}
 
-    def give(self, address: int, size: int) -> None:
+    def allocate(self, address: int, size: int) -> None:
         place = bisect.bisect_left(self._addresses, address)
         if place and self._addresses[place - 1] + self._sizes[self._addresses[place - 1]] > address:
             place -= 1
@@ -223,11 +222,11 @@ class _Blocks:
             self._drop(place)
         self._addresses.insert(place, address)
         self._sizes[address] = size
-        self.held += size
+        self.bytes += size
 
-    def take_back(self, address: int) -> None:
-        if address in self._sizes:  # others were given out before the profiler listened
+    def free(self, address: int) -> None:
+        if address in self._sizes:  # others were allocated before the profiler started
             self._drop(bisect.bisect_left(self._addresses, address))
 
     def _drop(self, place: int) -> None:
-        self.held -= self._sizes.pop(self._addresses.pop(place))
+        self.bytes -= self._sizes.pop(self._addresses.pop(place))

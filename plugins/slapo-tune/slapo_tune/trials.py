@@ -1,4 +1,4 @@
-"""`Trials`: runs points on real ranks; whatever a trial does, it gets a status and the next one starts clean."""
+"""`TrialRunner`: run each point in fresh processes, and classify the outcome."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from slapo_runtime.launcher import MAIN_HINT, ServerEndedError, is_importing_scr
 from slapo_runtime.rank_process import make_importable
 from slapo_tune.errors import StudyError
 from slapo_tune.outcomes import Outcome, RaisedError, outcome_of_failure, outcome_of_results
-from slapo_tune.study import Study
-from slapo_tune.training import Run, on
+from slapo_tune.settings import StudySettings
+from slapo_tune.training import Run, to_device
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_tune.samplers import Point
 
 KEPT = 256 * 1024
-"""Bytes that are kept from the beginning and from the end of a trial's output."""
+"""Bytes that are kept of the beginning and of the end of a trial's output."""
 
 _LAUNCHES = 5  # attempts to start the ranks of a trial
-_PATIENCE = 60.0  # seconds that killed processes get to end: a driver takes its time to free a GPU's memory
+_PATIENCE = 60.0  # seconds for killed processes to end: a driver frees a GPU's memory slowly
 _MAIN = ("__main__", "__mp_main__")
 _PLAIN = ("world_size", "target", "memory", "timeout", "warmup", "steps", "seed", "accelerator")
-"""Fields of a study that ranks get besides its functions."""
+"""Fields of a study for ranks, besides its functions."""
 
 
 def output_file(log: str | Path, number: int) -> Path:
@@ -53,33 +53,36 @@ def output_file(log: str | Path, number: int) -> Path:
     return Path(log).with_suffix(".output") / f"{number:04d}.txt"
 
 
-def accelerator_of(study: Study) -> str:
-    """Return ``"cuda"`` or ``"cpu"``: what trials run on, here.
+def accelerator_of(study: StudySettings) -> str:
+    """Return the device type of trials on this machine, ``"cuda"`` or ``"cpu"``.
 
     Raises:
-        StudyError: the study wants more GPUs than there are.
+        StudyError: fewer GPUs than ranks.
     """
     count = torch.cuda.device_count()
     if study.accelerator == "cuda" and count < study.world_size:
-        raise StudyError(f"{study.world_size} ranks need as many GPUs, and there are {count}", hint="accelerator='cpu'")
+        raise StudyError(
+            f"accelerator='cuda' needs {study.world_size} GPUs for {study.world_size} ranks (got {count})",
+            hint="accelerator='cpu'",
+        )
     return "cuda" if study.uses_cuda else "cpu"
 
 
-class Trials:
-    """Runs a study's points, each in processes of its own.
+class TrialRunner:
+    """Run a study's points, each in processes of its own.
 
     Args:
-        study: its functions are sent by name.
+        study: the study, whose functions are sent by name.
 
     Raises:
-        StudyError: a function cannot be sent; or this process is itself a rank of a trial.
+        StudyError: a function cannot be sent; or this process is a rank of a trial.
     """
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: StudySettings) -> None:
         if is_importing_script():
-            raise StudyError("a trial imported the script, and the script started a search again", hint=MAIN_HINT)
+            raise StudyError("the script started a search while a trial imported it", hint=MAIN_HINT)
         self._study = study
-        self.payload = packed(study.functions())
+        self.payload = pack_functions(study.functions())
         preload_modules(*_libraries(study))
 
     def run(
@@ -97,16 +100,16 @@ class Trials:
 
         Args:
             task: ``"check"`` makes the schedule, without a process group; ``"try"`` measures; ``"verify"`` compares.
-            point: of the trial.
-            mesh: of the point.
-            output: the file of the ranks' output.
+            point: point of the trial.
+            mesh: mesh of the point.
+            output: file of the ranks' output.
             timeout: seconds.
-            ranks: how many processes.
-            verify: whether ``"verify"`` does so, or only gives the schedule's document.
+            ranks: number of processes.
+            verify: whether ``"verify"`` compares, or only returns the schedule's document.
 
         Raises:
             StudyError: the ranks cannot import the study's functions.
-            LaunchError: the ranks cannot import the script, or the server that they are forked from keeps ending.
+            LaunchError: the ranks cannot import the script, or their fork server keeps ending.
         """
         study, accelerator = self._study, accelerator_of(self._study)
         output.parent.mkdir(exist_ok=True)
@@ -114,7 +117,7 @@ class Trials:
         backend = "" if task == "check" else "cpu:gloo,cuda:nccl" if accelerator == "cuda" else "gloo"
         before, kills = time.monotonic(), _kills_for_memory()
         with tempfile.TemporaryDirectory(prefix="slapo-tune-", ignore_cleanup_errors=True) as directory:
-            job = _Job(
+            job = _TrialJob(
                 task=task,
                 payload=self.payload,
                 point=dict(point),
@@ -127,31 +130,31 @@ class Trials:
                 directory=directory,
                 output=str(output.absolute()),
             )
-            said: list[dict[str, Any]] = []
+            results: list[dict[str, Any]] = []
             failure = None
             try:
-                said = _launched(job, ranks, timeout, backend)
+                results = _launched(job, ranks, timeout, backend)
             except RankFailedError as error:
                 failure = error
             finally:
                 left = _end_processes(directory)
             if left:
                 raise StudyError(
-                    f"trial processes {', '.join(map(str, left))} were killed and did not end within {_PATIENCE:g} s: "
-                    "the next trial would lack the memory that they hold",
-                    hint="look at them with `ps`, and resume the search when they are gone",
+                    f"trial processes {', '.join(map(str, left))} did not end within {_PATIENCE:g} s after SIGKILL: "
+                    "the next trial would lack their memory",
+                    hint=f"ps -p {','.join(map(str, left))}; resume the search when they have ended",
                 )
-        printed, killed = _cut(output), _kills_for_memory() > kills
+        printed, killed = _shorten(output), _kills_for_memory() > kills
         if failure is None:
-            outcome = outcome_of_results(said, _data_parts(mesh, ranks))
+            outcome = outcome_of_results(results, _data_parts(mesh, ranks))
         else:
             outcome = outcome_of_failure(failure, printed, timeout=timeout, killed_for_memory=killed)
         if outcome.phase == "prepare" and outcome.status == "crash":
-            raise StudyError(f"the processes of a trial cannot be prepared: {outcome.reason}")
+            raise StudyError(f"the processes of a trial failed before the trial: {outcome.reason}")
         return replace(outcome, seconds=time.monotonic() - before)
 
 
-def _launched(job: _Job, ranks: int, timeout: float, backend: str) -> list[dict[str, Any]]:
+def _launched(job: _TrialJob, ranks: int, timeout: float, backend: str) -> list[dict[str, Any]]:
     for _ in range(_LAUNCHES - 1):
         with contextlib.suppress(ServerEndedError):
             return run_ranks(run_job, job, world_size=ranks, timeout=timeout, backend=backend)
@@ -161,15 +164,15 @@ def _launched(job: _Job, ranks: int, timeout: float, backend: str) -> list[dict[
 # -- in the search ------------------------------------------------------------------------------------------
 
 
-def packed(functions: Mapping[str, Any]) -> bytes:
-    """Pickle a study's functions for other processes; :func:`opened` gives them back.
+def pack_functions(functions: Mapping[str, Any]) -> bytes:
+    """Pickle a study's functions for other processes; :func:`unpack_functions` reverses it.
 
     Args:
-        functions: by the name of a study's argument: functions, or what holds some. One that pickle cannot find by its
+        functions: name of a study's argument -> functions, or values with functions. A function without an importable
             name, e.g. a lambda, is found as the argument of a study at the top level of a module.
 
     Raises:
-        StudyError: another process could not find a function; the argument is named.
+        StudyError: a function cannot be found by another process.
     """
     data: dict[str, bytes] = {}
     for name, value in functions.items():
@@ -181,22 +184,22 @@ def packed(functions: Mapping[str, Any]) -> bytes:
                 what = getattr(value, "__qualname__", type(value).__name__)
                 raise StudyError(
                     f"{name}={what} cannot be sent to the processes of a trial: {error}",
-                    hint=f"define it at the top level of a module, def {name}(...), and give it by that name",
+                    hint=f"def {name}(...) at the top level of a module, and {name}={name}",
                 ) from error
             data[name] = pickle.dumps(argument)
     words = {word for each in data.values() for _, word, _ in pickletools.genops(each) if isinstance(word, str)}
     files = {word: getattr(sys.modules.get(word), "__file__", None) for word in sorted(words)}
     if "__main__" in words and files["__main__"] is None:
         raise StudyError(
-            "the study is in an interactive session, which other processes cannot import",
+            "other processes cannot import the study of an interactive session",
             hint="save it as a file, e.g. study.py, and run `python study.py`",
         )
     origins = {name: os.path.abspath(file) for name, file in files.items() if file and name not in _MAIN}
     return pickle.dumps((origins, data))
 
 
-def opened(payload: bytes) -> dict[str, Any]:
-    """Return what :func:`packed` was given; imports its modules, by name or from their files."""
+def unpack_functions(payload: bytes) -> dict[str, Any]:
+    """Return the functions of :func:`pack_functions`; imports their modules, by name or from files."""
     origins, data = pickle.loads(payload)
     for name, file in origins.items():
         make_importable(name, file)
@@ -205,7 +208,7 @@ def opened(payload: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Argument:
-    """The argument of a study, which is unpickled as its value."""
+    """An argument of a study, unpickled as its value."""
 
     module: str
     study: str
@@ -222,15 +225,15 @@ def _value_of(module: str, study: str, name: str) -> Any:
 def _argument_of_a_study(name: str, value: Any) -> _Argument | None:
     for module in list(sys.modules.values()):
         for attribute, own in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-            if issubclass(type(own), Study) and getattr(own, name) is value:
+            if issubclass(type(own), StudySettings) and getattr(own, name) is value:
                 return _Argument(module.__name__, attribute, name)
     return None
 
 
-def _libraries(study: Study) -> list[str]:
-    """Return installed modules that the functions' own modules use, so that they are imported once for all ranks.
+def _libraries(study: StudySettings) -> list[str]:
+    """Return installed modules that the study's modules use, to import them once for all ranks.
 
-    The user's own are not among them: they may do anything when they are imported.
+    The user's modules are left out: their import may have effects.
     """
     installed = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib"))
     names = set()
@@ -245,7 +248,7 @@ def _libraries(study: Study) -> list[str]:
 
 
 def _data_parts(mesh: Mapping[str, int] | None, ranks: int) -> list[Any]:
-    """Return by rank its place along the dimensions in which ranks see other samples."""
+    """Return the coordinates of each rank along the dimensions that split samples."""
     if mesh is None:
         return [0] * ranks
     places = [Mesh(mesh, rank=rank) for rank in range(ranks)]
@@ -253,7 +256,7 @@ def _data_parts(mesh: Mapping[str, int] | None, ranks: int) -> list[Any]:
 
 
 def _kills_for_memory() -> int:
-    """Count the processes that the kernel has killed for want of memory; 0 where that is unknown."""
+    """Count the processes that the kernel killed because memory ran out; 0 if unknown."""
     group = ""
     with contextlib.suppress(OSError, IndexError):
         group = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].splitlines()[0]
@@ -265,12 +268,12 @@ def _kills_for_memory() -> int:
 
 
 def _end_processes(directory: str) -> list[int]:
-    """Kill processes that ranks started in sessions of their own, found by the trial's temporary directory.
+    """Kill processes that ranks started in other sessions, found by the trial's TMPDIR.
 
-    The ranks themselves have ended. A GPU's memory is free once its process has: wait for that.
+    The ranks have ended. The memory of a GPU is free when its process has ended: wait for that.
 
     Returns:
-        the ids of processes that have not ended after all.
+        the ids of processes that did not end.
     """
     killed = []
     for process in psutil.process_iter():
@@ -279,21 +282,21 @@ def _end_processes(directory: str) -> list[int]:
                 process.kill()
                 killed.append(process)
     patience = time.monotonic() + _PATIENCE
-    while (killed := [process for process in killed if _lives(process)]) and time.monotonic() < patience:
+    while (killed := [process for process in killed if _is_running(process)]) and time.monotonic() < patience:
         time.sleep(0.01)
     return [process.pid for process in killed]
 
 
-def _lives(process: psutil.Process) -> bool:
-    """Return whether a process may hold memory: a zombie does not."""
+def _is_running(process: psutil.Process) -> bool:
+    """Return whether a process may have memory: a zombie has none."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def _cut(output: Path) -> str:
-    """Leave out the middle of an output that is too long; return its end."""
+def _shorten(output: Path) -> str:
+    """Remove the middle of a long output; return its end."""
     with contextlib.suppress(OSError), output.open("r+b") as file:  # the disk is full, or the file is gone
         left_out = file.seek(0, os.SEEK_END) - 2 * KEPT
         file.seek(max(0, left_out + KEPT))
@@ -310,8 +313,8 @@ def _cut(output: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What every rank is told; see :meth:`Trials.run`."""
+class _TrialJob:
+    """The arguments of each rank; see :meth:`TrialRunner.run`."""
 
     task: str
     payload: bytes
@@ -326,16 +329,16 @@ class _Job:
     output: str
 
 
-def run_job(job: _Job) -> dict[str, Any]:
-    """Do a rank's part of a job.
+def run_job(job: _TrialJob) -> dict[str, Any]:
+    """Run a job on this rank.
 
     Raises:
-        RaisedError: whatever was raised.
+        RaisedError: for each exception.
     """
     own, rank, phase = os.getpid(), int(os.environ["RANK"]), ["prepare"]
     _redirect(job)
     try:
-        functions = opened(job.payload)
+        functions = unpack_functions(job.payload)
         if job.process_memory is not None:
             _limit_memory(job.process_memory)
         torch.manual_seed(job.study["seed"])
@@ -345,19 +348,19 @@ def run_job(job: _Job) -> dict[str, Any]:
         raise RaisedError.of(error, phase[0], rank) from None
     finally:
         if os.getpid() != own:
-            os._exit(1)  # a process that the user's code forked came back as well: it is not the rank
+            os._exit(1)  # a process forked by the user's code, not the rank
 
 
-def _redirect(job: _Job) -> None:
-    """Print into the output, and have temporary files and shared memory that end with the trial."""
+def _redirect(job: _TrialJob) -> None:
+    """Redirect output to the file, and let temporary files and shared memory end with the trial."""
     printed, nothing = os.open(job.output, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
     for descriptor, target in ((nothing, 0), (printed, 1), (printed, 2)):
         os.dup2(descriptor, target)
     os.close(nothing)
     os.close(printed)
-    with contextlib.suppress(PermissionError):  # what this process was forked from was killed
+    with contextlib.suppress(PermissionError):  # the fork server was killed
         os.setpgid(0, os.getpgid(os.getppid()))
-    # Outside of the rank's process group: when that has been killed, it gives back the rank's shared memory.
+    # Outside of the rank's process group: it frees the rank's shared memory when the group was killed.
     tracker: Any = resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None
     tracker.ensure_running()
@@ -372,9 +375,9 @@ def _limit_memory(limit: int) -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """Run a job on one rank; the first item of ``phase`` names the present phase, for the message of a failure."""
+    """A job on one rank; ``phase[0]`` is the current phase, for the message of a failure."""
 
-    job: _Job
+    job: _TrialJob
     functions: Mapping[str, Any]
     rank: int
     device: str
@@ -397,18 +400,18 @@ class _Task:
 
 
 def _check(task: _Task) -> dict[str, Any]:
-    """Make the schedule on one process, with an abstract mesh."""
+    """Make the schedule in one process, on an abstract mesh."""
     return {"steps": len(task.schedule(task.batch()).records)}
 
 
 def _measure(task: _Task) -> dict[str, Any]:
-    """Train, or call the study's own ``evaluate``."""
+    """Train, or call the study's ``evaluate``."""
     mesh = task.job.mesh
-    study = Study(
-        **task.functions, space=_no_space, mesh=None if mesh is None else partial(_given, mesh), **task.job.study
+    study = StudySettings(
+        **task.functions, space=_no_space, mesh=None if mesh is None else partial(_constant, mesh), **task.job.study
     )
     batch = task.batch()
-    run = Run(study, task.job.point, task.schedule(batch), task.rank, on(batch, task.device), task.device)
+    run = Run(study, task.job.point, task.schedule(batch), task.rank, to_device(batch, task.device), task.device)
     warnings.filterwarnings("ignore", message=".*was never verified")  # the best one is, after the search
     value = study.evaluate(run) if study.evaluate is not None else run.train()
     measured = {str(name): _plain(number)["value"] for name, number in run.measured.items()}
@@ -418,26 +421,26 @@ def _measure(task: _Task) -> dict[str, Any]:
     }
 
 
-def _prove(task: _Task) -> dict[str, Any]:
-    """Compare the schedule with the reference model; give the schedule as a document."""
+def _verify(task: _Task) -> dict[str, Any]:
+    """Compare the schedule with the reference model; return its document."""
     batch = task.batch()
     schedule = task.schedule(batch)
-    said: dict[str, Any] = {"document": None, "report": ""}
+    result: dict[str, Any] = {"document": None, "report": ""}
     task.phase[0] = "verify"
     if task.job.verify:
-        said["report"] = str(slapo.verify(schedule, on(batch, task.device), timeout=task.job.timeout))
+        result["report"] = str(slapo.verify(schedule, to_device(batch, task.device), timeout=task.job.timeout))
     try:
-        said["document"] = schedule.document()  # with the mark of the verification
+        result["document"] = schedule.document()  # marked as verified
     except slapo.SerializationError as error:
-        said["no_document"] = str(error)
-    return said
+        result["no_document"] = str(error)
+    return result
 
 
-_TASKS: Mapping[str, Callable[[_Task], dict[str, Any]]] = {"check": _check, "try": _measure, "verify": _prove}
+_TASKS: Mapping[str, Callable[[_Task], dict[str, Any]]] = {"check": _check, "try": _measure, "verify": _verify}
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """Return a finite number as it is; describe anything else."""
+    """Return a finite number, or a description of any other value."""
     try:
         number = None if isinstance(value, (str, bytes, bool)) else float(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the last
@@ -447,9 +450,9 @@ def _plain(value: Any) -> dict[str, Any]:
     return {"value": number}
 
 
-def _given(mesh: dict[str, int], point: Point) -> dict[str, int]:
+def _constant(mesh: dict[str, int], point: Point) -> dict[str, int]:
     return dict(mesh)
 
 
 def _no_space(symbols: Any) -> None:
-    raise RuntimeError("a trial has no space, only the point that it tries")
+    raise RuntimeError("the ranks of a trial have no space, only a point")

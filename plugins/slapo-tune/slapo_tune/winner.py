@@ -1,4 +1,4 @@
-"""The best schedule: verified on real ranks, and kept as a document."""
+"""The best schedule: verified on real ranks, and saved as a document."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_tune.errors import LogError, StudyError
+from slapo_tune.plain_data import decode, encode
 from slapo_tune.samplers import Trial
-from slapo_tune.space import decode, encode
-from slapo_tune.study import Study
-from slapo_tune.trials import Trials, output_file
+from slapo_tune.settings import StudySettings
+from slapo_tune.trials import TrialRunner, output_file
 
 _FORMAT = 1
-_PATIENCE = 10.0  # verifying runs both models many times, in float64
+_PATIENCE = 10.0  # verification runs both models many times, in float64
 
 
 @dataclass(frozen=True)
 class Winner:
-    """A schedule that a search found.
+    """The best schedule of a search.
 
     Args:
-        number: of its trial.
+        number: number of its trial.
         point: the choices.
-        value: of the maximized function.
-        mesh: its sizes; None for one rank.
-        document: what ``sch.document()`` gave; None where a step holds what JSON cannot carry.
-        right: whether it was verified on real ranks and agrees with the reference model; None where that could
-            not be found out.
-        reason: why it is wrong, not known, or without a document.
+        value: its value.
+        mesh: sizes; None for one rank.
+        document: the result of ``sch.document()``; None if JSON cannot store an argument of a step.
+        right: whether it agrees with the reference model on real ranks; None if not verified.
+        reason: why it is wrong, not verified, or without a document.
         text: the report of the verification.
         predicted: as in :class:`slapo_core.Trial`.
         measured: as in :class:`slapo_core.Trial`.
-        versions: of the packages that it was found with.
+        versions: versions of the packages that found it.
     """
 
     number: int
@@ -61,7 +60,7 @@ class Winner:
 
         Args:
             model: a fresh instance.
-            mesh: as for :func:`slapo_core.create_schedule`; None takes the one that it was found with.
+            mesh: as for :func:`slapo_core.create_schedule`; None takes the mesh of its trial.
             example_inputs: as for :func:`slapo_core.create_schedule`.
 
         Raises:
@@ -70,22 +69,22 @@ class Winner:
         """
         if self.document is None:
             raise StudyError(
-                f"the schedule of trial {self.number} could not be kept: {self.reason}",
+                f"trial {self.number} has no schedule document: {self.reason}",
                 hint="sch = slapo_core.create_schedule(model, mesh=...); schedule(sch, best.point) of the study",
             )
         mesh = mesh if mesh is not None else self.mesh
         return slapo.replay(model, self.document, mesh=mesh, example_inputs=example_inputs)
 
 
-def prove(study: Study, trial: Trial, *, trials: Trials | None = None) -> Winner:
-    """Make the schedule of a trial on real ranks, and verify it there.
+def verify_winner(study: StudySettings, trial: Trial, *, trials: TrialRunner | None = None) -> Winner:
+    """Make and verify the schedule of a trial on real ranks.
 
     Args:
-        study: that the trial is of.
-        trial: one that was ``"ok"``.
-        trials: what runs it; None makes one.
+        study: the study of the trial.
+        trial: a trial with status ``"ok"``.
+        trials: runs the verification; None makes a runner.
     """
-    trials = trials or Trials(study)
+    trials = trials or TrialRunner(study)
     verifies = study.verify and study.batch is not None
     mesh = study.mesh_of(trial.point)
     outcome = trials.run(
@@ -97,38 +96,38 @@ def prove(study: Study, trial: Trial, *, trials: Trials | None = None) -> Winner
         ranks=study.world_size,
         verify=verifies,
     )
-    said = outcome.said
+    result = outcome.result
     right, reason = None, ""
     if outcome.status == "wrong":
         right, reason = False, outcome.reason
     elif outcome.status != "ok":
         reason = f"the verification ended as {outcome.status}: {outcome.reason}"
     elif verifies:
-        right, reason = True, said.get("no_document", "")
+        right, reason = True, result.get("no_document", "")
     else:
-        reason = "it was not verified: " + ("verify=False" if study.batch is not None else "the study gives no batch")
+        reason = "not verified: " + ("verify=False" if study.batch is not None else "the study has no batch=")
     return Winner(
         number=trial.number,
         point=dict(trial.point),
         value=trial.value if trial.value is not None else float("nan"),
         mesh=mesh,
-        document=said.get("document"),
+        document=result.get("document"),
         right=right,
         reason=reason,
-        text=said.get("report", ""),
+        text=result.get("report", ""),
         predicted=dict(trial.predicted),
         measured=dict(trial.measured),
         versions={name: version(name) for name in ("slapo-core", "slapo-tune", "torch")},
     )
 
 
-def apply(study: Study, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
-    """Make the schedule of a trial in this process, with an abstract mesh; the model is on the meta device.
+def apply(study: StudySettings, trial: Trial, *, rank: int = 0) -> slapo.Schedule:
+    """Make the schedule of a trial in this process, on an abstract mesh and the meta device.
 
     Args:
-        study: that the trial is of.
-        trial: any.
-        rank: the one to play.
+        study: the study of the trial.
+        trial: the trial.
+        rank: the rank on the abstract mesh.
     """
     with torch.device("meta"):
         model = study.make_model()
@@ -144,7 +143,7 @@ def best_file(log: str | os.PathLike[str]) -> Path:
 
 
 def save(winner: Winner, log: str | os.PathLike[str]) -> Path:
-    """Write the best schedule next to the log, replacing the former one atomically."""
+    """Write the best schedule next to the log, atomically."""
     path = best_file(log)
     data = {"slapo_tune_best": _FORMAT, "saved": time.time(), **vars(winner), "point": encode(winner.point)}
     replace_file(path, data)
@@ -152,23 +151,23 @@ def save(winner: Winner, log: str | os.PathLike[str]) -> Path:
 
 
 def replace_file(path: Path, data: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader, or who comes after a kill, sees the old file or the new one."""
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("w", encoding="utf-8") as file:
+    """Write JSON atomically, also if the process is killed."""
+    temporary = path.with_name(f"{path.name}.part")
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(data, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(temporary, path)
 
 
 def best(log: str | os.PathLike[str]) -> Winner:
     """Read the best schedule of a search that has ended.
 
     Args:
-        log: of the search, e.g. ``"run.jsonl"``, or of its best schedule, ``"run.best.json"``.
+        log: path of the log, e.g. ``"run.jsonl"``, or of the best schedule, ``"run.best.json"``.
 
     Raises:
-        LogError: there is none yet, or the file is something else.
+        LogError: not found, or not a schedule of a search.
     """
     path = Path(log) if Path(log).name.endswith(".best.json") else best_file(log)
     try:
@@ -179,8 +178,18 @@ def best(log: str | os.PathLike[str]) -> Winner:
         return Winner(**{**data, "point": decode(data["point"])})
     except FileNotFoundError as error:
         raise LogError(
-            f"there is no {path}: the search has not ended yet, or found no schedule",
+            f"{path} not found: the search has not ended, or no trial was ok",
             hint="slapo tune resume STUDY.py",
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise LogError(f"{path} does not hold a schedule that a search found: {error}") from error
+        raise LogError(f"{path} is not the best schedule of a search: {error}") from error
+
+
+def saved_winner(log: str | os.PathLike[str], trial: Trial) -> Winner | None:
+    """Read the best schedule of a search if it is of this trial; None otherwise."""
+    try:
+        winner = best(log)
+    except LogError:
+        return None
+    is_it = (winner.number, winner.point, winner.value) == (trial.number, dict(trial.point), trial.value)
+    return winner if is_it else None

@@ -18,7 +18,7 @@ from slapo_tune import Run, Study, search as tuning, winner
 from slapo_tune.log import LogFile
 from slapo_tune.outcomes import Outcome
 from slapo_tune.search import search
-from slapo_tune.trials import Trials
+from slapo_tune.trials import TrialRunner
 
 
 class Net(nn.Linear):
@@ -109,7 +109,7 @@ KILLS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 """What is put in the place of what, so that the process is killed there; in this order, each comes to be."""
 
 
-class NoTrials(Trials):
+class NoTrials(TrialRunner):
     """Does not start processes: the value is a function of the point."""
 
     def run(self, task: str, point: Any, mesh: Any, **settings: Any) -> Outcome:
@@ -120,7 +120,7 @@ class NoTrials(Trials):
         if task == "verify":
             self.proves()
             right = point["batch"] != 4
-            return Outcome("ok", said={"document": {}}) if right else Outcome("wrong", "gradients differ")
+            return Outcome("ok", result={"document": {}}) if right else Outcome("wrong", "gradients differ")
         return Outcome("ok")
 
     def tries(self) -> None: ...
@@ -146,7 +146,7 @@ def without_processes(log: str, kill: str | None) -> list[Any]:
     os.chdir(Path(log).parent)
     study = Study(Net, space, schedule, evaluate, batch=batch, sampler=Slow, log=log, seed=3, predict=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "Trials", NoTrials)
+        patch.setattr(tuning, "TrialRunner", NoTrials)
         if kill is not None:
             KILLS[kill](patch)
         result = search(study)

@@ -29,7 +29,7 @@ def outcomes(environment: FakeEnvironment) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distributions: FakeEnvironment) -> None:
+def test_sampler_is_listed_shown_and_checked_as_a_plugin(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler(HEALTHY))
     listed = fake_distributions.slapo("plugins", "list", "--kind", "samplers")
     assert listed.returncode == 0, listed.stderr
@@ -45,7 +45,7 @@ def test_a_sampler_is_listed_shown_and_checked_like_any_plugin(fake_distribution
     ]
 
 
-def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributions: FakeEnvironment) -> None:
+def test_name_with_a_family_is_one_name_without_namespace(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler(HEALTHY, name="acme.last"), acme("other-slapo", namespace="other"))
     registry = fake_distributions.registry(with_installed=True)
     assert registry.bare_names("samplers") == registry.names("samplers")
@@ -57,7 +57,7 @@ def test_a_name_with_a_family_is_a_whole_and_makes_no_namespace(fake_distributio
         registry.resolve("samplers", "last")
 
 
-def test_a_kind_that_nobody_declares_has_no_names_and_spares_its_plugin(
+def test_undeclared_kind_has_no_names_and_its_plugin_stays_usable(
     fake_distributions: FakeEnvironment, message: Messages
 ) -> None:
     fake_distributions.install(with_sampler(HEALTHY))
@@ -70,31 +70,31 @@ def test_a_kind_that_nobody_declares_has_no_names_and_spares_its_plugin(
 
 
 FAULTS = {
-    "repeats": ("return next(iter(space.points()))", "the history has"),
+    "repeats": ("return next(iter(space.points()))", "a point of the history"),
     "elsewhere": ("return {'batch': 7}", "not a point of the space"),
     "half": (LAST + "return dict([*left[0].items()][:1]) if left else None", "not a point of the space"),
     "failures forgotten": (
         "tried = [trial.point for trial in history if trial.status == 'ok']\n"
         "left = [point for point in space.points() if point not in tried]\nreturn left[0] if left else None",
-        "the history has",
+        "a point of the history",
     ),
     "counts itself": (
         LAST + "self.calls = getattr(self, 'calls', 0) + 1\nreturn left[self.calls % len(left)] if left else None",
-        "does not depend on its arguments alone",
+        "is not a function of its arguments",
     ),
     "global random": (
         "import random\n" + LAST + "return random.choice(left) if left else None",
-        "does not depend on its arguments alone",
+        "is not a function of its arguments",
     ),
     "changes history": (
         LAST + "history.pop() if len(history) > 1 else None\nreturn left[0] if left else None",
-        "does not depend on its arguments alone",
+        "is not a function of its arguments",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> None:
+def test_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> None:
     body, says = FAULTS[fault]
     fake_distributions.install(with_sampler(body))
     found = [text for text in outcomes(fake_distributions).values() if text]
@@ -102,7 +102,7 @@ def test_the_kit_catches(fake_distributions: FakeEnvironment, fault: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_sampler_whose_library_is_not_installed_is_skipped(fake_distributions: FakeEnvironment) -> None:
+def test_sampler_without_its_library_is_skipped(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(with_sampler("import a_library_that_is_not_there"))
     checked = fake_distributions.slapo("plugins", "check", "acme-slapo")
     assert checked.returncode == 0, checked.stdout

@@ -84,32 +84,30 @@ def refusal(*words: object) -> str:
     return str(done.exception)
 
 
-def test_study_files_that_cannot_be_used_are_named_with_the_reason(
-    tmp_path: Path, study: Path, message: Messages
-) -> None:
-    def said(name: str, text: str | None) -> str:
+def test_unusable_study_files_are_refused_with_the_reason(tmp_path: Path, study: Path, message: Messages) -> None:
+    def error_of(name: str, text: str | None) -> str:
         file = tmp_path / name
         if text is not None:
             file.write_text(text)
         return refusal("report", file)
 
-    message(said("none_study.py", None), "file not found: TMP/none_study.py")
-    message(said("study.txt", "study"), "TMP/study.txt", "not a Python file")
-    message(said("empty_study.py", ""), "TMP/empty_study.py", "no 'study'")
-    message(said("odd_study.py", "study = 3"), "'study' of TMP/odd_study.py", "got int")
-    bad = said("bad_study.py", "raise ValueError(3)\n")
+    message(error_of("none_study.py", None), "file not found: TMP/none_study.py")
+    message(error_of("study.txt", "study"), "TMP/study.txt", "not a Python file")
+    message(error_of("empty_study.py", ""), "TMP/empty_study.py", "no 'study'")
+    message(error_of("odd_study.py", "study = 3"), "'study' of TMP/odd_study.py", "got int")
+    bad = error_of("bad_study.py", "raise ValueError(3)\n")
     message(bad, "TMP/bad_study.py", "ValueError: 3 (line 1: raise ", "python TMP/bad_study.py")
-    assert "cannot be imported: SyntaxError" in said("syntax_study.py", "def f(:\n")
+    assert "cannot be imported: SyntaxError" in error_of("syntax_study.py", "def f(:\n")
     message(
-        said("exit_study.py", "import sys; sys.exit(3)"), "TMP/exit_study.py", "SystemExit: 3 (line 1: import sys; "
+        error_of("exit_study.py", "import sys; sys.exit(3)"), "TMP/exit_study.py", "SystemExit: 3 (line 1: import sys; "
     )
     without_ranks = study.read_text().replace("sampler=", "world_size=0, sampler=")
-    message(said("zero_study.py", without_ranks), "TMP/zero_study.py", "world_size", "got 0")
+    message(error_of("zero_study.py", without_ranks), "TMP/zero_study.py", "world_size", "got 0")
     changed = load(study, log=Path("other.jsonl"), trials=3)
     assert (changed.trials, changed.log, changed.sampler) == (3, Path("other.jsonl"), "exhaustive")
 
 
-def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, study: Path, message: Messages) -> None:
+def test_missing_file_exits_with_1_and_wrong_option_with_2(tmp_path: Path, study: Path, message: Messages) -> None:
     assert slapo_tune("report", tmp_path / "none.py").exit_code == 1
     assert slapo_tune("report", study, "--tops", "3").exit_code == 2
     assert slapo_tune("report").exit_code == 2
@@ -119,12 +117,12 @@ def test_a_missing_file_and_a_wrong_option_end_with_1_and_2(tmp_path: Path, stud
         message(text.replace(str(Path.cwd()), "HERE"), "log not found: TMP/run.jsonl")
 
 
-def test_the_report_says_what_the_log_says(searched: Path, message: Messages) -> None:
+def test_report_shows_the_log(searched: Path, message: Messages) -> None:
     printed = slapo_tune("report", searched, "--top", "2").output
     assert printed.startswith(
         "16 points (1 more refused by the space); 8 started, 3 pruned, 5 not tried; 32 s in trials\n"
     )
-    assert "the best 2 of 4 that were ok" in printed
+    assert "best 2 of 4 ok trials" in printed
     assert "a batch has at least 2 samples" in printed
     answer = json.loads(slapo_tune("report", searched, "--json").output)
     assert answer["best"]["number"] == 1
@@ -134,20 +132,20 @@ def test_the_report_says_what_the_log_says(searched: Path, message: Messages) ->
 
 
 @pytest.mark.parametrize("command", [("report",), ("show", "1"), ("best",)])
-def test_the_log_of_another_space_is_refused(searched: Path, command: tuple[str, ...], message: Messages) -> None:
+def test_log_of_another_space_is_refused(searched: Path, command: tuple[str, ...], message: Messages) -> None:
     other = searched.with_name(f"other_{searched.name}")
     other.write_text(searched.read_text().replace("(1, 2, 4, 8)", "(1, 2, 4, 16)"))
     message(refusal(command[0], other, *command[1:]), "TMP/run.jsonl", "another space", f"TMP/{other.name}", "--log")
 
 
-def test_a_picture_is_written_where_it_is_asked_for(searched: Path) -> None:
+def test_plot_is_written_to_its_file(searched: Path) -> None:
     plot = searched.parent / "plots" / "search.png"
     answer = json.loads(slapo_tune("report", searched, "--plot", plot, "--axes", "batch,checkpoint", "--json").output)
     assert answer["picture"] == str(plot)
     assert plot.stat().st_size > 10_000
 
 
-def test_a_trial_is_shown_with_the_end_of_its_output(searched: Path, message: Messages) -> None:
+def test_show_prints_a_trial_with_the_end_of_its_output(searched: Path, message: Messages) -> None:
     output = searched.parent / "run.output" / "0004.txt"
     output.parent.mkdir()
     output.write_text("".join(f"line {number}\n" for number in range(30)))
@@ -163,7 +161,7 @@ def test_a_trial_is_shown_with_the_end_of_its_output(searched: Path, message: Me
     message(refusal("show", searched, 99), "trial 99 not found", "0 to 10")
 
 
-def test_the_space_is_shown_without_a_log(study: Path) -> None:
+def test_show_prints_the_space_without_a_log(study: Path) -> None:
     printed = slapo_tune("show", study).output
     assert printed.startswith("16 points, 1 more refused\n")
     assert "checkpoint  0, 0.5, 1\n" in printed
@@ -172,29 +170,29 @@ def test_the_space_is_shown_without_a_log(study: Path) -> None:
     assert answer["refused"] == [{"point": {"batch": 1}, "reason": "a batch has at least 2 samples"}]
 
 
-def test_a_search_that_is_interrupted_says_how_to_go_on(
+def test_interrupted_run_prints_the_command_to_resume(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from slapo_tune import search as searching
+    from slapo_tune import study as studies
 
     def interrupted(chosen: Any, *, resume: bool, tell: Any) -> None:
         tell(Finished(TRIALS[0]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "search", interrupted)
+    monkeypatch.setattr(studies, "search", interrupted)
     other = study.parent / "deep" / "other.jsonl"
     done = slapo_tune("run", study, "--log", other, "--sampler", "random")
     assert done.exit_code == 130
     assert done.stdout == ""
     assert done.stderr.splitlines()[0].startswith("trial 0 (1 of 16)  ok  10 samples/s")
     assert done.stderr.splitlines()[1:] == [
-        f"interrupted: all finished trials are in {other}; go on by",
+        f"interrupted: all finished trials are in {other}; resume by",
         f"  slapo tune resume {study} --log {other} --sampler random",
     ]
     assert other.parent.is_dir()  # the log's directory is made
 
 
-def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, study: Path, message: Messages) -> None:
+def test_run_refuses_a_log_with_trials_and_resume_one_without(searched: Path, study: Path, message: Messages) -> None:
     log = searched.parent / "run.jsonl"
     before = log.read_bytes()
     message(refusal("run", searched), "TMP/run.jsonl", "11 trials", f"slapo tune resume TMP/{searched.name}")
@@ -207,12 +205,12 @@ def test_a_search_begins_once_and_goes_on_from_what_is_there(searched: Path, stu
     assert log.read_bytes() == before
 
 
-def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slapo_tune import search as searching
+def test_search_without_a_schedule_exits_with_1(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slapo_tune import study as studies
 
     def ended(winner: Any, trials: Any) -> Any:
         monkeypatch.setattr(
-            searching,
+            studies,
             "search",
             lambda *_, **__: SimpleNamespace(trials=trials, winner=winner, ended="space", seconds=seconds),
         )
@@ -229,9 +227,7 @@ def test_a_search_without_a_verified_schedule_ends_with_1(study: Path, monkeypat
     assert "the search ended: the sampler proposes nothing more\n  1 oom: rank 1 ran" in none.output
 
 
-def test_the_best_schedule_is_that_of_an_ok_trial(
-    searched: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
-) -> None:
+def test_best_needs_an_ok_trial(searched: Path, monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     from slapo_tune.commands import actions
 
     def proved(right: bool | None) -> Any:
@@ -240,7 +236,7 @@ def test_the_best_schedule_is_that_of_an_ok_trial(
             number=1, point=POINTS[1], value=30.0, document=document, right=right, reason="differs", text="checked",
             versions={}, apply=lambda model, example_inputs: SimpleNamespace(records=[], explain=lambda: ""),
         )  # fmt: skip
-        monkeypatch.setattr(actions, "prove", lambda study, trial: winner)
+        monkeypatch.setattr(actions, "verify_winner", lambda study, trial: winner)
         return winner
 
     out = searched.parent / "new" / "schedule.json"

@@ -18,10 +18,10 @@ from . import killed
 pytestmark = pytest.mark.ranks
 
 
-def test_a_search_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path: Path) -> None:
+def test_repeatedly_killed_search_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    whole = tmp_path / "whole" / "run.jsonl"
-    (unbroken,) = run_ranks(killed.without_processes, str(whole), None, world_size=1)
+    complete = tmp_path / "whole" / "run.jsonl"
+    (unbroken,) = run_ranks(killed.without_processes, str(complete), None, world_size=1)
     assert len(unbroken) == 15
     log = tmp_path / "run.jsonl"
     ended: list[Trial] = []
@@ -39,13 +39,13 @@ def test_a_search_that_is_killed_again_and_again_is_the_unbroken_one(tmp_path: P
     lines = log.read_text().splitlines()
     assert sum('"event":"ended"' in line for line in lines) == len(unbroken)
     assert sum('"event":"started"' in line for line in lines) <= len(unbroken) + len(killed.KILLS)
-    kept, other = best(log), best(whole)
+    kept, other = best(log), best(complete)
     assert (kept.number, kept.point, kept.right) == (other.number, other.point, True)
     assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.breadth
-def test_trials_end_with_the_search_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_trials_end_with_a_killed_search_and_the_next_search_resumes(tmp_path: Path) -> None:
     log, pids = tmp_path / "run.jsonl", tmp_path / "pids"
     for variable, ended in (("KILL_IN_TRIAL", 0), ("KILL_IN_VERIFICATION", 2)):
         with pytest.raises(RankFailedError, match="SIGKILL"):

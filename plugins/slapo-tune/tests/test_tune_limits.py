@@ -25,7 +25,7 @@ from . import killed
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(tuning, "Trials", killed.NoTrials)
+    monkeypatch.setattr(tuning, "TrialRunner", killed.NoTrials)
     return {"sampler": "exhaustive", "log": tmp_path / "run.jsonl", "predict": False, "verify": False}
 
 
@@ -33,7 +33,7 @@ def study(settings: dict[str, Any], **more: Any) -> Study:
     return Study(killed.Net, killed.space, killed.schedule, killed.evaluate, **{**settings, **more})
 
 
-def test_at_most_so_many_trials_are_started(settings: dict[str, Any]) -> None:
+def test_limit_of_started_trials(settings: dict[str, Any]) -> None:
     result = search(study(settings, trials=3))
     assert (len(result.trials), result.ended) == (3, "trials")
     result = search(study(settings, trials=5))
@@ -42,14 +42,14 @@ def test_at_most_so_many_trials_are_started(settings: dict[str, Any]) -> None:
     assert (len(result.trials), result.ended, result.counts) == (15, "space", {"ok": 13, "crash": 1, "wrong": 1})
 
 
-def test_nothing_is_started_when_the_time_is_over(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trial_starts_after_the_budget(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning.time, "monotonic", iter(range(0, 100_000, 10)).__next__)
     result = search(study(settings, budget=100.0))
     assert result.ended == "budget"
     assert 0 < len(result.trials) < 10
 
 
-def test_an_interrupted_search_says_how_to_go_on(
+def test_interrupted_search_notes_how_to_resume(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     events: list[Event] = []
@@ -74,7 +74,7 @@ def test_an_interrupted_search_says_how_to_go_on(
     assert isinstance(events[1], Started)
 
 
-def test_a_sampler_that_proposes_nonsense_is_named(settings: dict[str, Any], message: Messages) -> None:
+def test_invalid_proposals_name_the_sampler(settings: dict[str, Any], message: Messages) -> None:
     class Again(Sampler):
         name = "again"
 
@@ -89,14 +89,14 @@ def test_a_sampler_that_proposes_nonsense_is_named(settings: dict[str, Any], mes
 
     with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=Again()))
-    message(caught, "'again' proposes", "the history has")
+    message(caught, "'again' proposes", "was already tried")
     with pytest.raises(LogError) as other:
         search(study(settings, sampler=Beside))
     message(other, "'again'", "'beside'")
     settings["log"].unlink()
     with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=Beside))
-    message(caught, "{'batch': 77}", "the space does not have")
+    message(caught, "{'batch': 77}", "is not a point of the space")
     with pytest.raises(StudyError) as caught:
         search(study(settings, sampler=7))
     message(caught, "sampler", "got 7")
@@ -104,7 +104,7 @@ def test_a_sampler_that_proposes_nonsense_is_named(settings: dict[str, Any], mes
         search(study(settings, sampler="exhaustve"))
 
 
-def test_a_model_that_cannot_be_made_ends_the_search(
+def test_failing_make_model_ends_the_search(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     monkeypatch.setattr(
@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_made_ends_the_search(
     ("wrong", "word"),
     [
         ({"world_size": 0}, "got 0"),
-        ({"world_size": 2}, "2 ranks need a mesh"),
+        ({"world_size": 2}, "world_size=2 requires mesh="),
         ({"timeout": float("nan")}, "timeout"),
         ({"trials": 0}, "trials"),
         ({"evaluate": None}, "needs batch="),
@@ -130,10 +130,10 @@ def test_a_model_that_cannot_be_made_ends_the_search(
         ({"accelerator": "tpu"}, "'cpu', 'cuda' or None"),
         ({"accelerator": "cuda", "process_memory": "4GiB"}, "memory='4GiB'"),
         ({"options": 3}, "a function of the point"),
-        ({"options": {"loss": 3}}, "an argument of its own"),
+        ({"options": {"loss": 3}}, "an argument of the study"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], word: str, message: Messages) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, Any], word: str, message: Messages) -> None:
     fine = {"make_model": killed.Net, "space": killed.space, "schedule": killed.schedule, "evaluate": killed.evaluate}
     Study(**fine)
     with pytest.raises((StudyError, ArgumentError)) as caught:
@@ -141,7 +141,7 @@ def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], word: s
     message(caught, word)
 
 
-def test_process_memory_is_refused_where_trials_would_take_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_memory_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     fine = {"make_model": killed.Net, "space": killed.space, "schedule": killed.schedule, "evaluate": killed.evaluate}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(StudyError, match="address space"):
@@ -151,14 +151,14 @@ def test_process_memory_is_refused_where_trials_would_take_gpus(monkeypatch: pyt
 
 
 @pytest.mark.ranks
-def test_a_search_ends_if_killed_processes_of_a_trial_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_ends_if_killed_processes_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(job: Any, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
         started.append(subprocess.Popen(["sleep", "1000"], env={**os.environ, "TMPDIR": job.directory}))
         return [{"steps": 0}]
 
     started: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(trials, "_launched", launch)
-    runs = trials.Trials(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
+    runs = trials.TrialRunner(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
     output = tmp_path / "output" / "0001.txt"
     assert runs.run("check", {}, None, output=output, timeout=10.0).status == "ok"
     assert started[0].poll() is not None  # it has ended, though its parent is this process, which did not wait for it
@@ -187,7 +187,7 @@ def test_a_search_ends_if_killed_processes_of_a_trial_stay(tmp_path: Path, monke
         dist.DistBackendError("NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"),
     ],
 )
-def test_allocations_that_fail_on_a_gpu_are_oom(error: BaseException) -> None:
+def test_failed_allocations_of_a_gpu_are_oom(error: BaseException) -> None:
     assert RaisedError.of(error, "run", 0).status == "oom"
 
 
@@ -200,22 +200,22 @@ def test_allocations_that_fail_on_a_gpu_are_oom(error: BaseException) -> None:
         "NCCL error: remote process exited or there was a network error",
     ],
 )
-def test_other_errors_of_a_gpu_are_a_crash(text: str) -> None:
+def test_other_errors_of_a_gpu_are_crashes(text: str) -> None:
     assert RaisedError.of(RuntimeError(text), "run", 0).status == "crash"
 
 
-def test_a_mesh_of_another_size_is_refused_where_it_is(settings: dict[str, Any], message: Messages) -> None:
+def test_mesh_of_another_size_refuses_its_point(settings: dict[str, Any], message: Messages) -> None:
     result = search(study(settings, world_size=2, mesh=lambda p: {"dp": p["cut"]}))
     assert {trial.point["cut"]: trial.status for trial in result.trials if trial.point["batch"] == 1} == {
         1: "refused",
         2: "ok",
         3: "refused",
     }
-    message(result.trials[0].reason, "{'dp': 1}", "world_size is 2")
+    message(result.trials[0].reason, "{'dp': 1}", "world_size=2")
 
 
 @pytest.mark.parametrize(("error", "launches"), [(LaunchError, 1), (ServerEndedError, 3)])
-def test_ranks_are_launched_again_only_if_their_server_ended(
+def test_ranks_are_relaunched_only_if_their_server_ended(
     error: type[LaunchError], launches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
@@ -227,7 +227,7 @@ def test_ranks_are_launched_again_only_if_their_server_ended(
         return [{"steps": 0}]
 
     monkeypatch.setattr(trials, "run_ranks", launch)
-    runs = trials.Trials(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
+    runs = trials.TrialRunner(Study(killed.Net, killed.space, killed.schedule, killed.evaluate))
     with pytest.raises(LaunchError) if launches == 1 else contextlib.nullcontext():
         runs.run("check", {}, None, output=tmp_path / "output" / "0001.txt", timeout=10.0)
     assert len(calls) == launches
@@ -237,7 +237,7 @@ def options(point: Any) -> Any:
     return {"microbatches": 2, "target": "torch"} if point["cut"] == 1 else {"loss_weight": None}
 
 
-def test_wrong_options_of_a_point_refuse_it(settings: dict[str, Any]) -> None:
+def test_invalid_options_refuse_their_point(settings: dict[str, Any]) -> None:
     searched = study(settings, options=options)
     trials = search(searched).trials
     refused = [trial for trial in trials if trial.status == "refused"]

@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_trials_come_back_as_they_were(path: Path) -> None:
+def test_trials_round_trip_through_the_log(path: Path) -> None:
     log = read_log(path)
     assert log.trials == (FIRST, SECOND)
     assert type(log.trials[0].point["cut"]) is tuple
@@ -40,28 +40,28 @@ def test_trials_come_back_as_they_were(path: Path) -> None:
     assert b"Infinity" not in path.read_bytes()
 
 
-def test_cut_off_anywhere_it_loses_no_whole_line_and_goes_on(path: Path) -> None:
+def test_truncated_log_keeps_complete_lines_and_continues(path: Path) -> None:
     data = path.read_bytes()
     ends = [end + 1 for end in range(len(data)) if data[end : end + 1] == b"\n"]
     for length in range(len(data) + 1):
         path.write_bytes(data[:length])
         with LogFile(path, HEADER) as log:
-            whole = data[:length].count(b"\n") + (length + 1 in ends)  # all of a line but its end is a line
-            assert len(log.log.trials) == (whole >= 4) + (whole >= 6)
-            assert (log.log.running is not None) == (whole in (3, 5))
+            complete = data[:length].count(b"\n") + (length + 1 in ends)  # all of a line but its end is a line
+            assert len(log.log.trials) == (complete >= 4) + (complete >= 6)
+            assert (log.log.running is not None) == (complete in (3, 5))
             assert bool(log.repaired) == (length not in (0, *ends))
-            log.verified(0, right=True) if whole >= 4 else None
+            log.verified(0, right=True) if complete >= 4 else None
         again = read_log(path)
-        assert again.trials == (FIRST, SECOND)[: (whole >= 4) + (whole >= 6)]
+        assert again.trials == (FIRST, SECOND)[: (complete >= 4) + (complete >= 6)]
         assert not again.torn
 
 
-def test_who_writes_it_is_named_to_the_second_one(path: Path) -> None:
+def test_log_in_use_names_its_process(path: Path) -> None:
     with LogFile(path, HEADER):
         before = path.read_bytes()
         with pytest.raises(LogError) as refused:
             LogFile(path, HEADER)
-        assert f"process {os.getpid()} on {os.uname().nodename} " in str(refused.value)
+        assert f"process {os.getpid()} on {os.uname().nodename}" in str(refused.value)
         assert str(path) in str(refused.value)
         assert path.read_bytes() == before
     LogFile(path, HEADER).__exit__(None, None, None)
@@ -70,7 +70,7 @@ def test_who_writes_it_is_named_to_the_second_one(path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        ({**HEADER, "seed": 1}, ("seed is 0", "is 1;")),
+        ({**HEADER, "seed": 1}, ("seed is 0", "has 1;")),
         (
             {**HEADER, "fingerprint": "x", "described": "2 points\nbatch  1, 3"},
             ("space", "\n  there: batch  1, 2\n  here:  batch  1, 3"),
@@ -78,7 +78,7 @@ def test_who_writes_it_is_named_to_the_second_one(path: Path) -> None:
         ({**HEADER, "target": "megatron"}, ("target is None", "'megatron'")),
     ],
 )
-def test_the_log_of_another_study_is_refused(
+def test_log_of_another_study_is_refused(
     path: Path, header: dict[str, object], words: tuple[str, ...], message: Messages
 ) -> None:
     before = path.read_bytes()
@@ -88,7 +88,7 @@ def test_the_log_of_another_study_is_refused(
     assert path.read_bytes() == before
 
 
-def test_other_versions_are_no_other_study(path: Path) -> None:
+def test_other_versions_are_the_same_study(path: Path) -> None:
     with LogFile(path, {**HEADER, "versions": {"torch": "2"}}) as log:
         assert len(log.log.trials) == 2
 
@@ -104,7 +104,7 @@ def test_other_versions_are_no_other_study(path: Path) -> None:
         b'{"slapo_tune_log":2}\n',
     ],
 )
-def test_a_foreign_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+def test_foreign_file_is_refused_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "thesis.txt"
     path.write_bytes(content)
     with pytest.raises(LogError):
@@ -126,7 +126,7 @@ def test_a_foreign_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
         b'{"event":"other"}',
     ],
 )
-def test_damage_before_the_end_names_the_line(path: Path, line: bytes) -> None:
+def test_damaged_line_is_named(path: Path, line: bytes) -> None:
     lines = path.read_bytes().split(b"\n")
     damaged = b"\n".join([*lines[:4], line, *lines[4:]])
     path.write_bytes(damaged)
@@ -136,26 +136,26 @@ def test_damage_before_the_end_names_the_line(path: Path, line: bytes) -> None:
     assert path.read_bytes() == damaged
 
 
-def test_a_trial_twice_is_damage(path: Path) -> None:
+def test_duplicate_trial_is_damage(path: Path) -> None:
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:4], lines[3], *lines[4:]]))
-    with pytest.raises(LogError, match=r"line 5 .* trial 0 "):
+    with pytest.raises(LogError, match=r"line 5 .*got trial 0"):
         read_log(path)
 
 
-def test_a_trial_that_the_verification_refuses_is_wrong(path: Path) -> None:
+def test_trial_that_fails_verification_is_wrong(path: Path) -> None:
     with LogFile(path, HEADER) as log:
         log.verified(0, right=False, reason="gradients differ")
     trial = read_log(path).trials[0]
     assert (trial.status, trial.value, trial.reason) == ("wrong", None, "gradients differ")
 
 
-def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
+def test_unwritable_logs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     for path, word in (
         (tmp_path, "is a directory"),
         (tmp_path / "no" / "run.jsonl", "directory not found"),
         (Path("/proc/run.jsonl"), "cannot be written"),
-        (Path("/dev/null"), "is not an ordinary file"),
+        (Path("/dev/null"), "is not a regular file"),
     ):
         with pytest.raises(LogError, match=word):
             LogFile(path, HEADER)
@@ -169,7 +169,7 @@ def test_what_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     message(caught, "TMP/run.jsonl", "Permission denied\n  hint: ")
 
 
-def test_a_full_disk_leaves_whole_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_complete_lines(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
     write = os.write
     with LogFile(path, HEADER) as log:
@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_whole_lines(path: Path, monkeypatch: pytest.MonkeyPa
     assert opened.startswith(before)
 
 
-def test_a_log_that_is_taken_away_ends_the_search(path: Path, message: Messages) -> None:
+def test_removed_log_ends_the_search(path: Path, message: Messages) -> None:
     with LogFile(path, HEADER) as log:
         path.rename(path.with_name("moved.jsonl"))
         with pytest.raises(LogError) as caught:

@@ -17,7 +17,7 @@ def given_back_elsewhere(tensors: list[torch.Tensor]) -> None:
     thread.join()
 
 
-def test_blocks_that_another_thread_gives_back_do_not_add_up() -> None:
+def test_blocks_freed_by_another_thread_do_not_add_up() -> None:
     meter = MemoryMeter("cpu")
     with meter.measuring():
         kept = torch.empty(64 * MIB, dtype=torch.uint8)
@@ -28,7 +28,7 @@ def test_blocks_that_another_thread_gives_back_do_not_add_up() -> None:
     assert kept.nbytes + 64 * MIB <= meter.peak <= kept.nbytes + 3 * 64 * MIB
 
 
-def test_what_steps_hold_at_one_time_is_the_peak() -> None:
+def test_peak_is_the_maximum_of_allocated_bytes_in_steps() -> None:
     meter = MemoryMeter("cpu")
     with meter.measuring():
         kept = torch.empty(8 * MIB, dtype=torch.uint8)

@@ -22,7 +22,7 @@ def progress(file: io.StringIO, now: list[float], **more: Any) -> Progress:
     return Progress(**{**settings, **more}, file=file, clock=lambda: now[0])
 
 
-def test_progress_without_a_terminal_is_one_line_a_trial() -> None:
+def test_progress_without_a_terminal_has_one_line_for_each_trial() -> None:
     file = io.StringIO()
     with progress(file, [0.0]) as shown:
         for trial in TRIALS[:5]:
@@ -40,7 +40,7 @@ def test_progress_without_a_terminal_is_one_line_a_trial() -> None:
     assert len(lines) == 5
 
 
-def test_the_time_left_is_that_of_the_trials_still_allowed() -> None:
+def test_time_left_counts_the_remaining_trials() -> None:
     now = [0.0]
     shown = progress(io.StringIO(), now, limit=4, trials=TRIALS[:2])
     assert shown.left() == 2 * 4.0  # two of four, four seconds each
@@ -66,7 +66,7 @@ def test_progress_on_a_terminal_shows_the_best_and_the_running_trial() -> None:
     assert "[bold]" in file.getvalue()
 
 
-def test_notes_and_the_verification_are_told() -> None:
+def test_progress_shows_notes_and_the_verification() -> None:
     file = io.StringIO()
     shown = progress(file, [0.0])
     shown.tell(Note("an incomplete line was cut off"))
@@ -76,5 +76,5 @@ def test_notes_and_the_verification_are_told() -> None:
     assert file.getvalue().splitlines() == [
         "note: an incomplete line was cut off",
         "trial 1 verified",
-        "trial 1 WRONG, the next best follows: output differs",
+        "trial 1 WRONG, trying the next best: output differs",
     ]

@@ -18,7 +18,7 @@ from slapo_tune.samplers.coordinate import Coordinate
 from slapo_tune.samplers.exhaustive import Exhaustive
 from slapo_tune.samplers.frontier import Frontier
 from slapo_tune.samplers.optuna import OptunaMissingError, OptunaRandom, OptunaTpe
-from slapo_tune.samplers.program import Asking, moved
+from slapo_tune.samplers.program import ReplayedSearch, move
 from slapo_tune.samplers.random import Random
 from slapo_tune.space import Space
 from tests.messages import Messages
@@ -61,7 +61,7 @@ def finished(point: Point, number: int, chance: random.Random, view: View) -> Tr
 
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.sampled_from([None, 150, 10**6]), st.integers(0, 99))
-def test_every_proposal_is_a_new_point_and_a_search_goes_on_from_any_prefix(
+def test_proposals_are_new_points_and_searches_resume_from_any_prefix(
     batches: int, ratios: int, kinds: int, memory: int | None, seed: int
 ) -> None:
     view = View(polygon(batches, ratios, kinds), needs if memory else None, memory)
@@ -118,7 +118,7 @@ def best(history: list[Trial]) -> float:
 
 
 @pytest.mark.parametrize("cls", [Frontier, Coordinate])
-def test_the_best_is_found_on_the_edge_and_off_it(cls: type[Sampler]) -> None:
+def test_best_point_is_found_on_the_edge_and_off_it(cls: type[Sampler]) -> None:
     def inside(batch: int, ratio: int) -> float:
         return 10.0 - (batch - 4) ** 2 * 0.1 - (ratio - 4) ** 2 * 0.2
 
@@ -135,7 +135,7 @@ def test_the_best_is_found_on_the_edge_and_off_it(cls: type[Sampler]) -> None:
 
 @pytest.mark.parametrize("is_measured", [True, False])
 @pytest.mark.parametrize("cls", [Frontier, Coordinate])
-def test_what_trials_need_beyond_the_estimate_is_learned(cls: type[Sampler], is_measured: bool) -> None:
+def test_memory_beyond_the_estimate_is_learned(cls: type[Sampler], is_measured: bool) -> None:
     """All trials need 20 % more than predicted: what fitted tells it, or else each that did not."""
     for seed in range(4):
         history = search(cls, plane(60), paper, wrong=1.2, seed=seed, is_measured=is_measured)
@@ -149,7 +149,7 @@ def test_what_trials_need_beyond_the_estimate_is_learned(cls: type[Sampler], is_
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.0, 0.0])
-def test_a_search_ends_whatever_trials_give(value: float) -> None:
+def test_search_ends_with_any_values_of_trials(value: float) -> None:
     for cls in (Frontier, Coordinate, OptunaTpe):
         history = [Trial(number, point, "ok", value) for number, point in enumerate(plane(60).listed[:10])]
         assert cls().suggest(plane(60), history, 0) not in [trial.point for trial in history]
@@ -157,7 +157,7 @@ def test_a_search_ends_whatever_trials_give(value: float) -> None:
     assert 0 < len(history) <= 62
 
 
-def test_one_that_ran_out_of_memory_below_others_that_fitted_stands_alone() -> None:
+def test_oom_below_fitting_predictions_is_an_outlier() -> None:
     view = plane(60)
     odd = Trial(0, {"batch": 1, "ratio": 6}, "oom", predicted={"memory": 4 * GIB})
     fine = Trial(1, {"batch": 6, "ratio": 0}, "ok", 1.0, predicted={"memory": 60 * GIB})
@@ -165,22 +165,22 @@ def test_one_that_ran_out_of_memory_below_others_that_fitted_stands_alone() -> N
     assert Random().suggest(view, [odd, fine], 0) is not None
 
 
-def test_a_move_along_what_does_not_fit_follows_the_edge() -> None:
-    ask = Asking(plane(60), [], 0)
-    assert moved(ask, {"batch": 6, "ratio": 0}, "batch", 1) == {"batch": 7, "ratio": 2}
-    assert moved(ask, {"batch": 7, "ratio": 2}, "ratio", -1) == {"batch": 6, "ratio": 1}
-    assert moved(ask, {"batch": 13, "ratio": 6}, "batch", 1) is None
+def test_move_follows_the_edge_of_memory() -> None:
+    ask = ReplayedSearch(plane(60), [], 0)
+    assert move(ask, {"batch": 6, "ratio": 0}, "batch", 1) == {"batch": 7, "ratio": 2}
+    assert move(ask, {"batch": 7, "ratio": 2}, "ratio", -1) == {"batch": 6, "ratio": 1}
+    assert move(ask, {"batch": 13, "ratio": 6}, "batch", 1) is None
 
 
-def test_a_search_in_a_space_of_a_billion_points_looks_at_few() -> None:
+def test_search_in_a_space_of_a_billion_points_evaluates_few() -> None:
     def space(s: Any) -> None:
         for symbol in range(9):
             s.choose(f"x{symbol}", range(10))
 
-    whole = Space(space)
+    complete = Space(space)
     view = View(Space(lambda s: None))
-    object.__setattr__(view, "draw", whole.draw)
-    object.__setattr__(view, "points", whole.points)
+    object.__setattr__(view, "draw", complete.draw)
+    object.__setattr__(view, "points", complete.points)
     for cls in (Frontier, Coordinate, Random, OptunaTpe):
         history: list[Trial] = []
         while len(history) < 12 and (point := cls().suggest(view, history, 0)) is not None:
@@ -188,14 +188,14 @@ def test_a_search_in_a_space_of_a_billion_points_looks_at_few() -> None:
         assert len(history) == 12
 
 
-def test_without_optuna_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
+def test_missing_optuna_is_refused_with_a_hint(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(OptunaMissingError) as caught:
         OptunaTpe().suggest(plane(60), [], 0)
     message(caught, "'optuna.tpe'", 'pip install "slapo-tune[optuna]"')
 
 
-def test_all_are_installed_under_their_names() -> None:
+def test_samplers_are_installed_under_their_names() -> None:
     names = current_registry().names("samplers")
     assert {cls.name for cls in SAMPLERS} <= set(names)
     assert all(current_registry().load(cls.name, "samplers") is cls for cls in SAMPLERS)

@@ -83,7 +83,7 @@ print(result.best.value, result.winner.right, result.winner.reason)
 """
 
 
-def test_margin_is_learned_from_what_was_measured() -> None:
+def test_margin_is_learned_from_measurements() -> None:
     def trial(status: str, predicted: float, measured: float = 0) -> Trial:
         return Trial(0, {}, status, predicted={"memory": predicted}, measured={"memory": measured} if measured else {})
 
@@ -97,7 +97,7 @@ def test_margin_is_learned_from_what_was_measured() -> None:
     assert margin([odd, fine], 100 * mib) == 1  # the first one failed for another reason
 
 
-def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
+def test_study_of_a_file_is_pruned_run_verified_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Messages
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,12 +138,12 @@ def test_a_study_of_a_file_is_pruned_run_verified_and_kept(
     assert again == result
     with pytest.raises(slapo_core.SlapoError) as caught:
         search(study, resume=False)
-    message(caught, "trials already", "slapo tune resume STUDY.py")
+    message(caught, "already has trials", "slapo tune resume STUDY.py")
     assert not [event for event in events if isinstance(event, Note)]
 
 
 @pytest.mark.parametrize("is_guarded", [True, pytest.param(False, marks=pytest.mark.breadth)])
-def test_a_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool, message: Messages) -> None:
+def test_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool, message: Messages) -> None:
     guard = 'if __name__ == "__main__":' if is_guarded else "if True:"
     lines = SCRIPT.format(guard=guard, arguments="lambda: nn.Linear(2, 2), space, schedule, evaluate").splitlines()
     at = lines.index(guard)
@@ -164,7 +164,7 @@ def test_a_script_tunes_its_own_functions(tmp_path: Path, is_guarded: bool, mess
         assert not read_log(tmp_path / "run.jsonl").trials
 
 
-def test_a_function_without_a_name_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_unnamed_function_is_refused_before_trials(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     functions = lambda: nn.Identity(), lambda s: s.choose("n", [1]), lambda sch, p: None, lambda run: 1.0
     study = Study(*functions, log=log, sampler="exhaustive")

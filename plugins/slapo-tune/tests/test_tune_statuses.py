@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slapo_tune import Result, Study, read_log
+from slapo_tune import SearchResult, Study, read_log
 from slapo_tune.samplers import Trial
 from slapo_tune.search import search
 from tests.messages import Messages
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.ranks
 EXPECTED = {
     "train": ("ok", ""),
     "loss_is_infinite": ("wrong", "loss of step 1 is nan"),
-    "loss_differs": ("wrong", "first loss is 1 and 2"),
-    "nan": ("wrong", "rank 0: evaluate gave nan"),
-    "none": ("wrong", "rank 0: evaluate gave None"),
-    "text": ("wrong", "rank 0: evaluate gave '12.5'"),
-    "only_rank_0": ("wrong", "rank 1: evaluate gave None"),
+    "loss_differs": ("wrong", "first losses are 1 and 2"),
+    "nan": ("wrong", "rank 0: evaluate() must return a finite number to maximize (got nan)"),
+    "none": ("wrong", "rank 0: evaluate() must return a finite number to maximize (got None)"),
+    "text": ("wrong", "rank 0: evaluate() must return a finite number to maximize (got '12.5')"),
+    "only_rank_0": ("wrong", "rank 1: evaluate() must return a finite number to maximize (got None)"),
     "disagree": ("wrong", "rank 0 1, rank 1 10"),
     "rank_1_raises": ("crash", "rank 1: ValueError: the kernel does not take 7 heads\n  at "),
     "rank_1_leaves": ("crash", "rank 1 ended with exit code 0"),
     "exits": ("crash", "SystemExit: 0"),
-    "segfault": ("crash", " was ended by SIGSEGV\n"),
-    "killed": ("crash", "rank 1 was ended by SIGKILL"),
-    "kills_its_group": ("crash", " was ended by SIGKILL"),
+    "segfault": ("crash", " was killed by SIGSEGV\n"),
+    "killed": ("crash", "rank 1 was killed by SIGKILL"),
+    "kills_its_group": ("crash", " was killed by SIGKILL"),
     "no_memory": ("oom", "RuntimeError: "),
     "typed_no_memory": ("oom", "OutOfMemoryError: CUDA out of memory."),
     "eats_memory": ("oom", "can't allocate memory"),
@@ -73,7 +73,7 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield put
 
 
-def searched(tmp_path: Path, space: Any, **settings: Any) -> Result:
+def searched(tmp_path: Path, space: Any, **settings: Any) -> SearchResult:
     study = Study(
         odd_trials.Net,
         space,
@@ -114,7 +114,7 @@ def assert_clean(left: Path, processes: int) -> None:
         assert not Path(file.read_text()).exists()
 
 
-def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Path, message: Messages) -> None:
+def test_trials_get_their_status_and_leave_no_processes(tmp_path: Path, left: Path, message: Messages) -> None:
     result = searched(tmp_path, space_of_all, timeout=100.0)
     trials: dict[str, Trial] = {trial.point["does"]: trial for trial in result.trials}
     for does, (status, reason) in EXPECTED.items():
@@ -132,7 +132,7 @@ def test_every_trial_gets_its_status_and_leaves_nothing(tmp_path: Path, left: Pa
     assert_clean(left, 2)
 
 
-def test_a_trial_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, left: Path) -> None:
+def test_hanging_trial_is_killed_with_its_processes(tmp_path: Path, left: Path) -> None:
     result = searched(tmp_path, space_of_hanging, timeout=4.0)
     (trial,) = result.trials
     assert trial.status == "timeout"

@@ -1,4 +1,4 @@
-"""List the checks in running order: those that start processes last."""
+"""List the checks in running order; checks that start processes are last."""
 
 from __future__ import annotations
 

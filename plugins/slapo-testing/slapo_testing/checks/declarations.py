@@ -1,4 +1,4 @@
-"""Check a plugin's declarations: documentation, entry point, import cost, JSON form."""
+"""Check a plugin's declarations: documentation, entry point, import cost, JSON."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from slapo_core.internals import primitive_from_json, primitive_to_json
 from slapo_core.plugins import GROUP_PREFIX, KINDS, LOCAL_VERSION, Entry, class_violations, current_registry
 from slapo_core.primitive import Primitive
 from slapo_testing.bench import build_model, prepare, registered
-from slapo_testing.case import Case, made
+from slapo_testing.case import Case, make_primitive
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.probe import MODULE_LIMIT, probe
 
 
 def documentation(case: Case) -> None:
-    """The docstring is a sentence, tells every argument, and shows the rewrite."""
+    """The docstring has a sentence, each argument, and the rewrite."""
     cls = type(case.value())
     violations = documentation_violations(cls)
     if violations:
         raise CheckError(
             f"the docstring of {cls.__qualname__} is incomplete",
-            required="a first line that is a sentence, 'name: text' for every field, 'rewrite: before -> after'",
+            required="a sentence as first line, 'name: text' for each field, 'rewrite: before -> after'",
             got="; ".join(violations),
             hint=f"complete the docstring in {cls.__module__}; `slapo primitives core.checkpoint` shows a complete one",
         )
@@ -35,9 +35,9 @@ def documentation(case: Case) -> None:
 def documentation_violations(cls: type) -> list[str]:
     """List the missing parts of a primitive's docstring."""
     own = vars(cls).get("__doc__")
-    # A dataclass without a docstring is given its signature as one.
+    # The docstring of a dataclass without one is its signature.
     if not own or own.startswith(f"{cls.__name__}("):
-        return ["it has no docstring"]
+        return ["there is no docstring"]
     text = inspect.cleandoc(own)
     violations = []
     first = text.partition("\n")[0].strip()
@@ -65,15 +65,15 @@ _CLASSES = {"primitives": "a frozen dataclass derived from Primitive", "dialects
 
 
 def entry_point_agrees(case: Case) -> None:
-    """The installed entry point of the primitive's name loads this very class, a frozen dataclass of that name."""
+    """The entry point of the primitive's name loads this class, a frozen dataclass of that name."""
     require_entry_point(type(case.value()), "primitives")
 
 
 def require_entry_point(cls: Any, kind: str) -> None:
-    """Hold a class against the entry point of its name.
+    """Compare a class with the entry point of its name.
 
     Raises:
-        CheckError: there is none, or it names something else, or the class breaks a rule of its kind.
+        CheckError: the entry point is missing or names another class, or the class breaks a rule of its kind.
         NotApplicable: the class was registered in this process.
     """
     value = f"{cls.__module__}:{cls.__qualname__}"
@@ -93,12 +93,12 @@ def require_entry_point(cls: Any, kind: str) -> None:
         raise CheckError(
             f"no installed distribution provides '{cls.name}'",
             required=declaration,
-            got=f"an entry point for none of the name '{cls.name}' and the class {value}",
+            got=f"no entry point for the name '{cls.name}' or the class {value}",
             hint=hint,
         )
     _hold(cls, entry, declaration)
     if entry.version == LOCAL_VERSION:
-        raise NotApplicable(f"'{cls.name}' was registered in this process: it has no entry point to agree with")
+        raise NotApplicable(f"'{cls.name}' was registered in this process, without an entry point")
     try:
         loaded = registry.load(entry)
     except PluginError as error:
@@ -106,14 +106,14 @@ def require_entry_point(cls: Any, kind: str) -> None:
             f"the entry point '{entry.name}' of {entry.label} cannot be loaded",
             required=declaration,
             got=str(error),
-            hint=f"`slapo plugins check {entry.distribution} --traceback` shows everything",
+            hint=f"`slapo plugins check {entry.distribution} --traceback` shows the traceback",
         ) from error
     if loaded is not cls:
         raise CheckError(
             f"the entry point '{entry.name}' of {entry.label} loads another class",
             required=f"{declaration}, in {_file(cls)}",
             got=f"{loaded.__module__}:{loaded.__qualname__}, in {_file(loaded)}",
-            hint="correct the entry point, or test the class that it names; after a change: `pip install -e .`",
+            hint="correct the entry point, or test its class; after a change: `pip install -e .`",
         )
 
 
@@ -121,10 +121,10 @@ def _hold(cls: Any, entry: Entry, declaration: str) -> None:
     violations = class_violations(cls, entry, KINDS[entry.kind])
     if violations:
         raise CheckError(
-            f"the class {cls.__qualname__} and its entry point '{entry.name}' do not agree",
+            f"class {cls.__qualname__} does not match its entry point '{entry.name}'",
             required=f"{_CLASSES[entry.kind]}, with {declaration}",
             got="; ".join(violations),
-            hint="correct the class, or the entry point in pyproject.toml and run `pip install -e .` again",
+            hint="correct the class; or the entry point in pyproject.toml, then `pip install -e .`",
         )
 
 
@@ -135,20 +135,20 @@ def _file(cls: Any) -> str:
 
 
 def light_import(case: Case) -> None:
-    """A fresh process imports the module silently, without frameworks, and without doing or changing anything."""
+    """The module imports in a new process silently, without frameworks and side effects."""
     require_light_import(type(case.value()))
 
 
 def require_light_import(cls: type) -> None:
-    """Hold the module of a class against the rules of importing.
+    """Check the module of a class against the rules of imports.
 
     Raises:
-        CheckError: every rule that it breaks is named.
+        CheckError: with each broken rule.
         NotApplicable: the class is defined in a script.
     """
     module = cls.__module__
     if module == "__main__":
-        raise NotApplicable(f"{cls.__qualname__} is defined in a script: nothing imports it")
+        raise NotApplicable(f"{cls.__qualname__} is defined in a script, which is not imported")
     violations = probe(module).violations
     if violations:
         raise CheckError(
@@ -156,17 +156,17 @@ def require_light_import(cls: type) -> None:
             required=f"at most {MODULE_LIMIT} modules beyond torch, no framework among them; nothing printed or "
             "written, no process, thread or connection started, no global state changed",
             got="; ".join(violations),
-            hint="import frameworks and do work inside the functions that need them",
+            hint="import frameworks inside the functions that use them; do no work at import",
         )
 
 
 def json_round_trip(case: Case) -> None:
-    """The value is the same after JSON, and its schedule replays to the same records."""
+    """The value round-trips through JSON, and its schedule replays to equal records."""
     value = case.value()
     if not case.serializable:
         _must_refuse(value)
         return
-    with registered(value, *(made(step) for _, step in case.before)):
+    with registered(value, *(make_primitive(step) for _, step in case.before)):
         bench = prepare(case, mesh_size=2)
         round_trip_value(bench.bound(case.path, value))
         bench.apply()
@@ -177,36 +177,36 @@ def json_round_trip(case: Case) -> None:
                     "the schedule replays to other records",
                     required=f"{saved!r} with the effects {saved.effects}",
                     got=f"{replayed!r} with the effects {replayed.effects}",
-                    hint="let apply depend on the fields and the node only, not on global state or random numbers",
+                    hint="let apply() depend on fields and node only, not on global state or random numbers",
                 )
 
 
 def round_trip_value(value: Primitive) -> None:
-    """Hold a value against its copy through JSON.
+    """Compare a value with its copy through JSON.
 
     Raises:
-        CheckError: JSON cannot carry it, or the copy is another value or has another hash.
+        CheckError: JSON cannot store the value, or the copy differs or has another hash.
     """
     try:
         arguments = primitive_to_json(value, where=str(value))
     except SerializationError as error:
         raise CheckError(
-            "JSON cannot carry the arguments",
+            "JSON cannot store the arguments",
             required="fields that are numbers, strings, booleans, None, tuples or string-keyed dictionaries",
             got=error.message,
-            hint="take a name instead of a live object; or say serializable=False in the Case",
+            hint="take a name instead of a live object; or Case(..., serializable=False)",
         ) from error
     copy = primitive_from_json(type(value), json.loads(json.dumps(arguments)))
     if copy != value:
         raise CheckError(
-            "the value made from JSON is another one",
+            "the value read from JSON differs",
             required=repr(value),
             got=repr(copy),
-            hint="let __post_init__ accept what JSON gives back (lists for tuples, strings for keys), and keep eq",
+            hint="let __post_init__ accept lists for tuples and strings for keys, and keep eq",
         )
     if _hash_of(copy) != _hash_of(value):
         raise CheckError(
-            "the value made from JSON is equal but has another hash",
+            "the value read from JSON is equal but has another hash",
             required=f"hash {hash(value)}",
             got=f"hash {hash(copy)}",
             hint="do not define __hash__: @dataclass(frozen=True) derives it from the fields",
@@ -219,7 +219,7 @@ def _hash_of(value: Primitive) -> int:
     except TypeError as error:
         raise CheckError(
             "the value cannot be hashed",
-            required="every field is hashable, so that a primitive can be a key and be compared across ranks",
+            required="hashable fields: primitives are keys and are compared across ranks",
             got=f"{error}, in {value!r}",
             hint="convert dictionaries to sorted tuples of pairs in __post_init__",
         ) from error
@@ -231,8 +231,8 @@ def _must_refuse(value: Primitive) -> None:
     except SerializationError:
         return
     raise CheckError(
-        "the case says serializable=False, but JSON can carry the value",
-        required="an argument that JSON cannot carry",
+        "the case has serializable=False, but JSON can store the value",
+        required="an argument that JSON cannot store",
         got=json.dumps(arguments),
         hint="remove serializable=False from the Case",
     )

@@ -1,4 +1,4 @@
-"""Check that the scheduled model equals the reference model: copied, on one rank, on two."""
+"""Check that the scheduled model equals the reference model: as a copy, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from slapo_core.errors import RankFailedError, VerifyError
 from slapo_core.internals import hooks_of
 from slapo_runtime.launcher import run_ranks
 from slapo_testing.bench import Bench, build_inputs, build_model, call, prepare
-from slapo_testing.case import Case, made
+from slapo_testing.case import Case, make_primitive
 from slapo_testing.check import CheckError, NotApplicable
 from slapo_testing.device import backend_for, move, resolve_device
 from slapo_testing.pickled import Pickled, pack
 from slapo_testing.private import tree_leaves
 
-_HINT = (
-    "hooks and wrapped forwards are given the module as an argument: use that one, "
-    "and keep no module or parameter in a closure"
-)
+_HINT = "use the module that hooks and wrapped forwards get as an argument; keep no module or parameter in a closure"
 
 
 def deepcopy_runs_on_itself(case: Case) -> None:
-    """A deep copy of the scheduled model computes the same, and does not depend on the original."""
+    """A deep copy of the scheduled model computes the same and does not use the original."""
     bench = prepare(case, mesh_size=1)
     bench.apply()
     bench.apply_after()
@@ -35,7 +32,7 @@ def deepcopy_runs_on_itself(case: Case) -> None:
     expected = _tensors(original, batch)
     first = _tensors(twin, batch)
     _require_equal_outputs(
-        expected, first, "a deep copy of the scheduled model computes something else", "the output of the original"
+        expected, first, "a deep copy of the scheduled model has another output", "the output of the original"
     )
     with torch.no_grad():
         for tensor in (*original.parameters(), *original.buffers()):
@@ -43,8 +40,8 @@ def deepcopy_runs_on_itself(case: Case) -> None:
     _require_equal_outputs(
         first,
         _tensors(twin, batch),
-        "the deep copy's output changes when the original's weights change",
-        "a copy that runs on its own weights",
+        "the output of a deep copy changes with the weights of the original",
+        "a copy that uses its own weights",
     )
 
 
@@ -59,17 +56,17 @@ def _require_equal_outputs(
     expected: list[torch.Tensor], got: list[torch.Tensor], violation: str, required: str
 ) -> None:
     if len(expected) != len(got):
-        raise CheckError(violation, required=required, got=f"{len(got)} tensors, not {len(expected)}", hint=_HINT)
+        raise CheckError(violation, required=required, got=f"{len(got)} tensors instead of {len(expected)}", hint=_HINT)
     for number, (one, other) in enumerate(zip(expected, got, strict=True), start=1):
         if one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num()):
-            what = f"shape {tuple(other.shape)}, not {tuple(one.shape)}"
+            what = f"shape {tuple(other.shape)} instead of {tuple(one.shape)}"
             if one.shape == other.shape:
                 what = f"a difference of up to {(one.double() - other.double()).abs().max().item():.3g}"
             raise CheckError(violation, required=required, got=f"tensor {number} of the output: {what}", hint=_HINT)
 
 
 def mesh_of_one_is_free(case: Case) -> None:
-    """With one rank in every mesh dimension the step adds no hook, no forward and no module."""
+    """With one rank in each mesh dimension the step adds no hook, forward or module."""
     if case.mesh is None:
         raise NotApplicable("the case has no mesh=(...)")
     bench = prepare(case, mesh_size=1)
@@ -78,10 +75,10 @@ def mesh_of_one_is_free(case: Case) -> None:
     added = {place: text for place, text in _costs(bench.model).items() if before.get(place) != text}
     if added:
         raise CheckError(
-            "it costs something on a mesh of one rank",
-            required="recorded, with edit.note(...) as its receipt; no hook, no wrapped forward, no new module",
+            "the step costs something on a mesh of one rank",
+            required="a record with edit.note(...); no hook, wrapped forward or new module",
             got="; ".join(f"{place}: {text}" for place, text in added.items()),
-            hint=f"if node.mesh.size('{case.mesh[-1]}') == 1: edit.note(\"it has one rank\"); return",
+            hint=f"if node.mesh.size('{case.mesh[-1]}') == 1: edit.note(\"one rank\"); return",
         )
 
 
@@ -99,7 +96,7 @@ def _costs(model: nn.Module) -> dict[str, str]:
 
 
 def forward_and_gradients_on_1_rank(case: Case) -> None:
-    """Outputs and gradients stay within the declared equivalence, with one rank in every mesh dimension."""
+    """Outputs and gradients keep the declared equivalence, with one rank in each mesh dimension."""
     from slapo_verify import verify
 
     bench = prepare(case, mesh_size=1)
@@ -112,13 +109,13 @@ def forward_and_gradients_on_1_rank(case: Case) -> None:
 
 
 def not_equivalent(case: Case, difference: str) -> CheckError:
-    """The error for a model that computes something else than the reference model."""
+    """Make the error for a model that differs from the reference model."""
     promise = case.value().equivalence
     return CheckError(
-        "the scheduled model computes something else than the reference model",
+        "the scheduled model differs from the reference model",
         required=f"equivalence {promise}, as the primitive declares",
         got=difference,
-        hint="correct apply(), or declare the equivalence that holds, e.g. Equivalence.REORDERED or "
+        hint="correct apply(), or declare another equivalence, e.g. Equivalence.REORDERED or "
         "Equivalence.APPROXIMATE(rtol=...)",
     )
 
@@ -127,7 +124,7 @@ _TIMEOUT = 120.0  # seconds
 
 
 def forward_and_gradients_on_2_ranks(case: Case) -> None:
-    """On two ranks, in the last mesh dimension or each for itself, outputs and gradients still agree."""
+    """Outputs and gradients agree on two ranks, in the last mesh dimension or independently."""
     backend = backend_for(resolve_device(case.device), 2)
     try:
         run_ranks(_verify_on_rank, _pack(case), world_size=2, timeout=_TIMEOUT, backend=backend)
@@ -135,10 +132,10 @@ def forward_and_gradients_on_2_ranks(case: Case) -> None:
         if isinstance(error.__cause__, VerifyError):
             raise not_equivalent(case, f"on rank {error.first}: {error.__cause__}") from error
         raise CheckError(
-            "it failed on two ranks",
-            required="the model with this step runs forward and backward on two ranks",
+            "the step failed on two ranks",
+            required="forward and backward passes of the model with this step succeed on two ranks",
             got=str(error),
-            hint="the traceback of each rank is above; every rank must reach the same collectives in the same order",
+            hint="the tracebacks of the ranks are above; all ranks must run the same collectives in the same order",
         ) from error
 
 
@@ -157,11 +154,11 @@ def _verify_on_rank(pickled: Pickled) -> None:
 def _pack(case: Case) -> Pickled:
     contents: dict[str, Any] = {
         "primitive": case.value(),
-        "model": build_model(case).cpu(),  # each rank has a device of its own
+        "model": build_model(case).cpu(),  # each rank has its own device
         "inputs": move(build_inputs(case), torch.device("cpu")),
         "path": case.path,
-        "before": [(path, made(step)) for path, step in case.before],
-        "after": [(path, made(step)) for path, step in case.after],
+        "before": [(path, make_primitive(step)) for path, step in case.before],
+        "after": [(path, make_primitive(step)) for path, step in case.after],
         "mesh": case.mesh,
         "device": case.device,
     }

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from slapo_core import create_schedule
-from slapo_core.errors import SlapoError
+from slapo_core.errors import BuildError, SlapoError
 from slapo_core.internals import Annotate, Internals
 from slapo_core.plugins import Registry, current_registry, use_registry
 from slapo_runtime.batches import micro_batches
 from slapo_runtime.build import build
 from slapo_runtime.losses import LossCall
-from slapo_testing.bench import SEED, seeded
+from slapo_testing.bench import SEED, ScheduleSnapshot, require_module, seeded
 from slapo_testing.check import CheckError
 from slapo_testing.device import backend_for, resolve_device
 from slapo_testing.dialects.case import DialectCase, Subject
 from slapo_testing.private import tree_map_only
-from slapo_testing.snapshot import ModelSnapshot, listed
+from slapo_testing.snapshot import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,8 +37,8 @@ class Training:
     """The results of some steps.
 
     Args:
-        losses: of each step.
-        norms: of all gradients before clipping, of each step; empty where nothing was clipped.
+        losses: loss of each step.
+        norms: norm of all gradients before clipping, of each step; empty without clipping.
         state: the state dict afterwards.
     """
 
@@ -52,7 +52,7 @@ class Training:
         return Training(losses, norms, {name: tensor.cpu() for name, tensor in self.state.items()})
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Everything that can be compared, by the words for it."""
+        """Return all tensors by a description, for comparison."""
         return {
             **{f"the loss of step {number}": loss for number, loss in enumerate(self.losses, start=1)},
             **{f"the gradient norm of step {number}": norm for number, norm in enumerate(self.norms, start=1)},
@@ -64,9 +64,9 @@ def train(engine: Engine, batches: Sequence[Any], *, first: int = 0) -> Training
     """Take a step with each batch.
 
     Args:
-        engine: it is trained.
-        batches: one for each step.
-        first: how many steps were taken before: step n has the same random numbers in every run.
+        engine: the engine.
+        batches: one batch for each step.
+        first: number of earlier steps: step n has the same RNG state in all runs.
     """
     results = []
     for number, batch in enumerate(batches, start=first):
@@ -92,10 +92,10 @@ def train_in_plain_torch(
     scheduler = None if lr_scheduler is None else lr_scheduler(chosen)
     losses, norms = [], []
     for number, batch in enumerate(batches):
-        parts = micro_batches(batch, accumulate)
+        micro = micro_batches(batch, accumulate)
         with seeded(SEED + number):
-            values = [compute_loss(each)[0] for each in parts]
-        weights = [1.0 if loss_weight is None else float(loss_weight(each)) for each in parts]
+            values = [compute_loss(each)[0] for each in micro]
+        weights = [1.0 if loss_weight is None else float(loss_weight(each)) for each in micro]
         scales = [weight * accumulate / sum(weights) for weight in weights]
         value = torch.stack([scale * one for scale, one in zip(scales, values, strict=True)]).mean()
         chosen.zero_grad()
@@ -110,7 +110,7 @@ def train_in_plain_torch(
 
 
 def evaluate_in_plain_torch(model: nn.Module, batch: Any, loss: LossFunction | None = None) -> tuple[torch.Tensor, Any]:
-    """The loss and the output of a plain model in evaluation mode."""
+    """Return loss and output of a plain model in evaluation mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     with torch.no_grad(), seeded():
@@ -126,9 +126,9 @@ def differences(
     """List the differences, one line each, in the order of ``expected``.
 
     Args:
-        expected: by the words for it.
-        got: likewise.
-        tolerance: relative to the largest element of the expected tensor; 0 asks for the same bits.
+        expected: tensors by description.
+        got: tensors by description.
+        tolerance: relative to the largest element of the expected tensor; 0 requires equal bits.
     """
     lines = [f"{name}: missing" for name in expected if name not in got]
     lines += [f"{name}: not expected" for name in got if name not in expected]
@@ -157,75 +157,89 @@ def _difference(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> 
     return f"{shown}a difference of {largest:.3g} where {allowed:.3g} is allowed"
 
 
-class Before:
-    """Everything observable about a schedule and its model; the schedule is only read."""
+def require_usable(before: ScheduleSnapshot, what: str) -> None:
+    """Require that a schedule is unchanged, and usable for steps, undo and builds.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._model = ModelSnapshot(schedule.model)
-        self._records, self._layouts = schedule.records, dict(Internals(schedule).tree.layouts)
+    Args:
+        before: snapshot of the schedule.
+        what: the failed call, for the message, e.g. ``"refusing micro_batches=0"``.
 
-    def differences(self) -> list[str]:
-        """The differences, one line each."""
-        schedule = self._schedule
-        lines = self._model.differences(schedule.model)
-        if schedule.records != self._records:
-            lines.append("the records of the schedule: not those of before")
-        if Internals(schedule).tree.layouts != self._layouts:
-            lines.append("the layouts of the schedule: not those of before")
-        if schedule.is_sealed:
-            lines.append("the schedule: sealed")
-        return lines
+    Raises:
+        CheckError: the schedule was changed, or cannot be used.
+    """
+    lines = before.differences()
+    if lines:
+        raise CheckError(
+            f"{what} changes the schedule or its model",
+            required="a bit-identical model, and a schedule with the same steps",
+            got=listed(lines),
+            hint="refuse in check() or plan(); in build(), change the model only after everything that can fail",
+        )
+    schedule = before.schedule
+    name = next(name for name, _ in schedule.model.named_parameters())
+    path, _, own_name = name.rpartition(".")
+    try:
+        Internals(schedule).apply(Internals(schedule).node(path), Annotate(own_name, "tried", True))
+        schedule.undo()
+        lines = before.differences()
+        build(schedule, "torch")
+    except Exception as error:
+        raise CheckError(
+            f"the schedule cannot be used after {what}",
+            required="another step, undo(), and a build for target 'torch' succeed",
+            got=f"{type(error).__name__}: {error}",
+            hint="keep no state outside of the engine (e.g. an attribute of the model)",
+        ) from error
+    if lines:
+        raise CheckError(
+            f"undo() after {what} does not restore the model",
+            required="bit-identical to before",
+            got=listed(lines),
+            hint="keep no state outside of the engine (e.g. an attribute of the model)",
+        )
 
-    def require(self, what: str) -> None:
-        """Hold the schedule against itself, then use it on: another step, undo, and a build for another target.
 
-        Args:
-            what: the call that failed, for the message, e.g. ``"refusing micro_batches=0"``.
+def require_equal(
+    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], violation: str, *, required: str, hint: str
+) -> None:
+    """Require equal bits.
 
-        Raises:
-            CheckError: something was left behind, or the schedule cannot be used.
-        """
-        lines = self.differences()
-        if lines:
-            raise CheckError(
-                f"{what} leaves traces",
-                required="the model is bit-identical to before, and the schedule has the same steps",
-                got=listed(lines),
-                hint="refuse in check() or plan(); in build(), change the model only after everything that can fail",
-            )
-        schedule = self._schedule
-        name = next(name for name, _ in schedule.model.named_parameters())
-        path, _, own_name = name.rpartition(".")
-        try:
-            Internals(schedule).apply(Internals(schedule).node(path), Annotate(own_name, "tried", True))
-            schedule.undo()
-            lines = self.differences()
-            build(schedule, "torch")
-        except Exception as error:
-            raise CheckError(
-                f"the schedule cannot be used after {what}",
-                required="another step, undo(), and a build for target 'torch' work",
-                got=f"{type(error).__name__}: {error}",
-                hint="keep no state outside of the engine (e.g. an attribute of the model)",
-            ) from error
-        if lines:
-            raise CheckError(
-                f"undo() after {what} does not give back the model",
-                required="bit-identical to before",
-                got=listed(lines),
-                hint="keep no state outside of the engine (e.g. an attribute of the model)",
-            )
+    Raises:
+        CheckError: with the first differences.
+    """
+    lines = differences(expected, got, tolerance=0)
+    if lines:
+        raise CheckError(violation, required=required, got="\n".join(lines[:3]), hint=hint)
+
+
+def refusal(call: Callable[[], Any], what: str) -> BuildError:
+    """Return the BuildError of a call that must be refused.
+
+    Raises:
+        CheckError: another error, or none.
+    """
+    try:
+        call()
+    except BuildError as error:
+        return error
+    except Exception as error:
+        raise CheckError(
+            f"{what} raises another error",
+            required="BuildError",
+            got=f"{type(error).__name__}: {error}",
+            hint="check the arguments first, and raise BuildError",
+        ) from error
+    raise CheckError(f"{what} is not refused", required="BuildError", got="no error", hint="raise BuildError")
 
 
 @dataclass(frozen=True)
 class DialectBench:
-    """Make models, batches and engines of a case; a ``subject`` replaces the case's model, batch and loss.
+    """Make models, batches and engines of a case, or of another ``subject``.
 
     Args:
-        case: the dialect and what to train.
-        dialect: its class.
-        registry: where ``build`` finds it under its name.
+        case: the dialect and the model to train.
+        dialect: class of the dialect.
+        registry: the registry in which ``build`` finds the dialect.
     """
 
     case: DialectCase
@@ -233,30 +247,23 @@ class DialectBench:
     registry: Registry
 
     def model(self, subject: Subject | None = None, *, seed: int = SEED) -> nn.Module:
-        """A fresh model; the same weights every time for the same seed."""
+        """Make a model; equal weights for equal seeds."""
         with seeded(seed):
             model = (subject or self.case.subject).model()
-        if not isinstance(model, torch.nn.Module):
-            raise CheckError(
-                "the case's model is not an nn.Module",
-                required="model=: a function that returns a torch.nn.Module",
-                got=repr(model),
-                hint="model=lambda: MyModel(...)",
-            )
-        return model.to(self.device, self.case.dtype)
+        return require_module(model).to(self.device, self.case.dtype)
 
     @property
     def device(self) -> torch.device:
-        """Where models and batches are."""
+        """The device of models and batches."""
         return resolve_device(self.case.device)
 
     def meta_model(self) -> nn.Module:
-        """The model of the case without values."""
+        """Make the model of the case on the meta device."""
         with torch.device("meta"):
             return self.case.model().to(self.case.dtype)
 
     def batches(self, count: int, subject: Subject | None = None) -> list[Any]:
-        """Fresh batches; the same numbers every time."""
+        """Make batches; equal numbers at each call."""
         made = []
         for number in range(count):
             with seeded(SEED + 1 + number):
@@ -269,9 +276,9 @@ class DialectBench:
     def schedule(
         self, model: nn.Module | None = None, *, steps: bool = False, mesh: Mapping[str, int] | None = None
     ) -> Schedule:
-        """A schedule of a model, or of a fresh one of the case, with the case's steps applied or without."""
+        """Make a schedule of a model, default the case's, with or without the case's steps."""
         model = self.model() if model is None else model
-        if dict(mesh or {}).get("pp", 1) > 1:  # the stages are found on an example
+        if dict(mesh or {}).get("pp", 1) > 1:  # stages are cut on an example
             schedule = create_schedule(model, mesh=mesh, example_inputs=self.batches(1)[0])
         else:
             schedule = create_schedule(model, mesh=mesh)
@@ -296,14 +303,14 @@ class DialectBench:
         optimizer: OptimizerFactory | None = None,
         **options: Any,
     ) -> Engine:
-        """Build an engine, with the options of the case where the target is the case's.
+        """Build an engine, with the case's options for the case's target.
 
         Args:
-            schedule: default: of a fresh model without steps.
-            subject: whose loss is used.
-            target: default: the case's.
-            optimizer: default: the first one of the case.
-            options: further arguments of ``build``; an option that is None is left out.
+            schedule: default: a schedule without steps.
+            subject: its loss is used.
+            target: default: the case's target.
+            optimizer: default: the first optimizer of the case.
+            options: further arguments of ``build``; options of None are left out.
         """
         config = dict(self.case.config) if target is None else {}
         arguments = {
@@ -315,15 +322,15 @@ class DialectBench:
         given = {name: value for name, value in arguments.items() if value is not None}
         schedule = schedule or self.schedule(self.model(subject))
         if self.device.type != "cpu" and any(parameter.is_meta for parameter in schedule.model.parameters()):
-            given.setdefault("device", self.device)  # without one, such a model is initialized on the CPU
+            given.setdefault("device", self.device)  # by default such a model is initialized on the CPU
         return build(schedule, target or self.case.dialect_name, **given)
 
     def build_with(self, schedule: Schedule, options: Mapping[str, Any]) -> Engine:
-        """Build with these options of the dialect and no others."""
+        """Build with these options of the dialect only."""
         return build(schedule, self.case.dialect_name, optimizer=self.case.optimizers[0], **options)
 
     def evaluator(self, schedule: Schedule | None = None, **options: Any) -> Engine:
-        """An engine without an optimizer."""
+        """Build an engine without an optimizer."""
         return build(
             schedule or self.schedule(),
             self.case.dialect_name,
@@ -339,7 +346,7 @@ class DialectBench:
         max_grad_norm: float | None = None,
         **how: Any,
     ) -> Training:
-        """Train the reference model on these batches in plain PyTorch; ``how`` as for the function of this name."""
+        """Train the reference model in plain PyTorch; see the function of this name."""
         return train_in_plain_torch(
             self.model(subject),
             batches,
@@ -359,11 +366,11 @@ class DialectBench:
         under: str,
         hint: str,
     ) -> None:
-        """Train three steps both ways.
+        """Compare three steps with plain training.
 
         Args:
-            under: the special condition, for the message, e.g. ``"tied weights"``.
-            hint: the way out.
+            under: the condition, for the message, e.g. ``"tied weights"``.
+            hint: the correction.
 
         Raises:
             CheckError: losses, gradient norms or state dicts differ.
@@ -377,15 +384,15 @@ class DialectBench:
     def require_same(
         self, expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], *, under: str, hint: str
     ) -> None:
-        """Hold tensors against those of plain training, up to the tolerance of the case.
+        """Compare tensors with plain training, up to the tolerance of the case.
 
         Raises:
-            CheckError: the first differences are named.
+            CheckError: with the first differences.
         """
         lines = differences(expected, got, tolerance=self.case.allowed)
         if lines:
             raise CheckError(
-                f"training is not that of the plain model, {under}",
+                f"training differs from the plain model, {under}",
                 required="the losses, gradient norms and state dict of plain training with the same batches",
                 got="\n".join([*lines[:3], *([f"and {len(lines) - 3} more"] if len(lines) > 3 else [])]),
                 hint=hint,
@@ -394,11 +401,11 @@ class DialectBench:
 
 @contextlib.contextmanager
 def open_bench(case: DialectCase) -> Iterator[DialectBench]:
-    """Open a bench in a registry with the dialect, and in a process group of one if needed.
+    """Make a bench in a registry with the dialect, and in a process group of one if needed.
 
     Raises:
-        PluginError: no such dialect is installed, or it is not usable.
-        CheckError: the class given is not the one that is installed under its name.
+        PluginError: the dialect is not installed or not usable.
+        CheckError: another class is installed under the name of the case's class.
     """
     registry, cls = current_registry(), case.target
     if isinstance(cls, str):
@@ -411,7 +418,7 @@ def open_bench(case: DialectCase) -> Iterator[DialectBench]:
     installed = registry.load(cls.name, "dialects")
     if installed is not cls:
         raise CheckError(
-            f"the target '{cls.name}' is another class than the case's",
+            f"target '{cls.name}' is not the class of the case",
             required=f"{cls.__module__}:{cls.__qualname__}",
             got=f"{installed.__module__}:{installed.__qualname__}",
             hint="correct the entry point, or the name of the class",
@@ -422,7 +429,7 @@ def open_bench(case: DialectCase) -> Iterator[DialectBench]:
 
 @contextlib.contextmanager
 def process_group_of_one(device: torch.device, needed: bool = True) -> Iterator[None]:
-    """A process group of this process alone, for tensors on a device, during the block, unless there is one."""
+    """Initialize a process group of this process during the block, unless there is one."""
     import torch.distributed as dist
 
     if not needed or dist.is_initialized():

@@ -1,4 +1,4 @@
-"""`DialectCase`: a dialect, and the models, batches and steps to train with it."""
+"""`DialectCase`: a dialect, with models, batches and steps to train."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slapo_core.dialect import Dialect
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import Checkpoint, Internals, Replace
 from slapo_core.layout import MESH_DIMS
+from slapo_testing.case import require_factories
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -24,9 +25,9 @@ class Subject:
     """A model to train, with its batch and loss.
 
     Args:
-        model: makes a fresh model.
+        model: makes a model.
         batch: makes a batch.
-        loss: as ``build`` takes it.
+        loss: as for ``build``.
     """
 
     model: Callable[[], nn.Module]
@@ -35,7 +36,7 @@ class Subject:
 
 
 class Scale(nn.Module):
-    """Multiply, or add in evaluation mode: with a persistent buffer and one that is not."""
+    """Multiply by a buffer, and in evaluation mode add a non-persistent one."""
 
     factor: torch.Tensor
     offset: torch.Tensor
@@ -80,8 +81,8 @@ class Regression(Predictor):
         return {"loss": nn.functional.mse_loss(prediction, y), "prediction": prediction}
 
 
-class Tied(Regression):
-    """Two layers with one weight."""
+class TiedRegression(Regression):
+    """A regression with two layers that share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Tied(Regression):
 
 
 class Renamed(nn.Module):
-    """A linear layer whose parameters have other names than in the reference state dict."""
+    """A linear layer with other parameter names than the reference state dict."""
 
     def __init__(self, matrix: torch.Tensor, offset: torch.Tensor) -> None:
         super().__init__()
@@ -108,17 +109,17 @@ def renamed(old: Any) -> nn.Module:
 
 
 def regression_batch() -> dict[str, torch.Tensor]:
-    """Eight samples."""
+    """Make a batch of eight samples."""
     return {"x": torch.randn(8, 6), "y": torch.randn(8, 4)}
 
 
 def regression_steps(schedule: Schedule) -> None:
-    """A replacement with other names, recomputed in the backward pass; with ``tp``, two layers split over its ranks."""
+    """Replace a layer by one with other names, checkpoint it, and shard two layers over ``tp``."""
     head = Internals(schedule).node("head")
     Internals(schedule).apply(head, Replace(renamed, params={"weight": "matrix", "bias": "offset"}))
     Internals(schedule).apply(Internals(schedule).node("head"), Checkpoint())
     if schedule.mesh is not None and schedule.mesh.size("tp") > 1:
-        node: Any = Internals(schedule).node  # the two primitives are a plugin's
+        node: Any = Internals(schedule).node  # both primitives are a plugin's
         node("up").shard(["weight", "bias"], axis=0).sync("bwd_post", "all_reduce")
         node("down").shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
@@ -165,13 +166,13 @@ def _energy(prediction: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return (prediction * (1 + batch[:, :4])).square().mean()
 
 
-TIED = Subject(Tied, regression_batch)
+TIED = Subject(TiedRegression, regression_batch)
 EVALUATING = Subject(_in_evaluation_mode, regression_batch)
 PARTLY_EVALUATING = Subject(_partly_in_evaluation_mode, regression_batch)
 TRAINING = Subject(Regression, regression_batch)
 FROZEN = Subject(_frozen, regression_batch)
 OUTSIDE_LOSS = Subject(Predictor, regression_batch, _error)
-FORMS = {
+BATCH_TYPES = {
     "a mapping": Subject(Regression, regression_batch),
     "a tuple": Subject(Regression, _as_tuple),
     "a tuple with labels for loss=": Subject(Predictor, _as_tuple, _error),
@@ -184,35 +185,35 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 @dataclass(frozen=True, eq=False)
 class DialectCase:
-    """Define a dialect with the options, model and batches to try it on.
+    """A dialect with options, model and batches for its checks.
 
     Args:
-        target: the name that the dialect is installed under, e.g. ``"accumulate"``, or its class.
-        config: the options to build with, e.g. ``{"micro_batches": 3}``.
+        target: the dialect's installed name, e.g. ``"accumulate"``, or its class.
+        config: options to build with, e.g. ``{"micro_batches": 3}``.
         rejects: options that must be refused, e.g. ``[{"micro_batches": 0}]``.
-        model: makes a fresh model; called under a fixed random seed, so that every call gives the same weights.
-        batch: makes a batch as ``train_step`` takes it; called under another seed for each batch. The first axis of
-            every tensor counts the samples, and the loss is a mean over them.
-        loss: ``loss(output, batch)``; None takes that of the model's output.
-        schedule: applies steps to a schedule of the model, on each mesh and without: ``schedule.mesh`` says which.
-            Default: those of the default model, which on ``tp`` use ``shard`` and ``sync``; none for another model.
-        optimizers: factories, each at the top level of a module; the first one serves where one is enough.
-        meshes: the meshes to train on, with one process a rank; None tries two ranks of ``dp`` and of ``tp`` as far as
-            the dialect supports them. For pipelines give one with ``pp``, and a ``schedule`` that cuts the model.
-        dtype: of the model and of the floating-point numbers in a batch.
-        tolerance: the largest difference to plain training, relative to the largest element of a tensor; None allows
-            1e-9 in float64, 1e-4 in float32, and 1e-2 otherwise.
-        device: where models and batches are put, e.g. ``"cuda"``; None: the accelerator if there is one, else the CPU.
-        device_per_rank: whether each rank needs an accelerator of its own. Otherwise ranks may share one over gloo,
-            which reduces and gathers its tensors, but sends none between stages. Checks on a mesh with more ranks than
-            accelerators are skipped, with the reason, where the ranks cannot share.
-        needs_process_group: whether the runtime needs ``torch.distributed`` for a single process too.
-        unavailable: why engines cannot run on this machine, e.g. ``"no GPU found"``; checks that build one are
-            skipped, and say so. None where they can.
-        name: stands in the test's id; default: the dialect's name.
+        model: makes a model; called under a fixed seed, so that all calls give equal weights.
+        batch: makes a batch as ``train_step`` takes it; called under a different seed for each batch. The first axis of
+            each tensor has the samples, and the loss is a mean over them.
+        loss: ``loss(output, batch)``; None takes the loss of the model's output.
+        schedule: applies steps to a schedule of the model, on each mesh and without: see ``schedule.mesh``. Default:
+            steps for the default model, with ``shard`` and ``sync`` on ``tp``; none for another model.
+        optimizers: factories, each at the top level of a module; most checks use the first one.
+        meshes: the meshes to train on, with one process for each rank; None tries two ranks of ``dp`` and of ``tp`` if
+            the dialect supports them. For pipelines give a mesh with ``pp``, and a ``schedule`` that cuts the model.
+        dtype: dtype of the model and of floating-point tensors of a batch.
+        tolerance: maximum difference from plain training, relative to the largest element of a tensor; None allows 1e-9
+            in float64, 1e-4 in float32, and 1e-2 otherwise.
+        device: device of models and batches, e.g. ``"cuda"``; None: the accelerator if there is one, else the CPU.
+        device_per_rank: whether each rank needs its own accelerator. Otherwise ranks may share one over gloo, which
+            reduces and gathers its tensors, but cannot send them between stages. If ranks cannot share, checks on a
+            mesh with more ranks than accelerators are skipped, with the reason.
+        needs_process_group: whether the runtime needs ``torch.distributed`` for a single process, too.
+        unavailable: why engines cannot run on this machine, e.g. ``"no GPU found"``; checks that build an engine are
+            skipped with this reason. None if engines can run.
+        name: part of the test's id; default: the dialect's name.
 
     Raises:
-        ArgumentError: an argument of another kind; the message gives the call to write.
+        ArgumentError: an argument has a wrong type; the hint is the corrected call.
     """
 
     target: str | type[Dialect]
@@ -245,14 +246,7 @@ class DialectCase:
                 f"DialectCase: rejects must be a list of options (got {self.rejects!r})",
                 hint=f"rejects=[{dict(self.rejects)!r}]",
             )
-        for name in ("model", "batch"):
-            value = getattr(self, name)
-            # A live module can be called too: a class is a fine factory, an instance would be shared by all checks.
-            if not callable(value) or isinstance(value, nn.Module):
-                raise ArgumentError(
-                    f"DialectCase: {name} must be a function that makes a fresh one (got a {type(value).__name__})",
-                    hint=f"{name}=lambda: ...",
-                )
+        require_factories(self, "model", "batch")
         if not self.optimizers or not all(map(callable, self.optimizers)):
             raise ArgumentError(
                 f"DialectCase: optimizers must be a list of factories (got {self.optimizers!r})",
@@ -267,12 +261,12 @@ class DialectCase:
 
     @property
     def subject(self) -> Subject:
-        """The subject of checks without special requirements."""
+        """The default subject of checks."""
         return Subject(self.model, self.batch, self.loss)
 
     @property
     def steps(self) -> Callable[[Schedule], Any] | None:
-        """The function that applies the steps of a schedule; None if the case has none."""
+        """The function that applies steps; None without one."""
         return self.schedule or (regression_steps if self.model is Regression else None)
 
     @property
@@ -282,12 +276,12 @@ class DialectCase:
 
     @property
     def dialect_name(self) -> str:
-        """The name that ``build`` takes."""
+        """The name of the dialect for ``build``."""
         return self.target if isinstance(self.target, str) else self.target.name
 
     @property
     def label(self) -> str:
-        """The case's part of a test's id, e.g. ``"accumulate"``."""
+        """Part of a test's id, e.g. ``"accumulate"``."""
         return self.name or self.dialect_name
 
     def __str__(self) -> str:

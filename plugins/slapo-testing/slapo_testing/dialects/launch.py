@@ -1,4 +1,4 @@
-"""Run parts of checks on the ranks of a mesh, in as few launches as possible."""
+"""Run tasks of checks on the ranks of a mesh, in few launches."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from slapo_runtime.replicas import replicas_of
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError
 from slapo_testing.device import backend_for, is_shared, move
-from slapo_testing.dialects.bench import Before, DialectBench, Training, open_bench, train
+from slapo_testing.dialects.bench import DialectBench, ScheduleSnapshot, Training, open_bench, train
 from slapo_testing.dialects.case import DialectCase, regression_steps
 from slapo_testing.pickled import Pickled, pack
 from slapo_testing.private import tree_map_only
 
-_PATIENCE = timedelta(seconds=60)  # for which a rank whose build has ended waits for the others
+_PATIENCE = timedelta(seconds=60)  # for which a rank waits for the builds of others
 
 
 @dataclass(frozen=True)
-class Part:
-    """Something that all ranks do.
+class RankTask:
+    """A task of all ranks of a mesh.
 
     Args:
-        name: of a function in ``_DO``.
-        sizes: of the mesh, e.g. ``(("dp", 2),)``.
+        name: name of a function in ``_TASKS``.
+        sizes: sizes of the mesh, e.g. ``(("dp", 2),)``.
     """
 
     name: str
@@ -61,11 +61,11 @@ class MeshTraining:
 
     Args:
         clipped: three steps with the first optimizer and ``max_grad_norm``.
-        begun: two steps with the last optimizer, which were then saved.
-        evaluated: the loss of the third batch in evaluation mode after these.
-        resumed: two more, from the checkpoint of one process.
-        initial: the state dict of a model that was on the meta device; empty where it cannot be initialized.
-        rank0_only: the names of ``state_dict(rank0_only=True)``.
+        begun: two steps with the last optimizer, then saved.
+        evaluated: loss of the third batch in evaluation mode after these steps.
+        resumed: two further steps, from the checkpoint of one process.
+        initial: state dict of a model built from the meta device; empty if the model cannot be initialized.
+        rank0_only: names of ``state_dict(rank0_only=True)``.
     """
 
     clipped: Training
@@ -81,10 +81,10 @@ class Refusal:
     """The outcome on one rank of a build that must fail.
 
     Args:
-        error: the names of the error's class and its bases; empty where an engine was built.
-        text: the error's.
-        left: the changes left behind, one line each.
-        unusable: the error of building again, as it should be; empty where that went well.
+        error: names of the error's class and its bases; empty if an engine was built.
+        text: text of the error.
+        left: changes to the schedule and its model, one line each.
+        unusable: error of a second, correct build; empty if it succeeded.
     """
 
     error: tuple[str, ...] = ()
@@ -93,19 +93,19 @@ class Refusal:
     unusable: str = ""
 
 
-def run_parts(pickled: Pickled, tasks: Sequence[tuple[Part, str, str]]) -> list[Any]:
-    """Do everything that this rank is told.
+def run_tasks(pickled: Pickled, tasks: Sequence[tuple[RankTask, str, str]]) -> list[Any]:
+    """Run tasks on this rank.
 
     Args:
         pickled: the fields of the case, and its batches.
-        tasks: a part, the directory of a checkpoint that one process saved, and one to save to.
+        tasks: a task, the directory of a checkpoint of one process, and a directory to save to.
     """
     contents = pickled.unpack()
     model, batches = contents.pop("model"), contents.pop("batches")
     case = DialectCase(model=lambda: copy.deepcopy(model), batch=lambda: copy.deepcopy(batches[0]), **contents)
     with open_bench(case) as bench:
         batches = move(batches, bench.device)
-        return [_DO[part.name](bench, part.mesh, batches, own, others) for part, others, own in tasks]
+        return [_TASKS[task.name](bench, task.mesh, batches, own, others) for task, others, own in tasks]
 
 
 def _train(bench: DialectBench, sizes: dict[str, int], batches: list[Any], own: str, others: str) -> MeshTraining:
@@ -139,14 +139,14 @@ def _initial(bench: DialectBench, sizes: dict[str, int]) -> dict[str, torch.Tens
 
 
 def clipping_norm(bench: DialectBench, batches: Sequence[Any]) -> float:
-    """A norm that every gradient of three steps exceeds."""
+    """Return a norm that all gradients of three steps exceed."""
     return 0.5 * min(map(float, bench.train_in_plain_torch(batches[:3], max_grad_norm=1e6).norms))
 
 
 def _share(batch: Any, mesh: Mesh) -> Any:
-    """This replica's samples."""
-    replicas, place = mesh.size("dp"), mesh.rank("dp")
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(replicas)[place] if tensor.dim() else tensor, batch)
+    """Return this replica's samples."""
+    replicas, own = mesh.size("dp"), mesh.rank("dp")
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.chunk(replicas)[own] if tensor.dim() else tensor, batch)
 
 
 def _unsupported(bench: DialectBench, sizes: dict[str, int], *_: Any) -> Refusal:
@@ -187,15 +187,18 @@ def _diverged(bench: DialectBench, sizes: dict[str, int], batches: list[Any], ow
     with torch.no_grad():
         if mesh.global_rank == mesh.world_size - 1:
             engine.module.get_parameter(name).add_(1)
-    found = {"check_replicas()": _said(engine.check_replicas), "save()": _said(lambda: engine.save(f"{own}-parted"))}
+    found = {
+        "check_replicas()": _outcome(engine.check_replicas),
+        "save()": _outcome(lambda: engine.save(f"{own}-parted")),
+    }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that says what differed
-        found["check_replicas(repair=True) again"] = _said(lambda: engine.check_replicas(repair=True))
-    return name, {**found, "check_replicas() again": _said(engine.check_replicas)}
+        warnings.simplefilter("ignore")  # of the differing replicas
+        found["check_replicas(repair=True) again"] = _outcome(lambda: engine.check_replicas(repair=True))
+    return name, {**found, "check_replicas() again": _outcome(engine.check_replicas)}
 
 
 def _on_last_and_another_rank(engine: Any, names: Sequence[str], device: torch.device) -> str | None:
-    """Return the first of these parameters that the last rank holds: a stage may not hold it."""
+    """Return the first of these parameters on the last rank and another one: stages may lack it."""
     import torch.distributed as dist
 
     held_here = {name for name, parameter in engine.module.named_parameters() if not parameter.is_meta}
@@ -213,13 +216,13 @@ def _other_batch(bench: DialectBench, sizes: dict[str, int], batches: list[Any],
     mesh, engine = schedule.mesh, bench.engine(schedule)
     assert mesh is not None
     batch = _share(batches[mesh.global_rank == mesh.world_size - 1], mesh)
-    return _said(lambda: engine.train_step(batch))
+    return _outcome(lambda: engine.train_step(batch))
 
 
-def _said(call: Callable[[], Any]) -> str:
+def _outcome(call: Callable[[], Any]) -> str:
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
+    except Exception as error:  # noqa: BLE001 - judged by the check
         return f"{type(error).__name__}: {error}"
     return "fine"
 
@@ -227,11 +230,11 @@ def _said(call: Callable[[], Any]) -> str:
 def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *, again: bool = True) -> Refusal:
     import torch.distributed as dist
 
-    before = Before(schedule)
+    before = ScheduleSnapshot(schedule)
     group = dist.new_group(timeout=_PATIENCE, backend="gloo")
     try:
         build(schedule)
-    except Exception as error:  # noqa: BLE001 - whatever it is: the check judges
+    except Exception as error:  # noqa: BLE001 - judged by the check
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         refusal = Refusal(kinds, str(error), tuple(before.differences()))
     else:
@@ -249,7 +252,7 @@ def _refusal(bench: DialectBench, schedule: Any, build: Callable[[Any], Any], *,
     return replace(refusal, unusable=unusable)
 
 
-_DO: dict[str, Callable[..., Any]] = {
+_TASKS: dict[str, Callable[..., Any]] = {
     "train": _train,
     "unsupported": _unsupported,
     "other_options": _other_options,
@@ -259,12 +262,12 @@ _DO: dict[str, Callable[..., Any]] = {
 }
 
 
-_TIMEOUT = 120.0  # seconds for everything that is launched at once
-_STEPS_NEED = ("shard", "sync")  # the primitives that the default steps use on ``tp``
+_TIMEOUT = 120.0  # seconds of a launch
+_STEPS_NEED = ("shard", "sync")  # primitives of the default steps on ``tp``
 
 
 def meshes(bench: DialectBench) -> dict[str, Mapping[str, int] | str]:
-    """The meshes to try, by their names; a text instead of a mesh says why it cannot be tried."""
+    """Return the meshes to try by name; or the reason why a mesh cannot be tried."""
     case = bench.case
     found: dict[str, Mapping[str, int] | str] = {}
     for mesh in case.meshes if case.meshes is not None else ({"dp": 2}, {"tp": 2}):
@@ -276,14 +279,14 @@ def meshes(bench: DialectBench) -> dict[str, Mapping[str, int] | str]:
 
 
 def _cannot_share(bench: DialectBench, mesh: Mapping[str, int]) -> str | None:
-    """Say why the ranks of a mesh cannot share one accelerator, where they would have to."""
+    """Return why the ranks of a mesh cannot share an accelerator; None if they can."""
     ranks = math.prod(mesh.values())
     if not is_shared(bench.device, ranks):
         return None
     needs = f"the {ranks} ranks of the mesh {Mesh(mesh)} need an accelerator each (device '{bench.device}')"
     if bench.case.device_per_rank:
         return needs
-    return f"{needs}: gloo sends no tensors of one from stage to stage" if mesh.get("pp", 1) > 1 else None
+    return f"{needs}: gloo cannot send its tensors between stages" if mesh.get("pp", 1) > 1 else None
 
 
 def _cannot(bench: DialectBench, mesh_dim: str) -> str | None:
@@ -292,7 +295,7 @@ def _cannot(bench: DialectBench, mesh_dim: str) -> str | None:
     if mesh_dim == "dp":
         return None
     if bench.case.steps is None:
-        return f"the case has no schedule=, which splits its model over mesh_dim '{mesh_dim}'"
+        return f"the case has no schedule= that splits its model over mesh_dim '{mesh_dim}'"
     known = bench.registry.bare_names("primitives")
     missing = [name for name in _STEPS_NEED if name not in known]
     if bench.case.steps is regression_steps and missing:
@@ -301,59 +304,59 @@ def _cannot(bench: DialectBench, mesh_dim: str) -> str | None:
 
 
 def unsupported_dim(bench: DialectBench) -> str | None:
-    """A mesh dimension that the dialect does not support."""
+    """Return a mesh dimension that the dialect does not support; None if it supports all."""
     return next((mesh_dim for mesh_dim in MESH_DIMS if mesh_dim not in bench.dialect.supports), None)
 
 
-def on_ranks(bench: DialectBench, part: Part) -> list[Any]:
-    """Return the results of a part from every rank.
+def on_ranks(bench: DialectBench, task: RankTask) -> list[Any]:
+    """Return the results of a task from all ranks.
 
     Raises:
         CheckError: a rank raised, died or did not end.
     """
     results = _results(bench.case)
-    found = results.of_all(bench, part.world_size)
+    found = results.of_all(bench, task.world_size)
     try:
-        return found[part] if found is not None else results.launch(bench, [part])[part]
+        return found[task] if found is not None else results.launch(bench, [task])[task]
     except RankFailedError as error:
         raise CheckError(
-            f"it failed on the mesh {Mesh(part.mesh)}",
-            required="every rank comes to the end",
+            f"it failed on the mesh {Mesh(task.mesh)}",
+            required="all ranks finish",
             got=str(error),
-            hint="the traceback of each rank is above; every rank must reach the same collectives in the same order",
+            hint="the tracebacks of the ranks are above; all ranks must run the same collectives in the same order",
         ) from error
 
 
-def checkpoint_of(bench: DialectBench, part: Part) -> Path:
+def checkpoint_of(bench: DialectBench, task: RankTask) -> Path:
     """Return the directory in which the ranks saved a checkpoint."""
-    return _results(bench.case).path(part)
+    return _results(bench.case).path(task)
 
 
 class _Results:
-    """The results of one case, and the directory in which processes meet."""
+    """The results of one case, and the directory of its checkpoints."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="slapo-dialect-")
-        self._by_world_size: dict[int, dict[Part, list[Any]] | None] = {}
+        self._by_world_size: dict[int, dict[RankTask, list[Any]] | None] = {}
 
-    def path(self, part: Part | None) -> Path:
-        name = "one-process" if part is None else "-".join(f"{dim}{size}" for dim, size in part.sizes)
+    def path(self, task: RankTask | None) -> Path:
+        name = "one-process" if task is None else "-".join(f"{dim}{size}" for dim, size in task.sizes)
         return Path(self._directory.name) / name
 
-    def of_all(self, bench: DialectBench, world_size: int) -> dict[Part, list[Any]] | None:
-        """Run all parts of this world size in one launch; None if it failed, to try each alone."""
+    def of_all(self, bench: DialectBench, world_size: int) -> dict[RankTask, list[Any]] | None:
+        """Run all tasks of this world size in one launch; None if it failed."""
         if world_size not in self._by_world_size:
-            parts = [part for part in _parts(bench) if part.world_size == world_size]
+            tasks = [task for task in _tasks(bench) if task.world_size == world_size]
             try:
-                self._by_world_size[world_size] = self.launch(bench, parts)
-            except Exception:  # noqa: BLE001 - the part that it comes from raises it again
+                self._by_world_size[world_size] = self.launch(bench, tasks)
+            except Exception:  # noqa: BLE001 - its task raises it again
                 self._by_world_size[world_size] = None
         return self._by_world_size[world_size]
 
-    def launch(self, bench: DialectBench, parts: Sequence[Part]) -> dict[Part, list[Any]]:
-        """Run these parts, one after the other, on one group of processes."""
+    def launch(self, bench: DialectBench, tasks: Sequence[RankTask]) -> dict[RankTask, list[Any]]:
+        """Run tasks in order on one group of processes."""
         case, batches = bench.case, bench.batches(4)
-        if any(part.name == "train" for part in parts) and not self.path(None).exists():
+        if any(task.name == "train" for task in tasks) and not self.path(None).exists():
             engine = bench.engine(bench.schedule(steps=True), optimizer=case.optimizers[-1])
             train(engine, batches[:2])
             engine.save(self.path(None))
@@ -370,12 +373,12 @@ class _Results:
                 "device": case.device,
             }
         )
-        preload_modules("torch._dynamo", run_parts.__module__)  # every optimizer imports the first, in seconds
-        tasks = [(part, str(self.path(None)), str(self.path(part))) for part in parts]
-        ranks = parts[0].world_size
+        preload_modules("torch._dynamo", run_tasks.__module__)  # optimizers import torch._dynamo, which takes seconds
+        arguments = [(task, str(self.path(None)), str(self.path(task))) for task in tasks]
+        ranks = tasks[0].world_size
         backend = backend_for(bench.device, ranks)
-        by_rank = run_ranks(run_parts, pickled, tasks, world_size=ranks, timeout=_TIMEOUT, backend=backend)
-        return dict(zip(parts, map(list, zip(*by_rank, strict=True)), strict=True))
+        by_rank = run_ranks(run_tasks, pickled, arguments, world_size=ranks, timeout=_TIMEOUT, backend=backend)
+        return dict(zip(tasks, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
 @functools.lru_cache(maxsize=4)
@@ -383,14 +386,14 @@ def _results(case: DialectCase) -> _Results:
     return _Results()
 
 
-def _parts(bench: DialectBench) -> list[Part]:
+def _tasks(bench: DialectBench) -> list[RankTask]:
     usable = [tuple(mesh.items()) for mesh in meshes(bench).values() if not isinstance(mesh, str)]
-    parts = [Part("train", sizes) for sizes in usable]
+    tasks = [RankTask("train", sizes) for sizes in usable]
     mesh_dim = unsupported_dim(bench)
     if mesh_dim is not None:
-        parts.append(Part("unsupported", ((mesh_dim, 2),)))
+        tasks.append(RankTask("unsupported", ((mesh_dim, 2),)))
     for sizes in usable[:1]:
-        parts += [Part("other_options", sizes), Part("fault", sizes), Part("diverged", sizes)]
+        tasks += [RankTask("other_options", sizes), RankTask("fault", sizes), RankTask("diverged", sizes)]
     split = [sizes for sizes in usable if dict(sizes).get("tp", 1) > 1 and dict(sizes).get("dp", 1) == 1]
-    parts += [Part("other_batch", sizes) for sizes in split[:1]]
-    return parts
+    tasks += [RankTask("other_batch", sizes) for sizes in split[:1]]
+    return tasks

@@ -1,1 +1,1 @@
-"""``slapo tune``."""
+"""The commands of ``slapo tune``."""

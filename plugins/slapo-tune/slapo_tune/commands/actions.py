@@ -1,8 +1,7 @@
-"""The actions of the commands."""
+"""Actions of the commands: load a study, run it, print its results."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -14,12 +13,12 @@ import torch
 import typer
 
 from slapo_core import ArgumentError, Schedule
+from slapo_core.cli import print_json
 from slapo_runtime.sizes import format_bytes
-from slapo_tune.errors import LogError
 from slapo_tune.log import Log, read_log
 from slapo_tune.predictions import sources
 from slapo_tune.report import (
-    Report,
+    StudyReport,
     best_trial,
     candidates,
     choice,
@@ -27,25 +26,24 @@ from slapo_tune.report import (
     number,
     point_words,
     print_table,
-    reasons,
     symbols,
 )
 from slapo_tune.samplers import Trial
-from slapo_tune.search import Result
+from slapo_tune.search import SearchResult
 from slapo_tune.space import Space
 from slapo_tune.study import Study, load_study
 from slapo_tune.trials import output_file
-from slapo_tune.winner import Winner, apply, best, prove, replace_file
+from slapo_tune.winner import Winner, apply, replace_file, saved_winner, verify_winner
 
 
 def load(file: Path, *, log: Path | None = None, trials: int | None = None, sampler: str | None = None) -> Study:
-    """Load the study of a file, with the changes of the command line.
+    """Load the study of a file, with the options of the command line.
 
     Args:
         file: Python, with a :class:`slapo_tune.Study` named ``study`` at its top level.
-        log: replaces the study's own.
-        trials: replaces the study's own.
-        sampler: replaces the study's own.
+        log: replaces the study's log.
+        trials: replaces the study's limit.
+        sampler: replaces the study's sampler.
 
     Raises:
         StudyError: the file does not exist, cannot be imported, or has no such study.
@@ -54,21 +52,16 @@ def load(file: Path, *, log: Path | None = None, trials: int | None = None, samp
     return replace(load_study(file), **{name: value for name, value in changes.items() if value is not None})
 
 
-def print_json(value: object) -> None:
-    """Print ``value`` with sorted keys."""
-    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str))
-
-
 def read(study: Study, file: Path) -> Log:
     """Read the study's log.
 
     Args:
-        study: that has it.
-        file: of the study, for the message.
+        study: the study.
+        file: file of the study, for the message.
 
     Raises:
-        ArgumentError: there is none yet, or it is of another space.
-        LogError: it is damaged, or not a log.
+        ArgumentError: not found, or of another space.
+        LogError: damaged, or not a log.
     """
     log = Path(study.log)
     if not log.exists():
@@ -76,16 +69,16 @@ def read(study: Study, file: Path) -> Log:
     found = read_log(log)
     if found.header.get("fingerprint") != Space.of(study.space).fingerprint():
         raise ArgumentError(
-            f"{log} is the log of another space than {file} has now", hint="--log, or the study as it was then"
+            f"{log} is the log of another space than that of {file}", hint="--log OTHER.jsonl, or restore the space"
         )
     return found
 
 
 def trial_of(trials: Iterable[Trial], number: int) -> Trial:
-    """Return the trial of that number.
+    """Return the trial with a number.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: not found.
     """
     known = {trial.number: trial for trial in trials}
     if number not in known:
@@ -95,7 +88,7 @@ def trial_of(trials: Iterable[Trial], number: int) -> Trial:
 
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 
 def run_study(
@@ -104,12 +97,12 @@ def run_study(
     """Run a study to its end.
 
     Args:
-        file: of the study.
-        log: replaces the study's own.
-        trials: replaces the study's own.
-        sampler: replaces the study's own.
-        as_json: the report as JSON.
-        resume: go on with the log that is there; else there must be none.
+        file: file of the study.
+        log: replaces the study's log.
+        trials: replaces the study's limit.
+        sampler: replaces the study's sampler.
+        as_json: print the report as JSON.
+        resume: resume from the log; otherwise the log must have no trials.
     """
     before = time.monotonic()
     study = load(file, log=log, trials=trials, sampler=sampler)
@@ -119,7 +112,7 @@ def run_study(
     try:
         result = study.run(progress=True, resume=resume)
     except KeyboardInterrupt:
-        print(f"interrupted: all finished trials are in {study.log}; go on by", file=sys.stderr)
+        print(f"interrupted: all finished trials are in {study.log}; resume by", file=sys.stderr)
         print(f"  slapo tune resume {file}{again}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     found = study.report(result.trials)
@@ -134,22 +127,23 @@ def run_study(
 
 
 def _require_log(study: Study, file: Path, option: str, *, resume: bool) -> None:
-    """
+    """Require a log with trials to resume, or one without to start.
+
     Raises:
-        ArgumentError: the log has trials, and a search is to begin; or the other way round.
+        ArgumentError: a log with trials at the start, or no log to resume.
     """
     log = Path(study.log)
     trials = study.report().trials
     if trials and not resume:
         raise ArgumentError(
-            f"the log {log} has {len(trials)} trials already",
+            f"the log {log} already has {len(trials)} trials",
             hint=f"slapo tune resume {file}{option}, or slapo tune run {file} --log ANOTHER.jsonl",
         )
     if resume and not log.exists():
         raise ArgumentError(f"log not found: {log}", hint=f"slapo tune run {file}{option}")
 
 
-def _print_search(found: Report, result: Result, words: str, seconds: float) -> None:
+def _print_search(found: StudyReport, result: SearchResult, words: str, seconds: float) -> None:
     print(found.summary())
     parts = {**result.seconds, "the rest": max(0.0, seconds - sum(result.seconds.values()))}
     print(f"this run took {duration(seconds)}: " + ", ".join(f"{name} {duration(parts[name])}" for name in parts))
@@ -157,18 +151,18 @@ def _print_search(found: Report, result: Result, words: str, seconds: float) -> 
     if found.best is None:
         for one in found.reasons[:5]:
             print(f"  {one.count} {one.status}: {one.reason}")
-        print(f"slapo tune report {words} says why")
+        print(f"slapo tune report {words} shows the reasons")
         return
     if result.winner is not None:
         print("the best schedule is verified" if result.winner.right else f"not verified: {result.winner.reason}")
-    print(f"slapo tune report {words} says more")
+    print(f"slapo tune report {words} shows the tables")
     print(f"slapo tune best {words} --out schedule.json shows and saves the schedule")
 
 
 _ENDS = {
     "space": "the sampler proposes nothing more",
-    "trials": "as many trials as allowed were started",
-    "budget": "the time allowed is over",
+    "trials": "the limit of trials is reached",
+    "budget": "the budget of time is used",
 }
 
 
@@ -176,12 +170,12 @@ def report_study(file: Path, *, log: Path | None, plot: Path | None, axes: str |
     """Print the results of a search, and plot it.
 
     Args:
-        file: of the study.
-        log: replaces the study's own.
-        plot: the picture to write; None for none.
-        axes: two symbols, with a comma between them; None takes the two with the most candidates.
+        file: file of the study.
+        log: replaces the study's log.
+        plot: file of the plot; None for no plot.
+        axes: two symbols, separated by a comma; None takes the two with the most candidates.
         top: number of best trials to print.
-        as_json: everything as JSON.
+        as_json: print the report as JSON.
 
     Raises:
         ArgumentError: ``axes`` are not two symbols.
@@ -216,10 +210,10 @@ def show_study(file: Path, which: int | None, *, log: Path | None, as_json: bool
     """Print one trial, or the space.
 
     Args:
-        file: of the study.
-        which: the number of a trial; None for the space, which needs no log.
-        log: replaces the study's own.
-        as_json: as JSON.
+        file: file of the study.
+        which: number of a trial; None for the space, which needs no log.
+        log: replaces the study's log.
+        as_json: print JSON.
 
     Raises:
         ArgumentError: the trial does not exist.
@@ -268,7 +262,6 @@ def _show_space(study: Study, *, as_json: bool) -> None:
     space = study.report(())
     points, refused = space.points, space.refused
     names = symbols([*points, *(point for point, _ in refused)])
-    why = reasons((), refused)
     if as_json:
         print_json(
             {
@@ -284,31 +277,32 @@ def _show_space(study: Study, *, as_json: bool) -> None:
     print_table(
         "refused by the space",
         ("COUNT", "REASON", "E.G."),
-        [(str(one.count), one.reason, point_words(one.points[0])) for one in why],
+        [(str(one.count), one.reason, point_words(one.points[0])) for one in space.reasons],
     )
 
 
 def best_of_study(
     file: Path, *, log: Path | None, out: Path | None, trial: int | None, again: bool, as_json: bool
 ) -> None:
-    """Verify, apply and write the winner.
+    """Verify, apply and write the best schedule.
 
     Args:
-        file: of the study.
-        log: replaces the study's own.
-        out: of the schedule document; None for none.
-        trial: number of a trial in place of the best one.
-        again: verify also a trial that the search has verified.
-        as_json: as JSON, the document with it.
+        file: file of the study.
+        log: replaces the study's log.
+        out: file of the schedule document; None for no file.
+        trial: number of a trial; None for the best one.
+        again: verify again, also if the search has verified the trial.
+        as_json: print JSON, with the document.
 
     Raises:
-        ArgumentError: no trial was ok, or not this one; its document is missing, or cannot be written.
+        ArgumentError: no trial was ok, or not this one; the document is missing or cannot be written.
     """
     study = replace(load(file, log=log), verify=True)
     known = read(study, file)
     chosen = _chosen(study, file, known.trials, trial)
     edited = known.header.get("sources") != sources(study)
-    winner = (None if again or edited else _kept(study, chosen)) or prove(study, chosen)
+    saved = None if again or edited else saved_winner(study.log, chosen)
+    winner = saved if saved is not None and saved.right else verify_winner(study, chosen)
     schedule = _applied(study, chosen, winner)
     wrote = None
     if out is not None and winner.right is not False:
@@ -327,26 +321,18 @@ def _chosen(study: Study, file: Path, trials: Sequence[Trial], which: int | None
         found = best_trial(trials)
         if found is None:
             raise ArgumentError(
-                f"no trial in {study.log} was ok ({len(trials)} in all)", hint=f"slapo tune report {file} says why"
+                f"no trial in {study.log} was ok (got {len(trials)} trials)",
+                hint=f"slapo tune report {file} shows the reasons",
             )
         return found
     found = trial_of(trials, which)
     if found.status != "ok":
-        raise ArgumentError(f"trial {which} was not ok: {found.status}: {found.reason}")
+        raise ArgumentError(f"trial {which} must be ok (got {found.status}: {found.reason})")
     return found
 
 
-def _kept(study: Study, chosen: Trial) -> Winner | None:
-    """Return the search's own verification, if it was of this trial."""
-    try:
-        found = best(study.log)
-    except LogError:
-        return None  # it has not ended
-    return found if found.number == chosen.number and found.point == chosen.point and found.right else None
-
-
 def _applied(study: Study, chosen: Trial, winner: Winner) -> Schedule:
-    """The schedule, from its document: on a model without memory, with an abstract mesh."""
+    """Apply the document to a model on the meta device, on an abstract mesh."""
     if winner.document is None:
         return apply(study, chosen)
     with torch.device("meta"):
@@ -368,7 +354,7 @@ def _print_winner(winner: Winner, unit: str, schedule: Schedule, wrote: Path | N
 
 def _write(winner: Winner, out: Path) -> Path:
     if winner.document is None:
-        raise ArgumentError(f"the schedule of trial {winner.number} cannot be kept: {winner.reason}")
+        raise ArgumentError(f"trial {winner.number} has no schedule document: {winner.reason}")
     tuned: dict[str, Any] = {"point": dict(winner.point), "value": winner.value, "versions": dict(winner.versions)}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,10 @@ import typer
 
 from slapo_core import Command
 
-StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.py", help="A file with a Study named `study` in it.")]
-LogFile = Annotated[Path | None, typer.Option("--log", help="Another log than the study's own.")]
+StudyFile = Annotated[Path, typer.Argument(metavar="STUDY.py", help="A Python file with a Study named `study`.")]
+LogFile = Annotated[Path | None, typer.Option("--log", help="Log to use instead of the study's.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of trials, including those already in the log.")]
-Chosen = Annotated[str | None, typer.Option("--sampler", help="Another sampler than the study's own, e.g. random.")]
+Chosen = Annotated[str | None, typer.Option("--sampler", help="Sampler to use instead of the study's, e.g. random.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, keys sorted.")]
 
 
@@ -36,10 +36,10 @@ def run(
     sampler: Chosen = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search a study from its beginning.
+    """Start the search of a study.
 
-    A study with a log is continued by `slapo tune resume`. Progress goes to stderr, results to stdout. Ctrl-C
-    ends the running trial and keeps all finished ones (exit status 130). Exits with status 1 if no trial was ok.
+    `slapo tune resume` continues a search with a log. Progress goes to stderr, results to stdout. Ctrl-C ends the
+    running trial and keeps all finished ones (exit status 130). Exits with status 1 if no trial was ok.
     """
     from slapo_tune.commands.actions import run_study
 
@@ -53,9 +53,9 @@ def resume(
     sampler: Chosen = None,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a study where its log ends.
+    """Resume the search of a study from its log.
 
-    No finished trial is repeated; all else is as for `slapo tune run`.
+    Finished trials are not repeated; otherwise as `slapo tune run`.
     """
     from slapo_tune.commands.actions import run_study
 
@@ -65,15 +65,17 @@ def resume(
 def report(
     study: StudyFile,
     log: LogFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the search, e.g. into search.png; needs matplotlib.")] = None,
-    axes: Annotated[str | None, typer.Option(help="Symbols on their axes, e.g. batch,checkpoint.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot the search, e.g. into search.png; requires matplotlib.")
+    ] = None,
+    axes: Annotated[str | None, typer.Option(help="Symbols on the axes of the plot, e.g. batch,checkpoint.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of best trials to print.")] = 10,
     as_json: AsJson = False,
 ) -> None:
     """Print the results of a search.
 
-    The best, how trials ended and why, predicted against measured, what each symbol does; works while the search runs,
-    too.
+    Shows the best trials, statuses and reasons, predictions against measurements, and results by candidate; also while
+    the search runs.
     """
     from slapo_tune.commands.actions import report_study
 
@@ -82,13 +84,13 @@ def report(
 
 def show(
     study: StudyFile,
-    trial: Annotated[int | None, typer.Argument(min=0, help="Number of a trial. Default: the space itself.")] = None,
+    trial: Annotated[int | None, typer.Argument(min=0, help="Number of a trial. Default: show the space.")] = None,
     log: LogFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one trial, or the space.
 
-    Of a trial: its point, how it ended and why, numbers, and the end of what its ranks printed.
+    Shows point, status, reason and numbers of a trial, and the end of its ranks' output.
     """
     from slapo_tune.commands.actions import show_study
 
@@ -99,14 +101,16 @@ def best(
     study: StudyFile,
     log: LogFile = None,
     out: Annotated[Path | None, typer.Option(help="Write the winner's schedule document, e.g. schedule.json.")] = None,
-    trial: Annotated[int | None, typer.Option(min=0, help="This trial in place of the best one.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Verify also a trial that the search has verified.")] = False,
+    trial: Annotated[int | None, typer.Option(min=0, help="This trial instead of the best one.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Verify again, also if the search has verified the trial.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Verify, apply and save the best schedule.
 
-    It is verified on real ranks, unless the search has done so, and applied to the model from its document. Exits with
-    status 1 if the schedule does not agree with the reference model, or that could not be found out.
+    Verifies on real ranks, unless the search has done so, and applies the document to the model. Exits with status 1 if
+    the schedule differs from the reference model or could not be verified.
     """
     from slapo_tune.commands.actions import best_of_study
 

@@ -5,69 +5,73 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from slapo_tune.samplers import Point, Sampler, SearchSpace, Trial
-from slapo_tune.samplers.program import FAILED, FEW, Asking, candidates_of, drawn, moved, replayed
+from slapo_tune.samplers.program import FAILED, FEW, ReplayedSearch, candidates_of, move, replay_program, sample_point
 
-Lift = Callable[[Asking, Point], Point]
+Adjustment = Callable[[ReplayedSearch, Point], Point]
 
 
-def as_it_is(ask: Asking, point: Point) -> Point:
+def unchanged(ask: ReplayedSearch, point: Point) -> Point:
     """Return the point as it is."""
     return point
 
 
-def started(ask: Asking, count: int, lift: Lift = as_it_is) -> list[Point]:
-    """Ask for points spread over the space until ``count`` have a value; the best first.
+def best_starts(ask: ReplayedSearch, count: int, adjust: Adjustment = unchanged) -> list[Point]:
+    """Try points spread over the space until ``count`` have a value; return them, the best first.
 
     Args:
-        ask: of the search.
-        count: how many.
-        lift: done to each point first.
+        ask: the search.
+        count: number of points.
+        adjust: applied to each point first.
     """
     values: list[tuple[float, Point]] = []
     number = 0
-    while len(values) < count and (point := drawn(ask, number)) is not None:
+    while len(values) < count and (point := sample_point(ask, number)) is not None:
         number += 1
-        better = lift(ask, point)
+        better = adjust(ask, point)
         point = point if ask.is_known(better) else better
         value = ask.value(point)
         if value > FAILED:
             values.append((value, point))
-    values.sort(key=lambda each: -each[0])  # those of one value stay in order
+    values.sort(key=lambda each: -each[0])  # stable: equal values keep their order
     return [point for _, point in values]
 
 
-def ascend(ask: Asking, start: Point, steps: Iterable[int] = (1,), *, few: int = 1, lift: Lift = as_it_is) -> Point:
-    """Move one symbol after the other, in random order, until no move helps.
+def ascend(
+    ask: ReplayedSearch, start: Point, steps: Iterable[int] = (1,), *, few: int = 1, adjust: Adjustment = unchanged
+) -> Point:
+    """Move one symbol at a time, in random order, until no move helps.
 
-    A move that helps is made again, twice as far each time, while it goes on helping.
+    A move that helps is repeated, twice as far each time, as long as it helps.
 
     Args:
-        ask: of the search.
-        start: where from; its value is asked for.
-        steps: by how many candidates a symbol is moved at first; each one is tried until none of its moves helps.
-        few: symbols with at most this number of candidates are tried at each of them.
-        lift: done to each point first.
+        ask: the search.
+        start: the first point.
+        steps: numbers of candidates of a first move; each is used until no move helps.
+        few: for symbols with at most this number of candidates each candidate is tried.
+        adjust: applied to each point first.
 
     Returns:
-        a point that no move by the last of the steps makes better.
+        a point that no move by the last of the steps improves.
     """
     point, best = start, ask.value(start)
     for step in steps:
         moves = _moves(ask, point, step, few)
         while moves:
             symbol, by = moves.pop()
-            other, value = _farthest(ask, point, symbol, by, best, lift)
+            other, value = _farthest(ask, point, symbol, by, best, adjust)
             if other is not None:
                 point, best = other, value
                 moves = _moves(ask, point, step, few)
     return point
 
 
-def _farthest(ask: Asking, point: Point, symbol: str, by: int, best: float, lift: Lift) -> tuple[Point | None, float]:
-    """The last of the growing moves that helps, and its value; None if the first one does not."""
+def _farthest(
+    ask: ReplayedSearch, point: Point, symbol: str, by: int, best: float, adjust: Adjustment
+) -> tuple[Point | None, float]:
+    """Return the last growing move that helps, and its value; None if none helps."""
     reached = None
-    while symbol in point and (target := moved(ask, point, symbol, by)) is not None:
-        other = lift(ask, target)
+    while symbol in point and (target := move(ask, point, symbol, by)) is not None:
+        other = adjust(ask, target)
         if other == point or (value := ask.value(other)) <= best:
             break
         point, reached, best = other, other, value
@@ -75,7 +79,7 @@ def _farthest(ask: Asking, point: Point, symbol: str, by: int, best: float, lift
     return reached, best
 
 
-def _moves(ask: Asking, point: Point, step: int, few: int) -> list[tuple[str, int]]:
+def _moves(ask: ReplayedSearch, point: Point, step: int, few: int) -> list[tuple[str, int]]:
     moves = []
     for symbol, candidates in candidates_of(ask.space, point).items():
         lengths = range(1, len(candidates)) if len(candidates) <= few else (step,)
@@ -85,33 +89,33 @@ def _moves(ask: Asking, point: Point, step: int, few: int) -> list[tuple[str, in
 
 
 STARTS = 4
-"""Points that are tried first."""
+"""Number of points tried first."""
 
 TAKEN = 2
-"""Of these, the best ones: a descent starts at each."""
+"""Number of the best of them from which a descent starts."""
 
 LAST = (2, 1)
-"""By how many candidates the symbols of the best point are moved at last."""
+"""Numbers of candidates of the last moves, from the best point."""
 
 
 class Coordinate(Sampler):
     """Randomized coordinate descent (Nesterov, 2012), as in the paper (section 3.4), with several starts.
 
-    Four points spread over the space are tried; from the best two of them one symbol after the other is moved to its
-    next candidates, in random order, while that helps, and farther while it goes on helping. At last the best point's
-    symbols are moved by two candidates and by one, and those with at most four candidates to each of them; the search
-    ends where none of it helps. A move to what does not fit into memory, or is refused, changes the other symbols as
-    little as possible, so it follows the edge of the space.
+    Tries four points spread over the space. From the best two of them it moves one symbol at a time to its next
+    candidates, in random order, as long as that helps, and farther while a move helps. Finally it moves the best
+    point's symbols by two candidates and by one, and symbols with at most four candidates to each of them; the search
+    ends when no move helps. If a move does not fit into memory or is refused, the other symbols change as little as
+    possible, so that the move follows the edge of the space.
     """
 
     name = "coordinate"
 
     def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
-        return replayed(_search, space, history, seed)
+        return replay_program(_search, space, history, seed)
 
 
-def _search(ask: Asking) -> None:
-    for point in started(ask, STARTS)[:TAKEN]:
+def _search(ask: ReplayedSearch) -> None:
+    for point in best_starts(ask, STARTS)[:TAKEN]:
         ascend(ask, point)
     if ask.best is not None:
         ascend(ask, ask.best[0], LAST, few=FEW)

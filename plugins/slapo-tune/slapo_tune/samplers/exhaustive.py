@@ -1,4 +1,4 @@
-"""Every point, one after the other."""
+"""The exhaustive sampler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slapo_tune.samplers.program import key
 
 
 class Exhaustive(Sampler):
-    """Every point of the space, in the order of the candidates; finds the best of all."""
+    """Try all points of the space, in the order of the candidates."""
 
     name = "exhaustive"
 

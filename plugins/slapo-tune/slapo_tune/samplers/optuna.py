@@ -1,8 +1,7 @@
 """Optuna's samplers, through one adapter.
 
-A study in memory is made from the history for each proposal, so nothing of Optuna is kept on disk. Candidates that
-depend on earlier choices are told apart by the choices they depend on: a symbol has one distribution for each list of
-candidates, over their indices, because Optuna takes no distribution that changes.
+Each proposal makes a study of Optuna in memory from the history, so nothing of Optuna is stored on disk. A symbol has
+one distribution for each list of candidates, over their indices, because Optuna takes no distribution that changes.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import SlapoError
+from slapo_tune.plain_data import canonical
 from slapo_tune.samplers import Point, Sampler, SearchSpace, Trial
-from slapo_tune.samplers.program import Asking, candidates_of, drawn
-from slapo_tune.space import canonical
+from slapo_tune.samplers.program import ReplayedSearch, candidates_of, sample_point
 
 if TYPE_CHECKING:
     import optuna
 
 
 ATTEMPTS = 20
-"""Proposals of Optuna that were tried before, are refused or do not fit, before one is drawn at random."""
+"""Unusable proposals of Optuna (tried, refused, or too large) before a random point."""
 
 
 class OptunaMissingError(SlapoError, ImportError):
-    """A sampler of Optuna is asked for, and Optuna is not installed.
+    """A sampler of Optuna is used, but Optuna is not installed.
 
-    What to do: ``pip install "slapo-tune[optuna]"``, or take a sampler that needs nothing, e.g. ``frontier``.
+    What to do: ``pip install "slapo-tune[optuna]"``, or use another sampler, e.g. ``frontier``.
     """
 
 
 class _Optuna(Sampler):
     def suggest(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> Point | None:
         optuna = _imported(self.name)
-        ask = Asking(space, history, seed)
+        ask = ReplayedSearch(space, history, seed)
         for trial in ask.others():
             ask.value(trial.point)
         number = int.from_bytes(hashlib.sha256(f"{seed} {len(history)}".encode()).digest()[:4], "big")
@@ -47,23 +46,23 @@ class _Optuna(Sampler):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 study = optuna.create_study(direction="maximize", sampler=self._made(optuna, number))
-                study.add_trials([_told(optuna, space, trial) for trial in history if _is_told(ask, trial)])
+                study.add_trials([_frozen_trial(optuna, space, trial) for trial in history if _is_in_space(ask, trial)])
                 for _ in range(ATTEMPTS):
-                    point = _asked(study, space)
+                    point = _suggested(study, space)
                     if point is not None and not ask.is_known(point) and ask.fits(point):
                         return point
         finally:
             optuna.logging.set_verbosity(before)
         ask.random.seed(f"optuna {seed} {len(history)}")
-        return drawn(ask)
+        return sample_point(ask)
 
     @abstractmethod
     def _made(self, optuna: Any, seed: int) -> optuna.samplers.BaseSampler:
-        """Optuna's sampler."""
+        """Make Optuna's sampler."""
 
 
 class OptunaTpe(_Optuna):
-    """Optuna's tree-structured Parzen estimator; needs ``slapo-tune[optuna]``."""
+    """Optuna's tree-structured Parzen estimator; requires ``slapo-tune[optuna]``."""
 
     name = "optuna.tpe"
 
@@ -72,7 +71,7 @@ class OptunaTpe(_Optuna):
 
 
 class OptunaRandom(_Optuna):
-    """Optuna's random sampler; needs ``slapo-tune[optuna]``."""
+    """Optuna's random sampler; requires ``slapo-tune[optuna]``."""
 
     name = "optuna.random"
 
@@ -85,7 +84,7 @@ def _imported(name: str) -> Any:
         import optuna
     except ImportError as missing:
         raise OptunaMissingError(
-            f"sampler {name!r} needs optuna, which is not installed",
+            f"sampler {name!r} requires optuna, which is not installed",
             plugin="slapo-tune",
             hint='pip install "slapo-tune[optuna]", or sampler="frontier"',
         ) from missing
@@ -97,19 +96,19 @@ def _label(name: str, candidates: tuple[Any, ...]) -> str:
 
 
 def _distribution(optuna: Any, candidates: tuple[Any, ...]) -> Any:
-    """Numbers have an order that Optuna can learn from; names have none."""
+    """Return the distribution of candidates: ordered for numbers, categorical for names."""
     if all(type(value) in (int, float) for value in candidates):
         return optuna.distributions.IntDistribution(0, len(candidates) - 1)
     return optuna.distributions.CategoricalDistribution(tuple(range(len(candidates))))
 
 
-def _is_told(ask: Asking, trial: Trial) -> bool:
-    """A trial of a point outside of the space is left out."""
+def _is_in_space(ask: ReplayedSearch, trial: Trial) -> bool:
+    """Return whether a trial's point is in the space."""
     found = candidates_of(ask.space, trial.point)
     return found.keys() == trial.point.keys()
 
 
-def _told(optuna: Any, space: SearchSpace, trial: Trial) -> optuna.trial.FrozenTrial:
+def _frozen_trial(optuna: Any, space: SearchSpace, trial: Trial) -> optuna.trial.FrozenTrial:
     parameters, distributions = {}, {}
     for name, candidates in candidates_of(space, trial.point).items():
         label = _label(name, candidates)
@@ -124,7 +123,7 @@ def _told(optuna: Any, space: SearchSpace, trial: Trial) -> optuna.trial.FrozenT
     )
 
 
-def _asked(study: optuna.Study, space: SearchSpace) -> Point | None:
+def _suggested(study: optuna.Study, space: SearchSpace) -> Point | None:
     import optuna
 
     trial = study.ask()

@@ -1,4 +1,4 @@
-"""What samplers are made of: a search that is replayed from its history, and moves in a space."""
+"""Tools of samplers: a search replayed from its history, and moves in a space."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 from slapo_tune.samplers import Point, SearchSpace, Trial
 
 FAILED = -math.inf
-"""The value of a point that gave none: it ran out of memory, crashed, was refused, ..."""
+"""The value of a failed trial: out of memory, crashed, refused, ..."""
 
 _ALLOWANCE = 1 << 20
-"""Bytes that are not held against an estimate: small tensors that ranks compare when they start."""
+"""Bytes that an estimate may miss: small tensors that ranks compare at the start."""
 
 Key = frozenset[tuple[str, object]]
 
 
 def key(point: Point) -> Key:
-    """Return what tells points apart."""
+    """Return a hashable key of a point."""
     return frozenset(point.items())
 
 
 def margin(history: Sequence[Trial], memory: int | None) -> float:
-    """Return the factor for predictions of memory that trials so far have shown; at least 1.
+    """Return the factor by which trials so far exceed predictions of memory; at least 1.
 
-    It is the largest ratio of measured to predicted memory. A trial that ran out of memory shows that its prediction is
-    too much, unless another one with a larger prediction fitted.
+    It is the largest ratio of measured to predicted memory. A trial that ran out of memory needs more than the limit,
+    unless a trial with a larger prediction fitted.
 
     Args:
         history: finished trials.
@@ -44,25 +44,25 @@ def margin(history: Sequence[Trial], memory: int | None) -> float:
     return max([1.0, *ratios])
 
 
-class _Unknown(Exception):  # noqa: N818 - carries the proposal out of the program
+class _ProposedPoint(Exception):  # noqa: N818 - ends the program at its proposal
     def __init__(self, point: Point) -> None:
         self.point = point
 
 
-class Asking:
-    """The search as a sampler's program sees it.
+class ReplayedSearch:
+    """A search that a sampler's program replays from its history.
 
     Args:
-        space: of the search.
+        space: the search space.
         history: all trials so far.
-        seed: of the search.
+        seed: seed of the search.
 
     Attributes:
-        space: of the search.
-        seed: of the search.
-        random: the program's only source of chance.
-        best: the best point that was asked for, with its value; None before one gave a value.
-        asked: the values that were asked for.
+        space: the search space.
+        seed: seed of the search.
+        random: the program's only source of random numbers.
+        best: the best queried point with its value; None before the first value.
+        asked: the queried values by point.
     """
 
     def __init__(self, space: SearchSpace, history: Sequence[Trial], seed: int) -> None:
@@ -72,14 +72,14 @@ class Asking:
         self.best: tuple[Point, float] | None = None
         self.asked: dict[Key, float] = {}
         self._history = {key(trial.point): trial for trial in history}
-        self._learned: list[Trial] = []  # those of points that were asked for
+        self._learned: list[Trial] = []  # trials of queried points
         self._margin = 1.0
 
     def value(self, point: Point) -> float:
-        """Return the value of a point's trial; `FAILED` if it has none. Ends the program if there is no trial yet."""
+        """Return the value of a point's trial, or `FAILED`; end the program without a trial."""
         trial = self._history.get(key(point))
         if trial is None:
-            raise _Unknown(point)
+            raise _ProposedPoint(point)
         value = FAILED if trial.value is None or not math.isfinite(trial.value) else float(trial.value)
         if key(point) not in self.asked:
             self.asked[key(point)] = value
@@ -89,19 +89,19 @@ class Asking:
         return value
 
     def points(self) -> list[tuple[Point, float]]:
-        """Return the points asked for, in order, with their values."""
+        """Return the queried points in order, with their values."""
         return [(self._history[each].point, value) for each, value in self.asked.items()]
 
     def others(self) -> list[Trial]:
-        """Return trials that were not asked for, oldest first."""
+        """Return the trials that were not queried, oldest first."""
         return [trial for each, trial in self._history.items() if each not in self.asked]
 
     def is_known(self, point: Point) -> bool:
-        """Whether the program has asked for the value of the point."""
+        """Return whether the program has queried the point."""
         return key(point) in self.asked
 
     def fits(self, point: Point) -> bool:
-        """Whether the point is worth a trial, as far as memory goes: by the estimate, times what trials have shown."""
+        """Return whether the point fits into memory: by its trial, or by the corrected estimate."""
         if key(point) in self.asked:
             return self.asked[key(point)] > FAILED
         limit, predicted = self.space.memory, self.space.predicted_memory(point)
@@ -114,32 +114,32 @@ class Asking:
         self._margin = margin(self._learned, self.space.memory)
 
 
-def replayed(
-    program: Callable[[Asking], None], space: SearchSpace, history: Sequence[Trial], seed: int
+def replay_program(
+    program: Callable[[ReplayedSearch], None], space: SearchSpace, history: Sequence[Trial], seed: int
 ) -> Point | None:
-    """Return the first point that the program asks for and the history does not have; None if it ends without one."""
+    """Return the first point without a trial that the program queries; None if it ends before."""
     try:
-        program(Asking(space, history, seed))
-    except _Unknown as unknown:
-        return dict(unknown.point)
+        program(ReplayedSearch(space, history, seed))
+    except _ProposedPoint as proposed:
+        return dict(proposed.point)
     return None
 
 
 FEW = 4
-"""Candidates of a symbol that may well have no order, e.g. the names of kernels."""
+"""Maximum number of candidates that are assumed to be unordered, e.g. names of kernels."""
 
 FARTHEST = 4
-"""Of how many changes away from a move a point is still taken for that move."""
+"""Maximum number of changes of other symbols for a move."""
 
 FAR = 24
-"""The same, of changes of one symbol."""
+"""Maximum number of changes of one other symbol for a move."""
 
 DRAWS = 40
-"""Starts that are drawn before a space is walked for one that fits."""
+"""Random draws before a search through all points."""
 
 
 def candidates_of(space: SearchSpace, point: Point) -> dict[str, tuple[Any, ...]]:
-    """Return what each symbol of a point was chosen from; nothing where the space does not have the point."""
+    """Return the candidates of each symbol of a point; empty if the space lacks the point."""
     found: dict[str, tuple[Any, ...]] = {}
     is_there = True
 
@@ -152,18 +152,18 @@ def candidates_of(space: SearchSpace, point: Point) -> dict[str, tuple[Any, ...]
     return found if space.draw(pick) == dict(point) and is_there else {}
 
 
-def exactly(space: SearchSpace, wanted: Mapping[str, Any]) -> Point | None:
-    """Return the point with these values; None if the space has none."""
+def point_with(space: SearchSpace, wanted: Mapping[str, Any]) -> Point | None:
+    """Return the point with these values; None if the space lacks it."""
     return dict(wanted) if candidates_of(space, wanted) else None
 
 
-def drawn(ask: Asking, number: int | None = None) -> Point | None:
-    """Sample an allowed point that was not asked for; None if there is none.
+def sample_point(ask: ReplayedSearch, number: int | None = None) -> Point | None:
+    """Sample a fitting point that was not queried; None if there is none.
 
     Args:
-        ask: of the search.
-        number: of the start: starts in a row differ in every symbol with few candidates, so that some of them see all
-            of these; None for a point without regard to others.
+        ask: the search.
+        number: number of the start: consecutive starts differ in each symbol with few candidates; None samples
+            independently.
     """
     for attempt in range(DRAWS):
         spread = number if attempt < DRAWS // 2 else None
@@ -179,30 +179,30 @@ def drawn(ask: Asking, number: int | None = None) -> Point | None:
     return next((point for point in ask.space.points() if not ask.is_known(point) and ask.fits(point)), None)
 
 
-def neighbors(ask: Asking, point: Point) -> Iterator[Point]:
-    """Yield the nearest points that fit with one symbol moved to the candidate before or after."""
+def neighbors(ask: ReplayedSearch, point: Point) -> Iterator[Point]:
+    """Yield the nearest fitting points with one symbol moved by one candidate."""
     for symbol in point:
         for step in (1, -1):
-            other = moved(ask, point, symbol, step)
+            other = move(ask, point, symbol, step)
             if other is not None:
                 yield other
 
 
-def moved(ask: Asking, point: Point, symbol: str, step: int) -> Point | None:
-    """Return the nearest point that fits with ``symbol`` moved along its candidates.
+def move(ask: ReplayedSearch, point: Point, symbol: str, step: int) -> Point | None:
+    """Return the nearest fitting point with ``symbol`` moved along its candidates.
 
-    The other symbols keep their values where they can; where their candidates changed, or the point is refused or does
-    not fit, as few of them as possible take a near candidate instead. So a move along the edge of a polygon, or of
-    what fits into memory, follows the edge.
+    The other symbols keep their values if possible; if their candidates change, or the point is refused or does not
+    fit, as few of them as possible take a near candidate. So a move along an edge of the space or of memory follows the
+    edge.
 
     Args:
-        ask: of the search.
-        point: where from.
-        symbol: which is moved.
-        step: by how many candidates; further than the last one is the last one.
+        ask: the search.
+        point: the first point.
+        symbol: the moved symbol.
+        step: number of candidates, up to the last one.
 
     Returns:
-        None where there is nothing to move to.
+        the point; None at the last candidate, or without a fitting point.
     """
     values = candidates_of(ask.space, point)[symbol]
     index = values.index(point[symbol])
@@ -213,13 +213,13 @@ def moved(ask: Asking, point: Point, symbol: str, step: int) -> Point | None:
     return next(nearest(ask, wanted, symbol), None)
 
 
-def nearest(ask: Asking, wanted: Mapping[str, Any], fixed: str) -> Iterator[Point]:
-    """Yield allowed points by their distance from the wanted one; ``fixed`` has the wanted value.
+def nearest(ask: ReplayedSearch, wanted: Mapping[str, Any], fixed: str) -> Iterator[Point]:
+    """Yield fitting points by their distance from wanted values.
 
     Args:
-        ask: of the search.
-        wanted: values that need not be a point.
-        fixed: the symbol that is not changed.
+        ask: the search.
+        wanted: values, which need not be a point.
+        fixed: the symbol that keeps its wanted value.
     """
     others = [name for name in wanted if name != fixed]
     seen = []
@@ -234,7 +234,7 @@ def nearest(ask: Asking, wanted: Mapping[str, Any], fixed: str) -> Iterator[Poin
 
 
 def _splits(total: int, parts: int, *, together: bool) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write ``total`` as a sum of numbers, in a fixed order; or those with one nonzero part."""
+    """Yield the compositions of ``total`` in a fixed order; or only those with one nonzero part."""
     if not together:
         yield from (tuple(total * (place == part) for place in range(parts)) for part in reversed(range(parts)))
         return
@@ -247,7 +247,7 @@ def _splits(total: int, parts: int, *, together: bool) -> Iterator[tuple[int, ..
 
 
 def _ranked(space: SearchSpace, wanted: Mapping[str, Any], ranks: Mapping[str, int], fixed: str) -> Point | None:
-    """Return the point whose symbols take the candidates of the given distances from the wanted ones."""
+    """Return the point whose symbols have candidates of given ranks by distance from the wanted values."""
     is_there = True
 
     def pick(name: str, candidates: tuple[Any, ...]) -> int:

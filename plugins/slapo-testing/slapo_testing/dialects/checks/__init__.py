@@ -1,4 +1,4 @@
-"""List the checks of dialects in running order: those that start processes last."""
+"""List the checks of dialects in running order; checks that start processes are last."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from slapo_testing.dialects.checks.state import (
     weights_are_read,
 )
 from slapo_testing.dialects.checks.training import (
-    accumulation_is_the_whole_batch_or_refused,
+    accumulation_equals_the_full_batch_or_is_refused,
     batches_of_every_type,
     clipping_is_that_of_plain_training,
     eval_step_changes_nothing,
@@ -90,7 +90,7 @@ _ON_A_BENCH = (
     frozen_parameters_stay,
     clipping_is_that_of_plain_training,
     evaluation_mode_is_left_for_training,
-    accumulation_is_the_whole_batch_or_refused,
+    accumulation_equals_the_full_batch_or_is_refused,
     learning_rate_is_scheduled_or_refused,
     loss_weights_count,
     batches_of_every_type,

@@ -14,35 +14,34 @@ from slapo_core.errors import WeightsError
 from slapo_runtime.context import OptimizerFactory
 from slapo_testing.bench import SEED
 from slapo_testing.check import CheckError, NotApplicable
-from slapo_testing.dialects.bench import DialectBench, differences, train, train_in_plain_torch
+from slapo_testing.dialects.bench import DialectBench, differences, require_equal, train, train_in_plain_torch
 
 _MATERIALIZE_HINT = "leave the values to build(); with takes_tensors = True: for tensor in context.materialize(): ..."
 
 
 def meta_model_is_given_its_values(bench: DialectBench) -> None:
-    """A model on the meta device has values when it is built: those of every target, others for another seed."""
+    """build() initializes a model on the meta device as every target does, by its seed."""
     own = _build(bench, seed=3)
     empty = [name for name, tensor in _tensors(own) if tensor.is_meta]
     if empty:
         raise CheckError(
-            "the engine holds tensors without values",
+            "the engine has tensors without values",
             required="no parameter or buffer on the meta device",
             got=", ".join(empty[:5]),
             hint=_MATERIALIZE_HINT,
         )
     state = own.state_dict()
-    lines = differences(_build(bench, seed=3, target="torch").state_dict(), state, tolerance=0)
-    if lines:
-        raise CheckError(
-            "a model on the meta device gets other values than for target 'torch'",
-            required="the same initial values under every target, for the same seed",
-            got="\n".join(lines[:3]),
-            hint=_MATERIALIZE_HINT,
-        )
+    require_equal(
+        _build(bench, seed=3, target="torch").state_dict(),
+        state,
+        "a model on the meta device gets other values than for target 'torch'",
+        required="equal initial values for all targets, for equal seeds",
+        hint=_MATERIALIZE_HINT,
+    )
     if not differences(state, _build(bench, seed=4).state_dict(), tolerance=0):
         raise CheckError(
-            "another seed gives the same initial values",
-            required="build(..., seed=4) initializes otherwise than seed=3",
+            "another seed gives equal initial values",
+            required="other values for build(..., seed=4) than for seed=3",
             got="the same bits",
             hint=_MATERIALIZE_HINT,
         )
@@ -50,15 +49,15 @@ def meta_model_is_given_its_values(bench: DialectBench) -> None:
     own.train_step(batch)
     if not differences(state, own.state_dict(), tolerance=0):
         raise CheckError(
-            "a model that was on the meta device is not trained",
-            required="a step changes its parameters",
+            "parameters that were on the meta device do not change in training",
+            required="a step changes the parameters",
             got="the same bits",
-            hint="make the optimizer after the values are there: in build(), by context.make_optimizer()",
+            hint="make the optimizer after initialization: in build(), by context.make_optimizer()",
         )
 
 
 def weights_are_read(bench: DialectBench) -> None:
-    """weights= fills a model on the meta device from a file, and overwrites one with values from a mapping."""
+    """weights= loads a model on the meta device from a file, and any model from a mapping."""
     from safetensors.torch import save_file
 
     wanted = bench.model(seed=SEED + 99).state_dict()
@@ -70,14 +69,13 @@ def weights_are_read(bench: DialectBench) -> None:
             "from a mapping": bench.engine(bench.schedule(steps=True), weights=wanted),
         }
     for what, engine in engines.items():
-        lines = differences(wanted, engine.state_dict(), tolerance=0)
-        if lines:
-            raise CheckError(
-                f"the engine does not hold the values of weights= ({what})",
-                required="the very bits that were given",
-                got="\n".join(lines[:3]),
-                hint=_MATERIALIZE_HINT,
-            )
+        require_equal(
+            wanted,
+            engine.state_dict(),
+            f"the engine does not have the values of weights= ({what})",
+            required="the given bits",
+            hint=_MATERIALIZE_HINT,
+        )
 
 
 def _build(bench: DialectBench, **options: Any) -> Engine:
@@ -90,7 +88,7 @@ def _build(bench: DialectBench, **options: Any) -> Engine:
 
 
 def _torch_refuses(bench: DialectBench, **options: Any) -> bool:
-    """Whether the model, not the dialect, is the reason."""
+    """Return whether target "torch" refuses the model, too."""
     try:
         bench.engine(bench.schedule(bench.meta_model(), steps=True), **{**options, "target": "torch"})
     except WeightsError:
@@ -106,14 +104,14 @@ _STATE_DICT_HINT = "return context.state.state_dict(rank0_only=rank0_only)"
 
 
 def state_dict_is_the_reference_models(bench: DialectBench) -> None:
-    """Names, order, shapes and dtypes are the reference model's, the values copies of what plain training gives."""
+    """The state dict has the reference model's names, order, shapes, dtypes, and copies of trained values."""
     batches = bench.batches(3)
     expected = bench.train_in_plain_torch(batches[:2]).state
     engine = bench.engine(bench.schedule(steps=True))
     got = train(engine, batches[:2]).state
     if list(got) != list(expected):
         raise CheckError(
-            "the state dict has other names than the reference model's",
+            "the names of the state dict differ from the reference model's",
             required=", ".join(expected),
             got=", ".join(got),
             hint=_STATE_DICT_HINT,
@@ -124,47 +122,46 @@ def state_dict_is_the_reference_models(bench: DialectBench) -> None:
     engine.train_step(batches[2])
     if differences(taken, got, tolerance=0):
         raise CheckError(
-            "a state dict changes when training goes on",
+            "a state dict changes during further training",
             required="copies",
             got=differences(taken, got, tolerance=0)[0],
             hint=_STATE_DICT_HINT,
         )
-    whole, now = engine.state_dict(rank0_only=True), engine.state_dict()
-    if list(whole) != list(now) or differences(now, whole, tolerance=0):
+    full, now = engine.state_dict(rank0_only=True), engine.state_dict()
+    if list(full) != list(now) or differences(now, full, tolerance=0):
         raise CheckError(
-            "state_dict(rank0_only=True) is another one on the first rank",
-            required="the same as state_dict()",
-            got=", ".join(whole) or "no tensors",
+            "state_dict(rank0_only=True) differs from state_dict() on the first rank",
+            required="the result of state_dict()",
+            got=", ".join(full) or "no tensors",
             hint=_STATE_DICT_HINT,
         )
 
 
 def loaded_state_is_trained_on(bench: DialectBench) -> None:
-    """After load_state_dict() the engine holds these values, and trains on from them."""
+    """After load_state_dict() the engine has these values and trains from them."""
     batches = bench.batches(2)
     other = bench.model(seed=SEED + 99)
     engine = bench.engine(bench.schedule(steps=True))
     engine.load_state_dict(other.state_dict())
-    lines = differences(other.state_dict(), engine.state_dict(), tolerance=0)
-    if lines:
-        raise CheckError(
-            "load_state_dict() does not load what state_dict() gives",
-            required="the same bits come back",
-            got="\n".join(lines[:3]),
-            hint="context.state.load_state_dict(state)",
-        )
+    require_equal(
+        other.state_dict(),
+        engine.state_dict(),
+        "state_dict() differs from the state dict of load_state_dict()",
+        required="equal bits",
+        hint="context.state.load_state_dict(state)",
+    )
     optimizer, loss = bench.case.optimizers[0], bench.case.loss
     expected = train_in_plain_torch(other, batches, optimizer, loss=loss)
     bench.require_same(
         expected.named(),
         train(engine, batches).named(),
         under="after load_state_dict()",
-        hint="load into the parameters that the optimizer holds, as context.state.load_state_dict() does",
+        hint="load into the optimizer's parameters, as context.state.load_state_dict() does",
     )
 
 
 def bad_state_dict_changes_nothing(bench: DialectBench) -> None:
-    """Missing, unexpected or misshaped tensors are a WeightsError that names them, and nothing was loaded."""
+    """Missing, unexpected or misshaped tensors are a WeightsError that names them; nothing is loaded."""
     engine = bench.engine(bench.schedule(steps=True))
     good = bench.model(seed=SEED + 99).state_dict()
     name = _name_of_its_own(good)
@@ -190,15 +187,15 @@ def bad_state_dict_changes_nothing(bench: DialectBench) -> None:
         lines = differences(before, engine.state_dict(), tolerance=0)
         if got or lines:
             raise CheckError(
-                f"a state dict {what} is not refused as it must be",
-                required=f"WeightsError that names '{named}', and no tensor changed",
+                f"a state dict {what} is not refused correctly",
+                required=f"WeightsError that names '{named}', without changed tensors",
                 got=got or "\n".join(lines[:3]),
                 hint="context.state.load_state_dict(state)",
             )
 
 
 def _name_of_its_own(state: Mapping[str, torch.Tensor]) -> str:
-    """Return the name of an untied tensor: one of two names of a tied weight may be missing."""
+    """Return the name of an untied tensor: a tied weight may lack one of its names."""
     places = [tensor.data_ptr() for tensor in state.values()]
     names = [name for name, tensor in state.items() if tensor.dim() and places.count(tensor.data_ptr()) == 1]
     if not names:
@@ -212,7 +209,7 @@ _CHECKPOINT_HINT = (
 
 
 def checkpoint_resumes_exactly(bench: DialectBench) -> None:
-    """Two steps, save, load into a fresh engine under another schedule, two more: as four steps of the plain model."""
+    """Two steps, save, load into another engine and schedule, and two steps equal four plain steps."""
     for optimizer in bench.case.optimizers:
         name = getattr(optimizer, "__name__", "the optimizer of the case")
         first = bench.engine(bench.schedule(steps=True), optimizer=optimizer)
@@ -220,7 +217,7 @@ def checkpoint_resumes_exactly(bench: DialectBench) -> None:
 
 
 def checkpoint_is_read_by_other_targets(bench: DialectBench) -> None:
-    """Target "torch" goes on from a checkpoint of this dialect, and this dialect from one of "torch"."""
+    """Target "torch" resumes from a checkpoint of this dialect, and this dialect from one of "torch"."""
     optimizer = bench.case.optimizers[-1]
     own = bench.engine(bench.schedule(steps=True), optimizer=optimizer)
     _hand_on(bench, own, _fresh(bench, target="torch", optimizer=optimizer), optimizer, under="resumed by 'torch'")
@@ -229,7 +226,7 @@ def checkpoint_is_read_by_other_targets(bench: DialectBench) -> None:
 
 
 def _fresh(bench: DialectBench, *, optimizer: OptimizerFactory, target: str | None = None) -> Engine:
-    """Another model, other values, no steps."""
+    """Build an engine of a model with other values, without steps."""
     return bench.engine(bench.schedule(bench.model(seed=SEED + 99)), optimizer=optimizer, target=target)
 
 

@@ -1,4 +1,4 @@
-"""Check that training and evaluation steps are those of plain PyTorch."""
+"""Check that training and evaluation steps equal plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from slapo_core.dialect import StepResult
 from slapo_core.errors import BuildError
 from slapo_testing.bench import seeded
 from slapo_testing.check import CheckError, NotApplicable
-from slapo_testing.dialects.bench import DialectBench, differences, evaluate_in_plain_torch, train
-from slapo_testing.dialects.case import EVALUATING, FORMS, FROZEN, OUTSIDE_LOSS, PARTLY_EVALUATING, TIED, TRAINING
+from slapo_testing.dialects.bench import (
+    DialectBench,
+    differences,
+    evaluate_in_plain_torch,
+    refusal,
+    require_equal,
+    train,
+)
+from slapo_testing.dialects.case import BATCH_TYPES, EVALUATING, FROZEN, OUTSIDE_LOSS, PARTLY_EVALUATING, TIED, TRAINING
 from slapo_testing.private import tree_leaves, tree_map_only
 
 _STEP = "optimizer.zero_grad(), context.compute_loss(batch), backward(), context.clip_gradients(), optimizer.step()"
 
 
 def step_result_is_complete(bench: DialectBench) -> None:
-    """Steps give a StepResult: a detached scalar as loss, and a grad_norm exactly where max_grad_norm is given."""
+    """Steps return a StepResult: a detached scalar loss, and a grad_norm exactly with max_grad_norm."""
     (batch,) = bench.batches(1)
     for clipped in (False, True):
         engine = bench.engine(max_grad_norm=1.0 if clipped else None)
@@ -30,9 +37,9 @@ def step_result_is_complete(bench: DialectBench) -> None:
             wrong = _wrong(result, norm=wanted)
             if wrong is not None:
                 raise CheckError(
-                    f"the result of {name}() is not complete",
+                    f"the result of {name}() is incomplete",
                     required="StepResult: loss is a detached scalar tensor, grad_norm "
-                    + ("too, because max_grad_norm is given" if wanted else "is None"),
+                    + ("too, with max_grad_norm" if wanted else "is None"),
                     got=wrong,
                     hint="StepResult(loss.detach(), output, context.clip_gradients())",
                 )
@@ -53,27 +60,27 @@ def _wrong(result: StepResult, *, norm: bool) -> str | None:
 
 
 def training_is_that_of_the_plain_model(bench: DialectBench) -> None:
-    """Losses and weights of three steps are those of the plain model, with every optimizer of the case."""
+    """Losses and weights of three steps equal the plain model's, with each optimizer of the case."""
     for optimizer in bench.case.optimizers:
         name = getattr(optimizer, "__name__", "the optimizer of the case")
         bench.compare_with_plain_training(optimizer=optimizer, under=f"with {name}", hint=_STEP)
 
 
 def scheduled_model_trains_the_same(bench: DialectBench) -> None:
-    """With the steps of the case applied, losses and weights are still those of the plain model."""
+    """With the case's steps applied, losses and weights equal the plain model's."""
     if bench.case.steps is None:
-        raise NotApplicable("the case has no schedule=, which applies steps to its model=")
+        raise NotApplicable("the case has no schedule= that applies steps to its model=")
     for optimizer in bench.case.optimizers:
         bench.compare_with_plain_training(
             steps=True,
             optimizer=optimizer,
             under="with the steps of the schedule",
-            hint="run context.schedule.model as it is, and let context.state translate its names",
+            hint="run context.schedule.model unchanged, and let context.state translate its names",
         )
 
 
 def tied_weights_stay_tied(bench: DialectBench) -> None:
-    """A weight with two names is one parameter: updated once, and saved under both."""
+    """A weight with two names is updated once and saved under both names."""
     bench.compare_with_plain_training(
         subject=TIED,
         under="with two layers that share a weight",
@@ -82,29 +89,29 @@ def tied_weights_stay_tied(bench: DialectBench) -> None:
 
 
 def frozen_parameters_stay(bench: DialectBench) -> None:
-    """Parameters without requires_grad keep their values; all others are trained as ever."""
+    """Parameters without requires_grad keep their values; all others are trained."""
     bench.compare_with_plain_training(
         subject=FROZEN,
-        under="with parameters that need no gradient",
-        hint="leave requires_grad as it is, and gradients that are None alone",
+        under="with frozen parameters",
+        hint="do not change requires_grad, or gradients that are None",
     )
 
 
 def clipping_is_that_of_plain_training(bench: DialectBench) -> None:
-    """grad_norm is torch's norm of all gradients before clipping, and max_grad_norm their norm after it."""
-    hint = "call context.clip_gradients() once, when all gradients are there and before optimizer.step()"
+    """grad_norm is the norm of all gradients before clipping, and max_grad_norm their norm after it."""
+    hint = "call context.clip_gradients() once, after all backward passes and before optimizer.step()"
     bench.compare_with_plain_training(max_grad_norm=1e6, under="with a max_grad_norm that is never reached", hint=hint)
     batches = bench.batches(3)
     norms = bench.train_in_plain_torch(batches, max_grad_norm=1e6).norms
     bench.compare_with_plain_training(
         steps=True,
         max_grad_norm=0.5 * min(map(float, norms)),
-        under="with gradients that are clipped",
+        under="with clipped gradients",
         hint=hint,
     )
 
 
-_MODES = "let context.compute_loss(batch) call the model: it leaves evaluation mode unless the model was built in it"
+_MODES = "call context.compute_loss(batch): it leaves evaluation mode unless modules were built in it"
 _ACCUMULATE = (
     "for micro_batch in context.micro_batches(batch): backward of context.compute_loss(micro_batch)[0] / "
     "context.accumulate; "
@@ -113,51 +120,50 @@ _ACCUMULATE = (
 
 
 def evaluation_mode_is_left_for_training(bench: DialectBench) -> None:
-    """A model in evaluation mode as a whole is trained in training mode; modules that are so by choice stay so."""
+    """A model in evaluation mode is trained in training mode; single modules in evaluation mode stay in it."""
     batches = bench.batches(3, TRAINING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that says so
+        warnings.simplefilter("ignore")  # about the mode
         engine = bench.engine(subject=EVALUATING)
         got = train(engine, batches)
     expected = bench.train_in_plain_torch(batches, subject=TRAINING)
-    bench.require_same(expected.named(), got.named(), under="of a model that came in evaluation mode", hint=_MODES)
-    bench.compare_with_plain_training(
-        subject=PARTLY_EVALUATING, under="with a module in evaluation mode by choice", hint=_MODES
-    )
+    bench.require_same(expected.named(), got.named(), under="for a model in evaluation mode", hint=_MODES)
+    bench.compare_with_plain_training(subject=PARTLY_EVALUATING, under="with a module in evaluation mode", hint=_MODES)
 
 
-def accumulation_is_the_whole_batch_or_refused(bench: DialectBench) -> None:
-    """accumulate=2 takes the steps of the whole batch in two runs of the model each; or it is a BuildError."""
+def accumulation_equals_the_full_batch_or_is_refused(bench: DialectBench) -> None:
+    """accumulate=2 takes the steps of the full batch in two forwards each; or it is a BuildError."""
     if not bench.dialect.accumulates:
         _require_refusal(lambda: bench.engine(accumulate=2), names="accumulate=2", what="building with accumulate=2")
         return
     batches = bench.batches(3)
     if any(len(leaf) % 2 for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor) and leaf.dim()):
-        raise NotApplicable("the samples of the case's batch do not divide by two")
+        raise NotApplicable("the samples of the case's batch are not divisible by two")
     schedule, calls = bench.schedule(steps=True), list[Any]()
     engine = bench.engine(schedule, accumulate=2, max_grad_norm=1e6)
     with schedule.model.register_forward_pre_hook(lambda *_: calls.append(None)):
         got = train(engine, batches)
     if len(calls) != 2 * len(batches):
         raise CheckError(
-            f"{len(batches)} steps with accumulate=2 run the model {len(calls)} times",
-            required="twice in each step, with one of two micro-batches",
-            got=f"{len(calls)} runs of the model",
+            f"{len(batches)} steps with accumulate=2 call the model {len(calls)} times",
+            required="two calls in each step, one for each micro-batch",
+            got=f"{len(calls)} calls of the model",
             hint=_ACCUMULATE,
         )
     expected = bench.train_in_plain_torch(batches, max_grad_norm=1e6, accumulate=2)
     bench.require_same(expected.named(), got.named(), under="with accumulate=2", hint=_ACCUMULATE)
     before = engine.state_dict()
     odd = tree_map_only(torch.Tensor, lambda leaf: leaf[1:] if leaf.dim() else leaf, batches[0])
-    _require_refusal(lambda: engine.train_step(odd), names="accumulate=2", what="a batch that accumulate=2 cannot cut")
-    lines = differences(before, engine.state_dict(), tolerance=0)
-    if lines:
-        raise CheckError(
-            "a batch that accumulate=2 cannot cut changes the model",
-            required="BuildError before anything is done",
-            got="\n".join(lines[:3]),
-            hint="call context.micro_batches(batch) first",
-        )
+    _require_refusal(
+        lambda: engine.train_step(odd), names="accumulate=2", what="a batch that cannot be split into 2 micro-batches"
+    )
+    require_equal(
+        before,
+        engine.state_dict(),
+        "train_step modifies the model although the batch cannot be split into 2 micro-batches",
+        required="BuildError before any change",
+        hint="call context.micro_batches(batch) first",
+    )
 
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:
@@ -166,7 +172,7 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def learning_rate_is_scheduled_or_refused(bench: DialectBench) -> None:
-    """lr_scheduler= takes a step after each step of the optimizer; or it is a BuildError."""
+    """lr_scheduler= steps after each step of the optimizer; or it is a BuildError."""
     try:
         engine = bench.engine(lr_scheduler=halving)
     except BuildError as error:
@@ -184,18 +190,18 @@ def learning_rate_is_scheduled_or_refused(bench: DialectBench) -> None:
 
 
 def _weight(batch: Any) -> float:
-    """Another number for each micro-batch, as counts of tokens are."""
+    """Return a weight that differs between micro-batches, as counts of tokens do."""
     first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     return 1.0 + float(first.double().abs().sum())
 
 
 def loss_weights_count(bench: DialectBench) -> None:
-    """loss_weight= says how much each of the micro-batches of accumulate=2 counts."""
+    """loss_weight= weights the losses of the micro-batches of accumulate=2."""
     batches = bench.batches(3)
     if not bench.dialect.accumulates:
-        raise NotApplicable("the dialect takes no micro-batches")
+        raise NotApplicable("the dialect has no micro-batches")
     if any(len(leaf) % 2 for leaf in tree_leaves(batches) if isinstance(leaf, torch.Tensor) and leaf.dim()):
-        raise NotApplicable("the samples of the case's batch do not divide by two")
+        raise NotApplicable("the samples of the case's batch are not divisible by two")
     engine = bench.engine(accumulate=2, loss_weight=_weight)
     expected = bench.train_in_plain_torch(batches, accumulate=2, loss_weight=_weight)
     bench.require_same(
@@ -207,43 +213,40 @@ def loss_weights_count(bench: DialectBench) -> None:
 
 
 def _require_refusal(call: Any, *, names: str, what: str) -> None:
-    try:
-        call()
-    except BuildError as error:
-        if names in str(error):
-            return
-        got = str(error)
-    else:
-        got = "no error"
-    raise CheckError(
-        f"{what} is not refused as it must be", required=f"a BuildError that names {names}", got=got, hint=_ACCUMULATE
-    )
+    error = refusal(call, what)
+    if names not in str(error):
+        raise CheckError(
+            f"the refusal of {what} does not name {names}",
+            required=f"a BuildError that names {names}",
+            got=str(error),
+            hint=_ACCUMULATE,
+        )
 
 
 def batches_of_every_type(bench: DialectBench) -> None:
-    """Mappings, tuples and single tensors are given to the model as keyword, positional and single arguments."""
-    for form, subject in FORMS.items():
+    """Mappings, tuples and single tensors become keyword, positional and single arguments of the model."""
+    for kind, subject in BATCH_TYPES.items():
         bench.compare_with_plain_training(
             subject=subject,
-            under=f"with batches that are {form}",
-            hint="let context.compute_loss(batch) call the model; torch.utils._pytree.tree_map changes any form",
+            under=f"with batches that are {kind}",
+            hint="call context.compute_loss(batch); torch.utils._pytree.tree_map handles all types",
         )
 
 
 def labels_are_left_to_the_loss(bench: DialectBench) -> None:
-    """With loss=, batch entries that are not arguments of the forward go to the loss only."""
+    """With loss=, batch entries that the forward does not take go to the loss only."""
     bench.compare_with_plain_training(
         subject=OUTSIDE_LOSS,
         under="with loss= and labels that the model does not take",
-        hint="let context.compute_loss(batch) call the model and the loss",
+        hint="call context.compute_loss(batch), which calls the model and the loss",
     )
 
 
-_HINT = "under torch.no_grad(): module.eval(), context.compute_loss(batch), and the mode of every module put back"
+_HINT = "under torch.no_grad(): module.eval(), context.compute_loss(batch), then restore the mode of each module"
 
 
 def eval_step_equals_the_plain_model(bench: DialectBench) -> None:
-    """The loss, and the output if there is one, are those of the plain model in evaluation mode, without a graph."""
+    """Loss and output, if there is one, equal the plain model's in evaluation mode, without a graph."""
     (batch,) = bench.batches(1)
     loss, output = evaluate_in_plain_torch(bench.model(), batch, bench.case.loss)
     engine = bench.engine(bench.schedule(steps=True))
@@ -255,7 +258,7 @@ def eval_step_equals_the_plain_model(bench: DialectBench) -> None:
     lines += [f"{name}: requires a gradient" for name, tensor in got.items() if tensor.requires_grad]
     if lines:
         raise CheckError(
-            "eval_step() is not an evaluation of the plain model",
+            "eval_step() differs from an evaluation of the plain model",
             required="its loss and output in evaluation mode, without gradients",
             got="\n".join(lines[:3]),
             hint=_HINT,
@@ -263,7 +266,7 @@ def eval_step_equals_the_plain_model(bench: DialectBench) -> None:
 
 
 def eval_step_changes_nothing(bench: DialectBench) -> None:
-    """Every module keeps its mode, also after a wrong batch; no gradients are left, and training goes on as ever."""
+    """eval_step() keeps modes, also after a wrong batch, leaves no gradients, and does not affect training."""
     batches = bench.batches(3)
     engine = bench.engine(bench.schedule(steps=True))
     mixed = next(iter(engine.module.children()), engine.module)
@@ -271,13 +274,13 @@ def eval_step_changes_nothing(bench: DialectBench) -> None:
     modes = _modes(engine.module)
     engine.eval_step(batches[0])
     _require_modes(engine.module, modes, "eval_step()")
-    with contextlib.suppress(Exception):  # whatever it is: the model need not mind
+    with contextlib.suppress(Exception):  # any error, or none
         engine.eval_step({"no_such_argument": 1})
     _require_modes(engine.module, modes, "eval_step() with a batch that the model does not take")
     left = [name for name, parameter in engine.module.named_parameters() if parameter.grad is not None]
     if left:
         raise CheckError(
-            "eval_step() leaves gradients behind",
+            "eval_step() leaves gradients",
             required="no parameter has a gradient",
             got=", ".join(left[:5]),
             hint=_HINT,
@@ -309,7 +312,7 @@ def _require_modes(module: nn.Module, modes: dict[str, bool], what: str) -> None
     if changed:
         raise CheckError(
             f"{what} changes the mode of modules",
-            required="every module is in training or evaluation mode as before",
+            required="the mode of each module stays",
             got=f"another mode of {', '.join(changed[:5])}",
-            hint="note the mode of every module, and put it back in a finally block",
+            hint="restore the mode of each module in a finally block",
         )

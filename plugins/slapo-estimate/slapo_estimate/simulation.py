@@ -1,4 +1,4 @@
-"""The process that simulates one rank: a process group without peers, tensors without memory, two training steps."""
+"""Simulate one rank in a process: a fake process group, fake tensors, two training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from torch import nn
 
 from slapo_core.errors import EstimateError, SlapoError
 from slapo_core.internals import Internals, SafeFakeTensorMode, buffers_of, is_data_pointer_error
-from slapo_estimate.attribution import Place, name_causes
+from slapo_estimate.attribution import PositionTracker, attribute_steps
+from slapo_estimate.collectives import CollectiveTracker, MeshGroups
 from slapo_estimate.private import (
     FakeStore,
     FakeTensor,
@@ -32,9 +33,9 @@ from slapo_estimate.private import (
 )
 from slapo_estimate.results import Assumptions, RankEstimate
 from slapo_estimate.roofline import TimeTracker
-from slapo_estimate.trackers import CollectiveTracker, FlopTracker, MemoryTracker, MeshGroups, Observer
+from slapo_estimate.trackers import FlopTracker, MemoryTracker, OperationObserver
 from slapo_estimate.training_step import pipeline_of, train, train_by_target, train_stages
-from slapo_estimate.values import Unknown, Values, is_followed
+from slapo_estimate.values import KnownValues, UnknownValueError, is_tracked
 from slapo_runtime.batches import micro_batches
 from slapo_runtime.correspondence import Correspondence
 
@@ -43,26 +44,26 @@ if TYPE_CHECKING:
 
     from slapo_core import Schedule
     from slapo_estimate.device import DeviceSpec
-    from slapo_estimate.source import Source
+    from slapo_estimate.source import ScheduleSource
 
 
 def kinds_of_ranks(mesh: Mapping[str, int] | None) -> tuple[tuple[int, ...], ...]:
     """Group the ranks of a mesh by kind, the kind of rank 0 first.
 
-    Layouts divide evenly, so that ranks along ``tp`` and ``dp`` hold shards of the same sizes; stages of ``pp`` differ.
+    Shards are of equal sizes, so only ranks of different pipeline stages differ.
     """
     sizes = dict(mesh or {})
     kinds: dict[int, list[int]] = {}
-    for rank, place in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
-        kinds.setdefault(dict(zip(sizes, place, strict=True)).get("pp", 0), []).append(rank)
+    for rank, position in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
+        kinds.setdefault(dict(zip(sizes, position, strict=True)).get("pp", 0), []).append(rank)
     return tuple(tuple(ranks) for ranks in kinds.values())
 
 
 _HOME = torch.device("cpu")
 
 
-def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> None:
-    """Give every tensor of the scheduled model a fake one in its place; ties and layouts stay."""
+def without_memory(schedule: Schedule, mode: FakeTensorMode, values: KnownValues) -> None:
+    """Replace the tensors of the scheduled model by fake ones, in place; ties and layouts stay."""
     correspondence, _ = Correspondence.of(schedule)
     Internals(schedule).tree.tensors.keep_shapes(True)
     edit = Internals(schedule).edit()
@@ -71,36 +72,36 @@ def without_memory(schedule: Schedule, mode: FakeTensorMode, values: Values) -> 
         install = edit.set_parameter if live.is_parameter else edit.set_buffer
         install(node, live.own_name, _fake(live.tensor, mode, values))
     for module in schedule.model.modules():
-        for name, buffer in buffers_of(module).items():  # those that no state dict has
+        for name, buffer in buffers_of(module).items():  # non-persistent buffers
             if buffer is not None and not isinstance(buffer, FakeTensor):
                 buffers_of(module)[name] = _fake(buffer, mode, values)
 
 
-def fake_batch(batch: Any, mode: FakeTensorMode, values: Values, assumptions: Assumptions) -> Any:
-    """``batch`` with fake tensors; integers that have no values get some."""
+def fake_batch(batch: Any, mode: FakeTensorMode, values: KnownValues, assumptions: Assumptions) -> Any:
+    """Make a batch of fake tensors; integers without values get ones."""
 
     def made(tensor: torch.Tensor) -> torch.Tensor:
         fake = _fake(tensor, mode, values)
         if tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex():
             assumptions.integers_are_one()
             one = torch.ones((), dtype=tensor.dtype)
-            values.give(
-                fake, torch.ones_like(tensor, device="cpu") if is_followed(tensor) else one.expand(tensor.shape)
+            values.set_value(
+                fake, torch.ones_like(tensor, device="cpu") if is_tracked(tensor) else one.expand(tensor.shape)
             )
         return fake
 
     return tree_map_only(torch.Tensor, made, batch)
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: Values) -> torch.Tensor:
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, values: KnownValues) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     if tensor.is_meta:
         fake: torch.Tensor = FakeTensor(mode, tensor.detach(), _HOME)
     else:
         fake = mode.from_tensor(tensor.detach(), static_shapes=True)
-    if is_followed(tensor):
-        values.carry(tensor, fake)
+    if is_tracked(tensor):
+        values.copy_value(tensor, fake)
     return fake
 
 
@@ -111,13 +112,13 @@ _OWN = [
 _NOT_THE_USERS = tuple(os.path.dirname(str(spec.origin)) + os.sep for spec in _OWN if spec is not None)
 
 
-def explained(error: Exception, *, doing: str, model: nn.Module | None) -> SlapoError:
-    """Turn an exception of a simulated step into an error that names module and line.
+def as_slapo_error(error: Exception, *, doing: str, model: nn.Module | None) -> SlapoError:
+    """Turn an exception of a simulated step into an error with module and line.
 
     Args:
-        error: of the model, of torch, or of the user's functions.
+        error: raised by the model, by torch, or by the user's functions.
         doing: the phase, e.g. ``"a training step"``.
-        model: that is being trained; None before.
+        model: the trained model; None before it exists.
     """
     if isinstance(error, SlapoError):
         return error
@@ -125,18 +126,18 @@ def explained(error: Exception, *, doing: str, model: nn.Module | None) -> Slapo
     module = _module(error, model) if model is not None else None
     where = f" in module '{module}'" if module else ""
     where += f" (`{line}`)" if line else ""
-    if isinstance(error, Unknown):
+    if isinstance(error, UnknownValueError):
         return EstimateError(
-            f"the model reads values{where} that only a real run has: {error}",
+            f"the model reads values{where} that only real data can provide: {error}",
             path=module,
-            hint="integers are known where they follow from a batch with values, or from a buffer of a model with "
-            "values: pass a batch that is not on the meta device; floats are not known: leave out logging, or "
-            f"make the module independent of values, sch['{module or 'path'}'].replace(...)",
+            hint="integers are known if they follow from a batch or buffer with values: pass a batch that is not on "
+            "the meta device; floats are unknown: leave out logging, or make the module independent of values, "
+            f"sch['{module or 'path'}'].replace(...)",
             location=location,
         )
     if is_data_pointer_error(error):
         return EstimateError(
-            f"the model uses the data pointer of a tensor{where}, which only a real run has",
+            f"the model uses the data pointer of a tensor{where}, which only a real run can provide",
             path=module,
             hint="make the kernel a custom operator with a fake implementation: torch.library.custom_op and "
             "register_fake",
@@ -144,7 +145,7 @@ def explained(error: Exception, *, doing: str, model: nn.Module | None) -> Slapo
         )
     if isinstance(error, UnsupportedOperatorException):
         return EstimateError(
-            f"operator {error.func}{where} has no shape function for tensors without memory",
+            f"operator {error.func}{where} has no implementation for fake tensors",
             path=module,
             hint="register it: torch.library.register_fake",
             location=location,
@@ -153,8 +154,8 @@ def explained(error: Exception, *, doing: str, model: nn.Module | None) -> Slapo
         f"{doing} raised {type(error).__name__}{where}: {error}",
         path=module,
         hint="slapo_core.verify(sch, batch) tells whether the model itself raises, or which step of the "
-        "schedule is to blame; if it trains on this batch, an operation of torch takes less without memory (grouped "
-        "products, as of experts: bfloat16 only)"
+        "schedule is to blame; if the model trains on this batch, some torch operator supports fewer dtypes on fake "
+        "tensors (e.g. grouped_mm: bfloat16 only)"
         if model is not None
         else None,
         location=location,
@@ -172,7 +173,7 @@ def _module(error: Exception, model: nn.Module) -> str | None:
 
 
 def _where(error: Exception) -> tuple[tuple[str, int] | None, str]:
-    """Return the last line of the traceback that is neither torch's nor slapo's, and its text."""
+    """Return the last line of the traceback outside of torch and slapo, and its text."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if os.path.isfile(frame.filename) and not os.path.abspath(frame.filename).startswith(_NOT_THE_USERS):
             return (frame.filename, frame.lineno or 0), linecache.getline(frame.filename, frame.lineno or 0).strip()
@@ -184,21 +185,21 @@ class Request:
     """The arguments of one rank's process.
 
     Args:
-        source: of the schedule.
+        source: makes the schedule.
         mesh: sizes; None for one rank without a mesh.
         rank: the global rank to simulate.
         ranks: all ranks of its kind.
         batch: as ``train_step`` takes it; its tensors may be on the meta device.
         optimizer: as for ``build``.
         loss: as for ``build``.
-        device: for the time.
+        device: by which time is predicted; None predicts no time.
         accumulate: micro-batches of a step.
-        observer: makes one more observer, told last of every operation; its ``result()`` comes back with the estimate.
+        observer: makes a further observer, called last for each operation; the estimate has its ``result()``.
         config: options of the target, as for ``build``.
-        target: whose training step it is.
+        target: the dialect whose training step is estimated.
     """
 
-    source: Source
+    source: ScheduleSource
     mesh: Mapping[str, int] | None
     rank: int
     ranks: tuple[int, ...]
@@ -217,10 +218,10 @@ class RankResult:
     """The result of one rank's process.
 
     Args:
-        estimate: of the simulated rank.
+        estimate: the estimate of the simulated rank.
         kinds: the ranks of the mesh, grouped by kind.
         assumptions: as sentences.
-        waits: of the time of each other rank along ``pp``, the share that this one waits.
+        waits: share of the time of each other rank along ``pp`` that this rank waits.
     """
 
     estimate: RankEstimate
@@ -234,16 +235,16 @@ class Trackers:
     """The observers of a rank's steps.
 
     Args:
-        place: phase and module of what runs.
-        memory: bytes held.
+        position: module, step and phase of the running operation.
+        memory: bytes in use.
         communication: collectives.
-        flops: of products.
-        time: by the roofline; None without a device.
-        others: those that the request asks for.
-        without_gradients: names of parameters that got none, though replicas exchange them.
+        flops: FLOPs of products.
+        time: seconds by the roofline; None without a device.
+        others: observers that the request adds.
+        without_gradients: names of parameters without a gradient, which replicas would exchange.
     """
 
-    place: Place
+    position: PositionTracker
     memory: MemoryTracker
     communication: CollectiveTracker
     flops: FlopTracker
@@ -253,18 +254,18 @@ class Trackers:
 
     @classmethod
     def of(cls, schedule: Schedule, request: Request) -> Trackers:
-        place = Place.of(schedule.model)
-        name_causes(schedule, place)
+        position = PositionTracker.of(schedule.model)
+        attribute_steps(schedule, position)
         groups = MeshGroups(request.mesh or {}, request.rank)
-        communication, flops = CollectiveTracker(place, groups), FlopTracker()
-        time = None if request.device is None else TimeTracker(request.device, place, flops, communication)
-        trackers = cls(place, MemoryTracker(place), communication, flops, time)
+        communication, flops = CollectiveTracker(position, groups), FlopTracker()
+        time = None if request.device is None else TimeTracker(request.device, position, flops, communication)
+        trackers = cls(position, MemoryTracker(position), communication, flops, time)
         if request.observer is not None:
             trackers.others.append(request.observer(schedule, trackers))
         return trackers
 
-    def observers(self) -> tuple[Observer, ...]:
-        """List the observers, which see every operation."""
+    def observers(self) -> tuple[OperationObserver, ...]:
+        """Return the observers in the order of their calls."""
         time = () if self.time is None else (self.time,)
         return (self.memory, self.communication, self.flops, *time, *self.others)
 
@@ -273,7 +274,8 @@ class Trackers:
         return self.flops.total, 0.0 if self.time is None else self.time.seconds
 
     def begin_step(self) -> None:
-        """Begin a step; the second one counts."""
+        """Begin a step; the estimate is that of the second one."""
+        self.position.forget()
         for observer in self.observers():
             observer.begin()
 
@@ -291,8 +293,8 @@ class Trackers:
 
 
 def simulate(request: Request) -> RankResult | SlapoError:
-    """Simulate the rank, in a process without process groups; return errors, as the user's."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it would print exceptions
+    """Simulate the rank, in a process without process groups; return an error instead of raising it."""
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it prints exceptions
     doing, model = "making the schedule", None
     try:
         world_size = math.prod(request.mesh.values()) if request.mesh else 1
@@ -304,7 +306,7 @@ def simulate(request: Request) -> RankResult | SlapoError:
         pipeline = pipeline_of(schedule, request) if is_torch else None
         if pipeline is not None:
             batches = pipeline.batches
-        else:  # another target's engine cuts the batch itself
+        else:  # the engine of another target cuts the batch
             axes = request.config.get("batch_axes")
             batches = micro_batches(request.batch, request.accumulate, axes=axes) if is_torch else [request.batch]
         doing = "a training step"
@@ -321,13 +323,13 @@ def simulate(request: Request) -> RankResult | SlapoError:
             assumptions.seconds(request.device)
         # DeepSpeed and Megatron compare data pointers of parameters and buckets, here on the CPU: there is no kernel.
         mode = SafeFakeTensorMode() if is_torch else FakeTensorMode(allow_non_fake_inputs=True)
-        values = Values(mode)
+        values = KnownValues(mode)
         without_memory(schedule, mode, values)
         fakes = [fake_batch(batch, mode, values, assumptions) for batch in batches]
         trackers = Trackers.of(schedule, request)
         model = schedule.model
-        values.otherwise = lambda: assumptions.number() if trackers.place.step == "optimizer" else None
-        watched = dataclasses.replace(request, optimizer=assumptions.told_of(request.optimizer))
+        values.default = lambda: assumptions.number() if trackers.position.step == "optimizer" else None
+        watched = dataclasses.replace(request, optimizer=assumptions.recording_factory(request.optimizer))
         is_cuda = request.device is not None and request.device.type == "cuda"
         with torch.compiler.set_stance("force_eager"), attention_of_cuda() if is_cuda else nullcontext():
             if not is_torch:
@@ -341,14 +343,14 @@ def simulate(request: Request) -> RankResult | SlapoError:
         waits = pipeline.share if pipeline is not None else 0.0
         return RankResult(trackers.result(request), kinds_of_ranks(request.mesh), assumptions.found(), waits)
     except Exception as error:  # noqa: BLE001 - whatever the user's functions raise
-        fault = explained(error, doing=doing, model=model)
-        fault.__cause__ = fault.__context__ = None  # it crosses to another process as it is
+        fault = as_slapo_error(error, doing=doing, model=model)
+        fault.__cause__ = fault.__context__ = None  # it is sent to another process
         return fault
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Hide what a runtime says of a process that only simulates a rank."""
+    """Hide logs and warnings of a runtime about the simulating process."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -358,7 +360,7 @@ def _quietly() -> Iterator[None]:
 
 
 def estimate_rank(request: Request) -> RankEstimate:
-    """Simulate the rank, and raise its error."""
+    """Simulate the rank; raise its error."""
     result = simulate(request)
     if isinstance(result, SlapoError):
         raise result
