@@ -54,7 +54,7 @@ class StagesKit(Kit):
         manager = HookManager(registry)
         manager.activate(entry.distribution)
         for hook, check in zip(_STAGES_HOOKS, (_check_partition, _check_liveness), strict=True):
-            if manager.has(hook):
+            if hasattr(loaded, hook):
                 yield hook, functools.partial(check, entry.distribution, manager)
 
 

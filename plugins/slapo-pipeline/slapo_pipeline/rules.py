@@ -29,6 +29,21 @@ def root_of(node: Node) -> Node:
     return node
 
 
+def unanswered_violations(node: Node) -> Iterator[Violation]:
+    """Yield each hook of stages that no active plugin answers.
+
+    Args:
+        node: where the model would be cut.
+    """
+    for hook, entry in (("slapo_partition", "pipeline.partition"), ("slapo_liveness", "pipeline.liveness")):
+        if not node.schedule._core.hooks.has(hook):
+            yield Violation(
+                f"no active plugin answers {hook}",
+                f"remove slapo-pipeline:{entry} from SLAPO_DISABLE_PLUGINS; or pip install a plugin that answers, and "
+                'name it: create_schedule(model, plugins=["acme-slapo"])',
+            )
+
+
 def place_violations(node: Node) -> Iterator[Violation]:
     """Why no model can be cut after this module: it is the root, or is never called.
 

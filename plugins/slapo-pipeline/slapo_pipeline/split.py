@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_pipeline.rules import above_violations, place_violations, root_of
+from slapo_pipeline.rules import above_violations, place_violations, root_of, unanswered_violations
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class PipelineSplit(Primitive):
         return dataclasses.replace(self, after=balanced(node, self.stages, self.balance, others))
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
+        yield from unanswered_violations(node)
         if self.stages is not None:
             yield from self._list_violations(node, self.stages)
             return
