@@ -90,7 +90,7 @@ def test_without_example_inputs_the_order_of_registration_counts(message: Messag
     assert cuts_of(sch) == ("layer.2",)
     with pytest.raises(slapo.PreconditionError) as caught:
         schedule(example_inputs=None)["body"].pipeline_split(stages=2, balance="flops")
-    message(caught, "at 'body'", "no example inputs", "create_schedule(model, example_inputs=")
+    message(caught, "at 'body'", "requires example inputs", "create_schedule(model, example_inputs=")
 
 
 def test_flops_count_what_the_blocks_compute():

@@ -77,10 +77,10 @@ def test_a_cut_is_refused_at_once(before: Callable[[Any], Any], words: tuple[str
     assert ("sch['inner.layers.*']" in text) is ("lies above" in text)
 
 
-def test_the_root_and_lists_are_no_places(message: Messages) -> None:
+def test_cuts_after_the_root_and_after_a_list_are_refused(message: Messages) -> None:
     with pytest.raises(PreconditionError) as caught:
         schedule()[""].pipeline_split()
-    message(caught, "the whole model")
+    message(caught, "after the root")
     with pytest.raises(PreconditionError) as caught:
         schedule()["inner.layers"].pipeline_split()
     message(caught, "never called", "sch['inner.layers'].pipeline_split(stages=2)")
@@ -89,7 +89,7 @@ def test_the_root_and_lists_are_no_places(message: Messages) -> None:
 AFTER: list[tuple[Callable[[Any], Any], tuple[str, ...]]] = [
     (lambda sch: sch["inner"].checkpoint(), ("'inner' lies above", "#1 pipeline_split() at 'inner.layers.0'")),
     (lambda sch: sch[""].checkpoint(), ("recomputes",)),
-    (lambda sch: sch["inner"].replace(Inner()), ("in its place", "replace it first")),
+    (lambda sch: sch["inner"].replace(Inner()), ("replaces it", "apply this step first")),
     (rewrite, ("rewrites", "sch['inner.layers.*']")),
 ]
 

@@ -100,12 +100,12 @@ def test_it_is_data():
     }
 
 
-def test_the_batch_given_counts_and_the_whole_output_may_be_wanted():
+def test_the_batch_given_counts_and_the_full_output_may_be_wanted():
     sch = schedule(example_inputs=None)
     sch["layer.0"].pipeline_split()
     sch["layer.1"].pipeline_split()
     two = {"ids": torch.zeros(2, 5, dtype=torch.int64)}
-    stages = slapo_pipeline.stages(sch, two, whole_output=True)
+    stages = slapo_pipeline.stages(sch, two, full_output=True)
     assert stages.batch == {"ids": "(2, 5) int64"}
     assert "layer_0" in stages.liveness.sent(1)  # the hidden states come along to a loss of the whole output
     assert "loss" not in stages.outputs

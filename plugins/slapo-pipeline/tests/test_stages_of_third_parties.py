@@ -90,7 +90,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def trained() -> tuple[tuple[str, str], dict[str, torch.Tensor]]:
     """Who answered about the stages, and the weights after some steps on the ranks of a pipeline."""
     sch = schedule(pp=2)
-    found = stages(sch, whole_output=True)
+    found = stages(sch, full_output=True)
     engine = slapo.build(sch, target="torch", optimizer=sgd, loss=loss)
     for number in range(STEPS):
         engine.train_step(batch(number))
