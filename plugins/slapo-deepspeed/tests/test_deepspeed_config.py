@@ -215,7 +215,7 @@ def test_the_defaults_are_those_of_transformers() -> None:
 def test_an_optimizer_that_is_all_auto_yields_to_a_factory(stage: int) -> None:
     made = plan(CONFIGS / f"ds_config_zero{stage}.json", {"dp": 2}, arguments=FACTORY)
     assert "optimizer" not in made.config["config"]
-    assert "optimizer is left out: build(optimizer=...) makes it, and all params here are 'auto'" in str(made)
+    assert "optimizer is left out: build(optimizer=...) makes it, and all its params are 'auto'" in str(made)
     assert made.config["config"]["scheduler"]["params"]["warmup_max_lr"] == "auto"
     assert "(filled in: the learning rates of the optimizer that build(optimizer=...) makes)" in str(made)
 

@@ -9,7 +9,7 @@ import pytest
 import slapo_core as slapo
 from slapo_core.dialect import BuildArguments
 from slapo_deepspeed.config import DANGERS, UNVERIFIED
-from slapo_deepspeed.reading import Watched
+from slapo_deepspeed.unknown_keys import ReadRecorder
 from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of
@@ -145,13 +145,13 @@ def test_what_deepspeed_refuses_is_said_in_its_own_words_with_the_place(config: 
 
 
 def test_reading_is_recorded() -> None:
-    watched = Watched({"a": {"b": 1, "c": {"d": 1}}, "e": 2, "f": {"g": 1}, "h": {"i": 1}, "j": 3, "k": {"l": 1}})
-    assert watched["a"]["b"] == 1
-    assert "e" in watched.keys()  # noqa: SIM118 - DeepSpeed asks so
-    dict(**watched.get("f"))
-    watched.pop("h")
-    assert len(list(watched["k"].keys())) == 1
-    assert list(watched.unread()) == [("", ["j"], {"a", "e", "f", "h", "k"}), ("a.", ["c"], {"b"})]
+    recorder = ReadRecorder({"a": {"b": 1, "c": {"d": 1}}, "e": 2, "f": {"g": 1}, "h": {"i": 1}, "j": 3, "k": {"l": 1}})
+    assert recorder["a"]["b"] == 1
+    assert "e" in recorder.keys()  # noqa: SIM118 - DeepSpeed asks so
+    dict(**recorder.get("f"))
+    recorder.pop("h")
+    assert len(list(recorder["k"].keys())) == 1
+    assert list(recorder.unread()) == [("", ["j"], {"a", "e", "f", "h", "k"}), ("a.", ["c"], {"b"})]
 
 
 # -- what trains wrongly ---------------------------------------------------------------------------------------------

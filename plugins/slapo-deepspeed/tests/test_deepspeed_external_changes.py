@@ -83,14 +83,14 @@ SAYS = {
     "unfrozen": ("'frozen.weight'", "unfrozen"),
     "another one": ("'up.weight'", "replaced after build()"),
     "by hand": ("1 of 2", "accumulation window"),
-    "accumulation": ("accumulates 4", "2 a step"),
+    "accumulation": ("accumulates 4", "runs 2 in a step"),
 }
 
 
 @pytest.mark.parametrize(
     ("stage", "change"), [(stage, each) for each in SAYS for stage in STAGES if (stage, each) not in COUNTS]
 )
-def test_what_deepspeed_would_pass_over_is_refused(stage: int, change: str, message: Messages) -> None:
+def test_changes_that_deepspeed_would_ignore_are_refused(stage: int, change: str, message: Messages) -> None:
     text = found()[stage, change]
     assert isinstance(text, str)
     message(text, *SAYS[change], "\n  hint: ")

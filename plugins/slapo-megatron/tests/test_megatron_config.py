@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slapo_core.dialect import BuildArguments
-from slapo_megatron.config import DANGEROUS, fields_of, megatron_class, trains
+from slapo_megatron.config import DANGERS, fields_of, megatron_class, trains
 from slapo_runtime.installed import Runtime
 from tests.messages import Messages
 
@@ -400,7 +400,7 @@ def test_a_dangerous_field_is_refused_with_its_reason(key: str) -> None:
 
 
 def test_every_dangerous_field_is_shown() -> None:
-    assert set(DANGEROUS) == set(WRONG)
+    assert set(DANGERS) == set(WRONG)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_fused_heads_of_which_ranks_share_only_keys_and_values_are_refused(messa
     one = live("w", (8, 6), ("tp", Shard(0)), packing=((0, (4, 2, 2)),), shard_counts=(("tp", (None, 2, 2)),))
     with pytest.raises(slapo.BuildError) as refused:
         mark(request_of(one, sizes={"tp": 4}))
-    message(refused, "'w'", "counts a parameter as a whole")
+    message(refused, "'w'", "counts a shard in full or not at all")
     mark(request_of(one, sizes={"tp": 2}))
     assert one.tensor.tensor_model_parallel  # type: ignore[attr-defined]
 

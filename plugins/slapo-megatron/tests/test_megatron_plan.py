@@ -28,7 +28,7 @@ def cut() -> slapo.Schedule:
     return schedule
 
 
-def test_the_plan_says_what_megatron_will_do() -> None:
+def test_the_plan_lists_groups_training_and_configurations() -> None:
     made = plan(
         {"dp": 2, "tp": 2},
         optimizer_config={"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True},
@@ -36,14 +36,14 @@ def test_the_plan_says_what_megatron_will_do() -> None:
         scheduler={"lr_decay_style": "cosine", "lr_warmup_steps": 10, "lr_decay_steps": 100},
         arguments=BuildArguments(accumulate=2, max_grad_norm=0.5),
     )
-    head, _, rest = str(made).partition("  what Megatron is given:\n")
+    head, _, rest = str(made).partition("  Megatron's configurations:\n")
     assert head == (
         "plan for target 'megatron'\n"
         "  the scheduled Sequential, 0 steps applied\n"
         "  Megatron's process groups: of {'dp': 2, 'tp': 2}, made here in order 'pp-tp-dp', or the script's own of the "
         "same ranks\n"
         "  ranks: 0: dp 0, tp 0; 1: dp 0, tp 1; 2: dp 1, tp 0; 3: dp 1, tp 1\n"
-        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
+        "  the ranks of mesh_dim 'tp' use the RNG state of the first rank\n"
         "  a step: 2 micro-batches on each of 2 replicas, one after the other\n"
         "  bf16: the model computes in it, the optimizer has main parameters in float32\n"
         "  gradients: accumulated and averaged in float32, buckets of 1000 parameters while the backward pass goes on\n"
