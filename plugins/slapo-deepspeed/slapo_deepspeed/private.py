@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.torch_version import TorchVersion
@@ -43,11 +42,6 @@ def forget(module: Any) -> None:
 
     if groups.mpu is module.mpu():
         groups.mpu = None
-
-
-def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the live tables of a module's forward-pre and forward hooks."""
-    return module._forward_pre_hooks, module._forward_hooks
 
 
 def gradient_hooks_of(tensor: Any) -> dict[int, Any]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_deepspeed.private import forward_hooks_of, linear_through
+from slapo_core.internals import hooks_of
+from slapo_deepspeed.private import linear_through
 
 if TYPE_CHECKING:
     from slapo_core.tree.node import Node
@@ -134,7 +135,8 @@ def gather_below_changed(context: BuildContext, engine: Any) -> None:
                 deepspeed.zero.register_external_parameter(node.module, parameter)
         for module in node.module.modules():
             if module is not node.module:
-                below |= set(map(id, forward_hooks_of(module)))
+                hooks = hooks_of(module)
+                below |= {id(hooks["forward_pre"]), id(hooks["forward"])}
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     for handles in (offload.forward_hooks, offload.backward_hooks):
         for handle in handles:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from slapo_core import Node, Primitive, Violation, hookimpl
 from slapo_pipeline.rules import root_of, step_violations
-from slapo_pipeline.split import PipelineSplit
+from slapo_pipeline.split import PipelineSplit, cuts_of
 
 __all__ = ["slapo_preconditions"]
 
@@ -14,11 +14,6 @@ __all__ = ["slapo_preconditions"]
 @hookimpl
 def slapo_preconditions(node: Node, primitive: Primitive) -> Iterator[Violation]:
     """Refuse steps around modules that a cut spreads over stages."""
-    cuts = {
-        path: str(record)
-        for record in root_of(node).records_below()
-        if isinstance(record.primitive, PipelineSplit)
-        for path in record.primitive.cuts(record.path)
-    }
+    cuts = cuts_of(root_of(node).records_below())
     if cuts and not isinstance(primitive, PipelineSplit):
         yield from step_violations(node, primitive, cuts)

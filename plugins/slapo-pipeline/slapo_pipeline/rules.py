@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Primitive, Violation
 from slapo_core.internals import children_of
 from slapo_core.observers import only_looks, spans_stages
 from slapo_graph.graph import graph_of
+from slapo_graph.match import Match
 from slapo_pipeline.private import hooks_of, is_compiled
+
+if TYPE_CHECKING:
+    from slapo_core.primitive import Record
 
 _AROUND_CALLS = {
     "core.checkpoint": "recomputes its entire forward",
@@ -54,9 +58,7 @@ def place_violations(node: Node) -> Iterator[Violation]:
     from torch import nn
 
     if node.parent is None:
-        yield Violation(
-            "nothing comes after the root", 'sch["encoder.layer.5"].pipeline_split()'
-        )
+        yield Violation("nothing comes after the root", 'sch["encoder.layer.5"].pipeline_split()')
         return
     module = node.module
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
@@ -109,17 +111,18 @@ def _call_problem(node: Node) -> str | None:
     return None
 
 
-def step_violations(node: Node, primitive: Primitive, cuts: dict[str, str]) -> Iterator[Violation]:
+def step_violations(node: Node, primitive: Primitive, cuts: Mapping[str, Record]) -> Iterator[Violation]:
     """Yield why a step must not be applied above a cut.
 
     Args:
         node: where the step is to be applied.
         primitive: the step.
-        cuts: paths of the modules after which the schedule cuts, each with the step that asks for it.
+        cuts: paths of the modules after which the schedule cuts, each with its step.
     """
-    rewritten = [match.path for name in primitive.selections for match in _matches(getattr(primitive, name, None))]
-    places = dict.fromkeys(rewritten) if rewritten else {node.path: None}
-    for place in places:
+    selected = [getattr(primitive, name, None) for name in primitive.selections]
+    matches = [match for value in selected for match in (value if isinstance(value, list | tuple) else [value])]
+    rewritten = dict.fromkeys(match.path for match in matches if isinstance(match, Match))
+    for place in rewritten or {node.path: None}:
         prefix = f"{place}." if place else ""
         cut = next((path for path in cuts if path.startswith(prefix) and path != place), None)
         if cut is None:
@@ -137,11 +140,6 @@ def step_violations(node: Node, primitive: Primitive, cuts: dict[str, str]) -> I
         if primitive.name in _REPLACES and not rewritten:
             hint = "apply this step first, then pipeline_split()"
         yield Violation(f"{where} lies above a cut ({cuts[cut]}), which spreads its forward; this step {problem}", hint)
-
-
-def _matches(value: Any) -> list[Any]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [match for match in values if hasattr(match, "path") and hasattr(match, "nodes")]
 
 
 def _sibling_pattern(path: str) -> str:

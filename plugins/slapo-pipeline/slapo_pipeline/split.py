@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_pipeline.rules import above_violations, place_violations, root_of, unanswered_violations
+
+if TYPE_CHECKING:
+    from slapo_core.primitive import Record
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,15 @@ class PipelineSplit(Primitive):
             edit.note(f"when stages are made, the model is cut after {', '.join(self.after)}")
 
 
-def _other_cuts(node: Node) -> tuple[str, ...]:
-    """Return the paths of the modules after which earlier steps cut."""
-    return tuple(
-        cut
-        for record in root_of(node).records_below()
+def cuts_of(records: Iterable[Record]) -> dict[str, Record]:
+    """Return the paths of the modules after which steps cut, each with its step."""
+    return {
+        path: record
+        for record in records
         if isinstance(record.primitive, PipelineSplit)
-        for cut in record.primitive.cuts(record.path)
-    )
+        for path in record.primitive.cuts(record.path)
+    }
+
+
+def _other_cuts(node: Node) -> tuple[str, ...]:
+    return tuple(cuts_of(root_of(node).records_below()))

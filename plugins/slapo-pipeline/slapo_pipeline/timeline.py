@@ -263,11 +263,6 @@ class Action:
     microbatch: int
 
 
-def ranks_for(schedule: str, stages: int) -> int:
-    """Return the default number of ranks: one stage each, or two where the schedule needs two."""
-    return stages if schedule in _ONE_STAGE else max(stages // 2, 1)
-
-
 def orders(schedule: str, *, stages: int, microbatches: int, pp: int | None = None) -> list[list[Action]]:
     """Return the actions of each rank, in torch's order.
 
@@ -284,7 +279,8 @@ def orders(schedule: str, *, stages: int, microbatches: int, pp: int | None = No
         raise ArgumentError(
             f"there is no schedule {schedule!r}", hint=f"one of {', '.join(SCHEDULES)}: --schedule 1f1b"
         )
-    pp = ranks_for(schedule, stages) if pp is None else pp
+    if pp is None:
+        pp = stages if schedule in _ONE_STAGE else max(stages // 2, 1)
     if pp < 1 or stages < 1 or microbatches < 1:
         raise ArgumentError(
             f"stages, ranks and micro-batches must be 1 or more (got {stages}, {pp} and {microbatches})",

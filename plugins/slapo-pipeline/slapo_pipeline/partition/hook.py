@@ -16,7 +16,7 @@ from slapo_pipeline.partition.placement import NodePlacement, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
 from slapo_pipeline.partition.stage import CutStage, StageProgram, signature, ties_of
 from slapo_pipeline.rules import above_violations
-from slapo_pipeline.split import PipelineSplit
+from slapo_pipeline.split import cuts_of
 from slapo_runtime.stages.partition import Output, Partition, Stage, Value
 
 if TYPE_CHECKING:
@@ -28,15 +28,11 @@ if TYPE_CHECKING:
 def slapo_partition(
     schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
-    """Return the stages between the cuts of :class:`PipelineSplit`.
+    """Return the stages between the cuts of :class:`slapo_pipeline.PipelineSplit`.
 
     Source: paper section 3.3.2, partition propagation.
     """
-    cuts: dict[str, Record] = {}
-    for record in schedule.records:
-        if isinstance(record.primitive, PipelineSplit):
-            for path in record.primitive.cuts(record.path):
-                cuts.setdefault(path, record)
+    cuts = cuts_of(schedule.records)
     if not cuts:
         return None
     _require_calls(schedule, cuts)
