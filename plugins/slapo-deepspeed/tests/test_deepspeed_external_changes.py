@@ -70,7 +70,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("stage", "change"), COUNTS)
-def test_what_counts_in_plain_training_counts(stage: int, change: str) -> None:
+def test_settings_of_parameters_act_as_in_plain_training(stage: int, change: str) -> None:
     state = found()[stage, change]
     assert not isinstance(state, str), state
     torch.testing.assert_close(state, plain(change), atol=1e-6, rtol=1e-5)
@@ -102,6 +102,6 @@ def written_alone() -> None:
     raise ValueError(told)
 
 
-def test_a_rank_that_wrote_alone_says_so_and_does_not_wait_for_ever() -> None:
+def test_a_write_on_one_rank_is_refused_on_all_ranks() -> None:
     with pytest.raises(slapo.RankFailedError, match=r"'up\.weight' was modified in place.*not on every replica"):
         run_ranks(written_alone, world_size=2, timeout=120)

@@ -42,7 +42,7 @@ def test_the_plan_lists_features_and_the_configuration() -> None:
     assert "    zero_optimization.stage: 2" in rest.splitlines()
 
 
-def test_the_plan_says_what_crosses_stages() -> None:
+def test_the_plan_lists_messages_between_stages() -> None:
     lines = str(plan({}, schedule=cut())).splitlines()
     (sent,) = [line for line in lines if "sends" in line]
     assert sent.startswith("  stage 0 sends stage 1: ")

@@ -53,7 +53,7 @@ def test_a_function_computes_the_layers_of_marked_weights_in_every_thread() -> N
     assert marked(x).any()
 
 
-def test_linear_is_what_it_was_although_the_block_set_another() -> None:
+def test_linear_is_restored_after_a_block_that_replaced_it() -> None:
     before = F.linear
     with private.linear_restored():
         F.linear = torch.add  # type: ignore[assignment]

@@ -107,7 +107,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("form", "change"), COUNTS)
-def test_what_counts_in_plain_training_counts(form: str, change: str) -> None:
+def test_settings_of_parameters_act_as_in_plain_training(form: str, change: str) -> None:
     state = found()[form, change]
     assert not isinstance(state, str), state
     wanted = plain(change)

@@ -34,7 +34,7 @@ def stored(*parameters: torch.Tensor) -> tuple[FusedAdam, StoredOptimizer]:
     )
 
 
-def test_a_fused_adam_is_that_of_torch_and_its_count_a_state() -> None:
+def test_a_fused_adam_is_saved_as_torchs_with_its_step_count() -> None:
     one, other = torch.zeros(3), torch.zeros(2)
     inner, storage = stored(one, other)
     assert storage.kind == "AdamW"
@@ -79,7 +79,7 @@ def test_an_optimizer_that_keeps_state_elsewhere_is_a_limit_of_saving() -> None:
     assert optimizer_layout(None, None) == OptimizerLayout()
 
 
-def test_the_names_of_megatron_that_no_manual_has_are_there() -> None:
+def test_private_names_of_megatron_exist() -> None:
     """What ``state.py`` reads; the states of the integration tests show what it is."""
     import inspect
 

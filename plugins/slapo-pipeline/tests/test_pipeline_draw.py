@@ -20,7 +20,7 @@ def run(*words):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_is_that_of_the_formula(schedule):
+def test_the_bubble_equals_the_formula(schedule):
     for pp in (1, 2, 3, 4, 7):
         for microbatches in (pp, pp + 1, 2 * pp, 13):
             for forward, backward in ((1, 2), (1, 1), (3, 0.5)):
@@ -83,7 +83,7 @@ def test_numbers_that_do_not_fit_are_refused(numbers, words, message: Messages):
     assert caught.value.hint
 
 
-def test_what_torch_refuses_is_said_in_its_own_words():
+def test_refusals_of_torch_keep_its_words():
     with pytest.raises(slapo.ArgumentError) as caught:
         orders(schedule="1f1b", stages=4, microbatches=3)
     assert str(caught.value).startswith("torch refuses 1f1b on 4 ranks: ")
@@ -114,7 +114,7 @@ def test_the_json_has_every_action_at_its_time():
     assert [action["kind"] for action in data["actions"] if action["rank"] == 1] == ["F", "B", "F", "B"]
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path: Path, message: Messages):
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path: Path, message: Messages):
     real = builtins.__import__
 
     def without(name, *arguments, **named):

@@ -40,7 +40,7 @@ class Model(nn.Module):
         return h.view(rows, -1).to(self.table.dtype) / self.first.weight.shape[1]
 
 
-def test_a_stage_holds_what_it_runs() -> None:
+def test_a_stage_contains_the_modules_that_it_runs() -> None:
     torch.manual_seed(0)
     model = Model().double()
     made = compare(model, ["first"], torch.rand(6, 4, dtype=torch.float64))

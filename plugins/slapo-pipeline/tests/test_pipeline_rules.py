@@ -107,7 +107,7 @@ def test_a_step_above_a_cut_is_refused_at_once(
     after(schedule_without)  # the control: it is the cut that refuses it
 
 
-def test_what_goes_together_with_a_cut() -> None:
+def test_steps_that_compose_with_a_cut_are_applied() -> None:
     torch.manual_seed(0)
     model = Model().double()
     x = X.double()
@@ -121,7 +121,7 @@ def test_what_goes_together_with_a_cut() -> None:
     assert "forward" in model.inner.__dict__, "it is traced as before"
 
 
-def test_hooks_that_come_later_are_found_when_stages_are_made(message: Messages) -> None:
+def test_hooks_added_later_are_refused_when_stages_are_made(message: Messages) -> None:
     model = Model()
     sch = schedule(model)
     sch["inner.layers.0"].pipeline_split()
@@ -140,7 +140,7 @@ def test_hooks_that_come_later_are_found_when_stages_are_made(message: Messages)
         (["inner"], {"times": 2}, "more than once"),
     ],
 )
-def test_what_only_a_run_shows_is_refused_when_stages_are_made(
+def test_cuts_that_only_a_run_shows_are_refused_when_stages_are_made(
     cuts: list[str], call: Any, word: str, message: Messages
 ) -> None:
     with pytest.raises(TraceError) as caught:
