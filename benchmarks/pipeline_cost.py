@@ -104,7 +104,7 @@ def step_by_schedule(x: torch.Tensor) -> tuple[Callable[[], float], dict[str, in
     micro_batch = x[: BATCH // MICROBATCHES]
     sch = slapo.create_schedule(Stack(), mesh={"pp": 2}, example_inputs=micro_batch)
     sch["encoder.layer"].pipeline_split(stages=2)
-    sent = slapo_pipeline.stages(sch, whole_output=True).stages[0].sent
+    sent = slapo_pipeline.stages(sch, full_output=True).stages[0].sent
     announced = {
         "forward": MICROBATCHES * sum(value.nbytes for value in sent),
         "backward": MICROBATCHES * sum(value.nbytes for value in sent if value.requires_grad),

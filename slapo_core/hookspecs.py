@@ -1,6 +1,6 @@
 """The hooks: the few questions that slapo asks every active plugin.
 
-A distribution declares one module of hook functions (entry-point group ``slapo.v1.hooks``)::
+A distribution declares modules of hook functions (entry-point group ``slapo.v1.hooks``)::
 
     from slapo_core import Fact, Problem, hookimpl
 

@@ -52,7 +52,7 @@ class HookManager:
 
         Raises:
             PluginError: it is not installed, or not usable.
-            HookError: its hooks module has an undecorated or unknown hook.
+            HookError: one of its hooks modules has an undecorated or unknown hook.
         """
         if version == LOCAL_VERSION:
             self._active[distribution] = f"{distribution} {version}"
@@ -61,16 +61,20 @@ class HookManager:
         if name in self._active:
             return
         plugin = self._registry.usable_plugin(name)
-        modules = [self._registry.load(entry) for entry in plugin.entries if entry.kind == "hooks"]
-        for module in modules:
-            self._register(name, plugin.label, module)
+        entries = [entry for entry in plugin.entries if entry.kind == "hooks"]
+        modules = {f"{name}:{entry.name}": self._registry.load(entry) for entry in entries}
+        try:
+            for key, module in modules.items():
+                self._register(key, plugin.label, module)
+        except HookError:
+            self._unregister(name)
+            raise
         self._active[name] = plugin.label
 
     def deactivate(self, distribution: str) -> None:
         """Remove a distribution from `active`: its hooks are not called any more."""
         del self._active[distribution]
-        if self._manager.has_plugin(distribution):
-            self._manager.unregister(name=distribution)
+        self._unregister(distribution)
 
     def has(self, name: str, /) -> bool:
         """Whether an active plugin implements a hook."""
@@ -102,7 +106,7 @@ class HookManager:
             answers = self._ask(name, chosen, arguments)
             if len(answers) > 1:
                 shown = ", ".join(f"{key}={reprlib.repr(value)}" for key, value in arguments.items())
-                labels = [self._active[distribution] for distribution, _ in answers]
+                labels = [self._label(key) for key, _ in answers]
                 last = answers[-1][0]
                 raise HookError(
                     f"hook {name}({shown}) was answered by {' and by '.join(labels)}; one answer is allowed",
@@ -111,7 +115,7 @@ class HookManager:
                     f"create_schedule(plugins=...) nor apply a primitive of it, or {DISABLE}={last}",
                 )
             if answers:
-                return self._active[answers[0][0]], answers[0][1]
+                return self._label(answers[0][0]), answers[0][1]
         return None
 
     def call_each(self, name: str, /, **arguments: Any) -> list[tuple[str, Any]]:
@@ -123,7 +127,8 @@ class HookManager:
         Raises:
             HookError: an implementation raised.
         """
-        return self._ask(name, self._implementations(name), arguments)
+        answers = self._ask(name, self._implementations(name), arguments)
+        return [(key.partition(":")[0], answer) for key, answer in answers]
 
     def collect(
         self, name: str, kinds: tuple[type[_Item], ...], hint: str, /, **arguments: Any
@@ -162,11 +167,11 @@ class HookManager:
         return sorted(found, key=lambda each: each.plugin_name)
 
     def _ask(self, name: str, chosen: list[pluggy.HookImpl], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Call one function after the other, so that each answer and exception has an owner."""
+        """Call one function after the other, so that each answer and exception has an owner, its hooks module."""
         answers = []
         for each in chosen:
             may_raise = getattr(getattr(self._manager.hook, name).spec.function, "slapo_may_raise", KeyboardInterrupt)
-            values, label = [arguments[argument] for argument in each.argnames], self._active[each.plugin_name]
+            values, label = [arguments[argument] for argument in each.argnames], self._label(each.plugin_name)
             try:
                 answer = each.function(*values)
                 answer = list(answer) if isinstance(answer, Iterator) else answer
@@ -176,13 +181,22 @@ class HookManager:
                 raise HookError(
                     f"hook {name} of {label} raised {type(error).__name__}: {error}",
                     plugin=label,
-                    hint=f"report it to {each.plugin_name}, or {DISABLE}={each.plugin_name}",
+                    hint=f"report it to {label.partition(' ')[0]}, or {DISABLE}={each.plugin_name}",
                 ) from error
             if answer is not None:
                 answers.append((each.plugin_name, answer))
         return answers
 
-    def _register(self, name: str, label: str, module: ModuleType) -> None:
+    def _label(self, key: str) -> str:
+        """The distribution with its version, of ``<distribution>:<hooks module>``."""
+        return self._active[key.partition(":")[0]]
+
+    def _unregister(self, distribution: str) -> None:
+        for key, _ in self._manager.list_name_plugin():
+            if key.partition(":")[0] == distribution:
+                self._manager.unregister(name=key)
+
+    def _register(self, key: str, label: str, module: ModuleType) -> None:
         refused = f"the hooks of {label} ({module.__name__}) are refused"
         for hook, function in inspect.getmembers(module, inspect.isfunction):
             options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
@@ -191,9 +205,7 @@ class HookManager:
             if options is not None and (options["wrapper"] or options["hookwrapper"]):
                 raise HookError(f"{refused}: '{hook}' is a wrapper; write a function that answers", plugin=label)
         try:
-            self._manager.register(module, name=name)
+            self._manager.register(module, name=key)
             self._manager.check_pending()
         except (ValueError, pluggy.PluginValidationError) as error:  # registered twice; an unknown hook or argument
-            if self._manager.has_plugin(name):
-                self._manager.unregister(name=name)
             raise HookError(f"{refused}: {error}", plugin=label) from error

@@ -134,12 +134,14 @@ class Plugin:
         name: canonical, e.g. ``"acme-slapo"``.
         version: None where its metadata cannot be read.
         state: ``ok``, ``unusable``, ``conflict`` or ``disabled``.
-        reason: why it is not ok; None if it is.
+        reason: why it is not ok, or which of its hooks modules are disabled; else None.
         remedy: what to do about the reason.
         source: its metadata directory, or ``"this process"``.
         entries: its readable entry points, sorted.
         lost: the ``entries`` that cannot be used because another distribution provides the same name.
         summary: one line about the distribution, of its metadata; None where there is none.
+        disabled: hooks modules that ``SLAPO_DISABLE_PLUGINS`` names, as ``acme-slapo:acme.liveness``; not in
+            ``entries``.
     """
 
     name: str
@@ -151,6 +153,7 @@ class Plugin:
     entries: tuple[Entry, ...] = ()
     lost: tuple[Entry, ...] = ()
     summary: str | None = None
+    disabled: tuple[Entry, ...] = ()
 
     def provides(self, kind: str) -> tuple[str, ...]:
         """The full names of one kind that it provides, sorted."""
@@ -212,7 +215,7 @@ def read_plugins(
     Args:
         path: directories to search, like ``sys.path``, which is the default. The first directory that has a
             distribution wins, as it does for ``import``.
-        disabled: canonical names of distributions that are not to be used.
+        disabled: canonical names of distributions, or ``<distribution>:<hooks module>``, that are not to be used.
         core: the version of slapo-core that requirements are compared with; None compares none.
     """
     from importlib_metadata import distributions
@@ -364,9 +367,20 @@ def _judge(plugin: Plugin, installed: Collection[str], disabled: Collection[str]
     violations = filter(None, (name_violation(entry, installed, kinds) for entry in plugin.entries))
     violation = next(violations, None) if plugin.usable else None
     if violation is None:
-        return plugin
+        return _without_disabled_hooks(plugin, disabled) if plugin.usable else plugin
     remedy = f"report it to the author of {plugin.name}; pip uninstall {plugin.name}"
     return replace(plugin, state="unusable", reason=violation, remedy=remedy)
+
+
+def _without_disabled_hooks(plugin: Plugin, disabled: Collection[str]) -> Plugin:
+    hooks = {f"{plugin.name}:{entry.name}": entry for entry in plugin.entries if entry.kind == "hooks"}
+    off = {name: entry for name, entry in hooks.items() if name in disabled}
+    if not off:
+        return plugin
+    named = " and ".join(off)
+    entries = tuple(entry for entry in plugin.entries if entry not in off.values())
+    reason, remedy = f"{DISABLE} names {named}", f"remove {named} from {DISABLE}"
+    return replace(plugin, entries=entries, disabled=tuple(off.values()), reason=reason, remedy=remedy)
 
 
 def _with_conflicts(plugins: Sequence[Plugin]) -> Iterator[Plugin]:

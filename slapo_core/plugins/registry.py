@@ -44,7 +44,8 @@ class Registry:
 
     Attributes:
         core_version: of slapo-core; None where it runs from a bare source tree.
-        disabled: the canonical names in ``SLAPO_DISABLE_PLUGINS``.
+        disabled: the canonical names in ``SLAPO_DISABLE_PLUGINS``, of distributions or of their hooks modules:
+            ``"acme-slapo"``, ``"acme-slapo:acme.liveness"``.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Registry:
             local: entries registered in this process; default: none.
         """
         named = (os.environ if environ is None else environ).get(DISABLE, "")
-        disabled = tuple(canonicalize_name(name) for name in re.split(r"[,\s]+", named) if name)
+        parts = [name.partition(":") for name in re.split(r"[,\s]+", named) if name]
+        disabled = tuple(f"{canonicalize_name(name)}{colon}{hooks}" for name, colon, hooks in parts)
         core = core_version() if core is None else core
         return cls(read_plugins(path, disabled=disabled, core=core), core=core, disabled=disabled, local=local)
 
@@ -99,11 +101,17 @@ class Registry:
 
     @property
     def settings_error(self) -> PluginError | None:
-        """The error of ``SLAPO_DISABLE_PLUGINS``: a plugin that is not installed; else None."""
-        for name in self.disabled:
-            if all(plugin.name != name for plugin in self._installed):
-                message = f"{DISABLE} names '{name}', but no plugin of that name is installed"
+        """The error of ``SLAPO_DISABLE_PLUGINS``: a plugin or hooks module that is not installed; else None."""
+        for disabled in self.disabled:
+            name, colon, hooks = disabled.partition(":")
+            plugin = next((plugin for plugin in self._installed if plugin.name == name), None)
+            if plugin is None:
+                message = f"{DISABLE} names '{disabled}', but no plugin of that name is installed"
                 return PluginError(message, hint=self._meant(name) or "`slapo plugins list` shows the installed ones")
+            known = [entry.name for entry in (*plugin.entries, *plugin.disabled) if entry.kind == "hooks"]
+            if colon and hooks not in known:
+                message = f"{DISABLE} names '{disabled}', but {plugin.label} has no hooks module '{hooks}'"
+                return PluginError(message, hint=f"its hooks modules: {', '.join(known) or 'none'}")
         return None
 
     def check_settings(self) -> None:

@@ -77,6 +77,22 @@ def test_an_installed_plugin_has_no_effect_until_it_is_named(fake_distributions:
     assert manager.call("slapo_doctor") == [["acme"]]
 
 
+def test_of_several_hooks_modules_all_are_active_or_none(fake_distributions: FakeEnvironment) -> None:
+    points = {"slapo.v1.hooks": {"two.doctor": "two_doctor", "two.wrong": "two_wrong"}}
+    doctor = "from slapo_core import hookimpl\n" + DOCTOR.format("two")
+    modules = {"two_doctor": doctor, "two_wrong": doctor.replace("()", "(node)")}
+    fake_distributions.install(FakeDistribution("two-slapo", "1.0", points, modules))
+    manager = HookManager(fake_distributions.registry())
+    with pytest.raises(HookError, match="two_wrong"):
+        manager.activate("two-slapo")
+    assert (manager.active, manager.call("slapo_doctor"), manager.has("slapo_doctor")) == ((), [], False)
+    manager = HookManager(fake_distributions.registry({"SLAPO_DISABLE_PLUGINS": "two_slapo:two.wrong"}))
+    manager.activate("two-slapo")
+    assert manager.call("slapo_doctor") == [["two"]]
+    manager.deactivate("two-slapo")
+    assert not manager.has("slapo_doctor")
+
+
 def test_a_default_is_asked_only_where_no_other_plugin_answers(fake_distributions: FakeEnvironment) -> None:
     counting = "ASKED = []\n@hookimpl\ndef slapo_initialize(path):\n    ASKED.append(path)\n"
     default = MATERIALIZE.replace("@hookimpl", "@hookimpl(trylast=True)").format(1)

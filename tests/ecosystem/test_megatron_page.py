@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slapo_megatron.config import DANGEROUS
+from slapo_megatron.config import DANGERS
 from slapo_testing import preload_modules
 from tests.ecosystem.pages import Page
 from tests.support.programs import run_program
@@ -40,6 +40,6 @@ def test_the_program_of_the_readme_trains(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_the_dangerous_fields_of_the_code() -> None:
-    for key, why in DANGEROUS.items():
+    for key, why in DANGERS.items():
         option, _, name = key.partition(".")
         assert f"| `{name}` of `{option}` | {why} |" in PAGE.text

@@ -47,7 +47,7 @@ def test_megatrons_own_optimizer_and_that_of_a_factory_load_from_each_other(foun
 
 def test_settings_of_groups_that_do_not_match_are_refused_or_said(found: Found, message: Messages) -> None:
     for case, *words in (
-        ("one group into two", "scheduler", "weight_decay of group 1 = 0, and not 0.1"),
+        ("one group into two", "scheduler", "weight_decay of group 1 = 0, not 0.1"),
         (
             "two groups into one",
             "BuildError: group 0 ",

@@ -36,14 +36,14 @@ def plan(
         sch: a schedule, with a mesh that may be only declared; it is not changed.
         config: DeepSpeed's configuration, a dictionary or the path of a JSON file.
         batch_axes: as for ``build``, like all that follows.
-        optimizer: whether there is one is all that is asked.
-        loss: the same.
-        max_grad_norm: the largest norm of all gradients.
-        device: where the model is to go.
-        accumulate: how many micro-batches a training step takes.
+        optimizer: only whether it is given matters.
+        loss: only whether it is given matters.
+        max_grad_norm: largest norm of all gradients.
+        device: of the model.
+        accumulate: number of micro-batches of a training step.
 
     Returns:
-        the plan; ``print`` it. ``plan.config["config"]`` is what DeepSpeed is given.
+        the plan; ``print`` it. ``plan.config["config"]`` is DeepSpeed's completed configuration.
 
     Raises:
         BuildError: the configuration contradicts the schedule or one of the arguments, or DeepSpeed refuses it.
@@ -67,14 +67,14 @@ def prepare(sch: Schedule) -> tuple[nn.Module, MeshUnit, list[nn.Parameter]]:
     """Prepare a scheduled model for ``deepspeed.initialize`` in your own script.
 
     ``module, mpu, parameters = slapo_deepspeed.prepare(sch)``, then ``deepspeed.initialize(model=module,
-    model_parameters=parameters, mpu=mpu, config=...)``: the groups are those of the mesh, and parameters that a step
-    splits over ``tp`` carry the marks by which DeepSpeed counts them in the norm of all gradients.
+    model_parameters=parameters, mpu=mpu, config=...)``: DeepSpeed gets the process groups of the mesh, and parameters
+    that a step shards over ``tp`` carry the marks by which its gradient norm counts them.
 
     Args:
-        sch: without a pipeline, and with a model that has its values, the same on every replica. It is sealed.
+        sch: without a pipeline; its model has its values, equal on every replica. It is sealed.
 
     Returns:
-        the scheduled model; the groups of the mesh, as DeepSpeed's ``mpu``; the parameters that are trained.
+        the scheduled model; the groups of the mesh, as DeepSpeed's ``mpu``; the trained parameters.
 
     Raises:
         BuildError: the mesh has several ranks along ``pp`` (use ``slapo.build``), or parameters have no values.

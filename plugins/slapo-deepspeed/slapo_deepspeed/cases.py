@@ -1,4 +1,4 @@
-"""Define the cases of ``slapo plugins check``: with sharded optimizer state, and sharded weights."""
+"""Define the cases of ``slapo plugins check``: sharded optimizer state, and sharded weights."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """With an eps that keeps gradients that are zero but for rounding from becoming steps."""
+    """Make AdamW with a large eps: gradients that are rounding errors of zero must not become steps."""
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
 
 
 def slapo_cases() -> list[DialectCase]:
-    """DeepSpeed keeps float32 in float32, and reduces in it: the kit's tolerance for that."""
+    """Return the cases, in float32, in which DeepSpeed reduces: the kit's tolerance is for that."""
     return [_case(1), _case(3)]
 
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration: completed by the schedule and ``build``, checked, and shown in the plan.
+"""Complete, check and show DeepSpeed's configuration.
 
-About fifteen keys are owned by the schedule and ``build``; a table has those known to train wrongly. Everything else
-goes to the installed DeepSpeed as given, which says itself what it refuses.
+The schedule and ``build`` own about fifteen keys; `DANGERS` lists settings that train wrongly. All other keys go to the
+installed DeepSpeed as given, which checks them itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import slapo_core
 from slapo_core import BuildError
-from slapo_deepspeed.reading import let_deepspeed_read
+from slapo_deepspeed.unknown_keys import refuse_by_deepspeed
 from slapo_runtime.options import Options
 from slapo_runtime.planning import ScheduleFacts, boundaries, checked_axes, topology
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slapo_core.primitive import Record
 
 OPTIONS = ("config", "batch_axes")
-"""What users give."""
+"""Options of the dialect."""
 NOTES = ("arguments", "origins")
 """The other entries of a plan: the arguments of ``build``, and the origins of values."""
 
@@ -33,8 +33,8 @@ STAGE, CLIPPING = "zero_optimization.stage", "gradient_clipping"
 _EXAMPLE = 'config={"zero_optimization": {"stage": 1}}, or config="ds_config.json"'
 _PIPELINE = {
     "use_reentrant": "so that integers and booleans may cross stages",
-    "pipe_partitioned": "tensors cross stages whole",
-    "grad_partitioned": "gradients cross stages whole",
+    "pipe_partitioned": "full tensors are sent between stages",
+    "grad_partitioned": "full gradients are sent between stages",
 }
 _PIPELINE_KEYS = {*_PIPELINE, "stages", "partition", "seed_layers", "activation_checkpoint_interval"}
 _TRAINER = "the default of transformers' TrainingArguments"
@@ -49,7 +49,7 @@ RATES = "scheduler.params.warmup_max_lr"
 """``"auto"`` here stays in the plan where a factory makes the optimizer: it becomes that optimizer's learning rates."""
 
 _OWN = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
-"""Optimizers that DeepSpeed makes itself, whatever the case of their letters; others are torch.optim's."""
+"""Optimizers that DeepSpeed makes itself, in any case of letters; others are torch.optim's."""
 _ELEMENTWISE = frozenset(
     {"adagrad", "adam", "adamw", "lion", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
@@ -57,15 +57,15 @@ _TESTED_WITH_ZERO = frozenset({"adagrad", "adam", "adamw", "lion"})
 
 
 def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the options of the dialect; given its own result, it returns the same; pure.
+    """Complete the options of the dialect; idempotent and pure.
 
     Args:
         schedule: to build.
-        options: as the user gave them to ``build``, with the arguments of ``build``; or as an earlier call made them.
+        options: of the user, with the arguments of ``build``; or the result of an earlier call.
 
     Returns:
-        ``config``: DeepSpeed's configuration, whole; ``batch_axes``; ``arguments``: those of ``build``;
-        ``origins``: key of a value that was filled in -> why.
+        ``config``: DeepSpeed's completed configuration; ``batch_axes``; ``arguments``: the arguments of ``build``;
+        ``origins``: key of a filled-in value -> the reason.
 
     Raises:
         BuildError: an unknown option or key, a bad value, or one that contradicts the schedule.
@@ -73,7 +73,7 @@ def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
     for name in sorted(set(options) - {*OPTIONS, *NOTES}):
         raise BuildError(
             f"target 'deepspeed' has no option {name!r}; it has {', '.join(OPTIONS)}",
-            hint=f'what DeepSpeed itself takes goes into config={{"{name}": ...}}',
+            hint=f'DeepSpeed\'s own settings belong in config={{"{name}": ...}}',
         )
     axes = checked_axes(options.get("batch_axes"))
     values, source = _read(options.get("config"))
@@ -96,10 +96,10 @@ def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if config.get(key, 0) not in (0, value):
             problem = f"is {config.get(key)!r}, but {value} by the mesh {facts.mesh}"
-            config.refuse(key, f"{problem}; DeepSpeed splits nothing itself here")
+            config.refuse(key, f"{problem}; the schedule splits the model, not DeepSpeed")
     for key in ("sequence_parallel_size", "data_parallel_size"):
-        config.leave_out(key, f"the mesh {facts.mesh} says it")
-    let_deepspeed_read(config, facts.device, without=TOTAL)
+        config.leave_out(key, f"the mesh {facts.mesh} has it")
+    refuse_by_deepspeed(config, facts.device, without=TOTAL)
     config.leave_out("tensor_parallel", "the steps of the schedule split the model")
     config.check("DeepSpeed")
     made = {"config": config.values, "batch_axes": axes, "origins": config.origins}
@@ -107,7 +107,7 @@ def filled(schedule: Schedule, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(config: Any) -> tuple[Mapping[str, Any], str]:
-    """The configuration, and its name for messages.
+    """Return the configuration, and its name for messages.
 
     Raises:
         BuildError: it is neither a dictionary nor the path of a JSON file with one.
@@ -147,13 +147,13 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     CLIPPING: (lambda value: type(value) in (int, float) and value >= 0, "must be a number, where 0 does not clip"),
     STAGE: (lambda value: type(value) is int and 0 <= value < 4, "must be 0, 1, 2 or 3"),
 }
-"""What is computed with here; the kinds of all other values are left to DeepSpeed."""
+"""Keys that are read here -> check and message; DeepSpeed checks the types of all other values."""
 
 
 def _check_kinds(config: Options) -> None:
     """
     Raises:
-        BuildError: a value is of another kind than what is computed with it.
+        BuildError: a value has a wrong type.
     """
     for key, (is_right, kind) in _KINDS.items():
         value, section = config.get(key), key.removesuffix(".type")
@@ -163,11 +163,11 @@ def _check_kinds(config: Options) -> None:
     config.check("DeepSpeed")
 
 
-# -- what the schedule and ``build`` decide ------------------------------------------------------------------------
+# -- values from the schedule and ``build`` ------------------------------------------------------------------------
 
 
 def _fill_auto(config: Options, facts: ScheduleFacts) -> None:
-    """Resolve ``"auto"``, as configurations for transformers' Trainer have it, and yield to a factory."""
+    """Resolve ``"auto"`` of configurations for transformers' Trainer; factories take precedence."""
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")):
         if config.get(f"{name}.enabled") == AUTO:
             found = ", ".join(sorted(facts.dtypes)) or "no parameters"
@@ -183,10 +183,10 @@ def _fill_auto(config: Options, facts: ScheduleFacts) -> None:
             continue
         argument = "build(optimizer=...)" if section == "optimizer" else "build(lr_scheduler=...)"
         if all(value == AUTO for value in config.get(f"{section}.params", {}).values()):
-            config.leave_out(section, f"{argument} makes it, and all params here are 'auto'")
+            config.leave_out(section, f"{argument} makes it, and all its params are 'auto'")
         else:
             made = config.get(f"{section}.type")
-            config.refuse(section, f"is {made!r}, and {argument} makes another one", "give one of the two")
+            config.refuse(section, f"is {made!r}, and {argument} makes another {section}", "give one of the two")
     if facts.has_optimizer is False and config.get("optimizer") is None and config.get("scheduler") is not None:
         config.leave_out("scheduler", "without an optimizer the engine only evaluates")
     for section in ("optimizer", "scheduler"):
@@ -209,7 +209,7 @@ def _fill_param(config: Options, key: str) -> None:
 
 
 def _fill_sizes(config: Options, facts: ScheduleFacts) -> None:
-    """Fill in those of batch size, micro-batch size and accumulation that are missing."""
+    """Complete batch size, micro-batch size and accumulation from each other."""
     total, micro = config.get(TOTAL), config.get(MICRO)
     if total is not None and micro is not None and config.get(STEPS) is None and facts.accumulate is None:
         how = f"{TOTAL} {total} / ({MICRO} {micro} x {facts.dp} replicas)"
@@ -223,15 +223,15 @@ def _fill_sizes(config: Options, facts: ScheduleFacts) -> None:
         micro = config.fill(MICRO, facts.samples // steps, how)
     elif micro is None:
         micro = config.fill(MICRO, 1, "DeepSpeed only counts samples with it")
-    whole = micro * steps * facts.dp
+    product = micro * steps * facts.dp
     if total is None:
-        config.fill(TOTAL, whole, f"{micro} x {steps} x {facts.dp} replicas")
-    elif total != whole:
+        config.fill(TOTAL, product, f"{micro} x {steps} x {facts.dp} replicas")
+    elif total != product:
         config.refuse(
             TOTAL,
             f"is {total}, but {MICRO} {micro} x {STEPS} {steps} x {facts.dp} replicas (dp of the mesh {facts.mesh}) "
-            f"is {whole}",
-            f'"{TOTAL}": {whole}, or leave one of the three out',
+            f"is {product}",
+            f'"{TOTAL}": {product}, or leave one of the three out',
         )
 
 
@@ -255,7 +255,7 @@ def _fill_clipping(config: Options, facts: ScheduleFacts) -> None:
 
 def _fill_zero(config: Options, facts: ScheduleFacts) -> None:
     if facts.pp > 1:
-        config.default(STAGE, 1, "with a pipeline; ZeRO-1 is the most that one runs with")
+        config.default(STAGE, 1, "with a pipeline, which runs with ZeRO-1 at most")
     elif _low(config):
         config.default(STAGE, 1, f"with {_low(config)}; without ZeRO, DeepSpeed trains it wrongly")
     stage = config.default(STAGE, 0, "DeepSpeed's default")
@@ -294,7 +294,7 @@ def _fill_optimizer(config: Options, facts: ScheduleFacts) -> None:
 
 
 def optimizer_name(config: Options) -> str | None:
-    """The optimizer's name as DeepSpeed takes it, e.g. ``"adamw"`` or ``"SGD"``; None without a section."""
+    """Return the optimizer's name as DeepSpeed reads it, e.g. ``"adamw"`` or ``"SGD"``; None without a section."""
     name = config.get("optimizer.type")
     return name.lower() if isinstance(name, str) and name.lower() in _OWN else name
 
@@ -304,21 +304,21 @@ def _trains(config: Options, facts: ScheduleFacts) -> bool:
 
 
 def _low(config: Options) -> str:
-    """The section of the lower precision that is on; ``""`` in float32."""
+    """Return the enabled section of lower precision; ``""`` in float32."""
     return next((name for name in ("fp16", "bf16", "bfloat16") if config.get(f"{name}.enabled")), "")
 
 
-# -- what is known to train wrongly --------------------------------------------------------------------------------
+# -- settings that train wrongly -----------------------------------------------------------------------------------
 
 
 class Danger(NamedTuple):
-    """A value with which DeepSpeed trains wrongly here, or silently does nothing.
+    """A setting with which DeepSpeed would train wrongly, or which it would ignore silently.
 
     Args:
         key: of the value.
-        is_wrong: of the configuration, the facts and the schedule.
+        is_wrong: whether it is refused; takes the configuration, the facts and the schedule.
         why: the reason, after ``"'key' of config is value: "``.
-        hint: what to do.
+        hint: the corrected setting.
     """
 
     key: str
@@ -328,12 +328,12 @@ class Danger(NamedTuple):
 
 
 def _is_sharded(config: Options, facts: ScheduleFacts) -> bool:
-    """Whether ranks step shards of a parameter: by a step, by ZeRO, or in DeepSpeed's pipelines in bf16."""
+    """Return whether optimizers step shards: by a step, by ZeRO, or in DeepSpeed's pipelines in bf16."""
     return bool(facts.split) or config.get(STAGE) > 0 or (facts.pp > 1 and bool(_low(config)))
 
 
 def _is_captured(record: Record) -> bool:
-    """Whether a step replays kernels of a GPU at fixed addresses."""
+    """Return whether a step replays GPU kernels at fixed addresses."""
     name, arguments = record.primitive.name, vars(record.primitive)
     graphs = dict(arguments.get("options") or ()).get("triton.cudagraphs")
     by_mode = name == "fusion.compile" and (graphs or arguments.get("mode") in ("reduce-overhead", "max-autotune"))
@@ -409,12 +409,12 @@ DANGERS = (
 
 
 class Unverified(NamedTuple):
-    """A setting that no test of this plugin has trained with: it wants a GPU, files, or several machines.
+    """A setting that no test of this plugin has trained with: it needs a GPU, files, or several machines.
 
     Args:
         key: of the value.
-        is_set: of the value.
-        unsaved: the state that ``engine.save`` cannot express by the reference model's names; ``""``: it can.
+        is_set: whether a value enables it.
+        unsaved: state that ``engine.save`` cannot express by the reference model's names; ``""``: none.
     """
 
     key: str
@@ -438,14 +438,14 @@ UNVERIFIED = (
 
 
 def unverified(config: Options) -> Iterator[Unverified]:
-    """The settings of a configuration that no test has trained with."""
+    """Yield the enabled settings of a configuration that no test has trained with."""
     return (one for one in UNVERIFIED if config.get(one.key) is not None and one.is_set(config.get(one.key)))
 
 
 # -- the lines of the plan -----------------------------------------------------------------------------------------
 
 _ZERO = {
-    0: "without ZeRO: every replica holds parameters, gradients and optimizer state whole",
+    0: "without ZeRO: every replica holds all parameters, gradients and optimizer state",
     1: "ZeRO-1: replicas partition the optimizer state",
     2: "ZeRO-2: replicas partition optimizer state and gradients",
     3: "ZeRO-3: replicas partition optimizer state, gradients and parameters",
@@ -453,11 +453,11 @@ _ZERO = {
 
 
 def steps_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
-    """List the lines of the plan: features, the topology, the filled-in configuration.
+    """Yield the lines of the plan: features, the topology, the completed configuration.
 
     Args:
         schedule: to build.
-        options: as :func:`filled` made them.
+        options: the result of :func:`filled`.
     """
     config, facts = Options(options["config"], "config", options["origins"]), ScheduleFacts.of(schedule, options)
     origins, mesh = options["origins"], schedule.mesh
@@ -465,16 +465,16 @@ def steps_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
     over = f" over mesh_dim 'dp' ({facts.dp} ranks)" if facts.dp > 1 else ", one replica"
     yield f"{_ZERO[config.get(STAGE)]}{over}"
     if facts.tp > 1:
-        yield f"collectives over mesh_dim 'tp' ({facts.tp} ranks), as the steps say; DeepSpeed is told the groups"
+        yield f"collectives over mesh_dim 'tp' ({facts.tp} ranks) by the steps; DeepSpeed gets the process groups"
     yield from _of_training(config, facts)
     if facts.pp > 1:
-        yield from boundaries(schedule, lambda: slapo_core.stages(schedule, whole_output=facts.has_loss))
+        yield from boundaries(schedule, lambda: slapo_core.stages(schedule, full_output=facts.has_loss))
     if mesh is not None and mesh.world_size > 1:
         yield f"ranks: {topology(mesh)}"
     for one in unverified(config):
         shown = json.dumps(config.get(one.key), default=str)
         yield f"not verified: '{one.key}' {shown} is passed on; no test has compared it with the reference model"
-    yield "the configuration that DeepSpeed is given:"
+    yield "DeepSpeed's configuration:"
     for key, value in config.leaves():
         why = f"  (filled in: {origins[key]})" if key in origins else ""
         yield f"  {key}: {json.dumps(value, default=str)}{why}"

@@ -1,4 +1,4 @@
-"""The dialect of target ``"deepspeed"``."""
+"""Refuse, plan and build schedules for target ``"deepspeed"``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ class DeepSpeedDialect(Dialect):
 
     Options:
 
-    - ``config``: DeepSpeed's own, a dictionary or the path of a JSON file, completed by the schedule.
-    - ``batch_axes``: where a batch is cut into micro-batches: for an argument of the forward, the axis of its tensors
-      that counts the samples, None for one that every micro-batch has as a whole. Default: the first axis of every
-      tensor.
+    - ``config``: DeepSpeed's configuration, a dictionary or the path of a JSON file, completed by the schedule.
+    - ``batch_axes``: how a batch is cut into micro-batches: argument of the forward -> batch axis of its tensors; None
+      for an argument that every micro-batch gets in full. Default: the first axis of every tensor.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -36,32 +35,32 @@ class DeepSpeedDialect(Dialect):
         return complex_parameters(schedule, "DeepSpeed")
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
-        """The options with what else was given to ``build``, for the plan to fill in."""
+        """Return the options together with the other arguments of ``build``."""
         return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         """Plan the configuration and steps; DeepSpeed itself validates the configuration.
 
         Raises:
-            BuildError: an option that there is none, a bad value, or one that contradicts the schedule; or DeepSpeed
-                is not installed.
+            BuildError: an unknown option, a bad value, or one that contradicts the schedule; or DeepSpeed is not
+                installed.
         """
         options = filled(schedule, config)
         return Plan("deepspeed", tuple(steps_of(schedule, options)), options, NOTES)
 
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         if context.stage_ranks:
-            from slapo_deepspeed.pipeline import PipelineEngine
+            from slapo_deepspeed.pipeline import DeepSpeedPipelineEngine
 
-            return PipelineEngine(plan, context)
+            return DeepSpeedPipelineEngine(plan, context)
         from slapo_deepspeed.engine import ZeroEngine
 
         return ZeroEngine(plan, context)
 
     def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
-        """Without stages, which tell each other what they send, and where everything stays on the device.
+        """Return a training step on fake tensors; None with stages, which exchange messages, or with offloading.
 
-        The dtypes are those of the configuration, whether or not this machine computes in them.
+        The dtypes are the configuration's, whether or not this machine supports them.
         """
         zero = plan.config["config"].get("zero_optimization") or {}
         offloads = [(zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")]

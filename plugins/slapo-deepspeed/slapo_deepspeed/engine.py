@@ -1,4 +1,4 @@
-"""The engine of target ``"deepspeed"``: what both share, and the one for a model that is not cut into stages."""
+"""Run target ``"deepspeed"``: steps and checkpoints of both engines, and the engine without a pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slapo_deepspeed.state import (
     used_extra_state,
     write_extra_state,
 )
-from slapo_deepspeed.zero3 import Partitioning, gather_whole, partitioned_linear, with_shapes
+from slapo_deepspeed.zero3 import Partitioning, gather_below_changed, partitioned_linear, with_shapes
 from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.correspondence.flat_storage import FlatStorage
 from slapo_runtime.correspondence.state import ModelState
@@ -46,24 +46,24 @@ if TYPE_CHECKING:
 
 
 def has_optimizer(plan: Plan, context: BuildContext) -> bool:
-    """Whether anything trains: the user's factory, or DeepSpeed's optimizer by its configuration."""
+    """Return whether there is an optimizer: the user's factory, or one of the configuration."""
     return context.optimizer is not None or bool(plan.config["config"].get("optimizer"))
 
 
 def initialize(plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any = None) -> tuple[Any, list[Group]]:
-    """Make DeepSpeed's engine; every tensor of the model is in its place by now.
+    """Make DeepSpeed's engine of a materialized model.
 
     Args:
-        plan: ``plan.config["config"]`` is DeepSpeed's configuration, filled in; DeepSpeed changes a copy of it.
+        plan: ``plan.config["config"]`` is DeepSpeed's completed configuration; DeepSpeed changes a copy of it.
         context: of the build; its optimizer is made here.
         model: the scheduled model, or DeepSpeed's ``PipelineModule`` of its stages.
         mpu: the groups of the mesh; None with a ``PipelineModule``, which has its own.
 
     Returns:
-        the engine, and the groups of the optimizer as they were before DeepSpeed saw it.
+        the engine, and the optimizer's groups before DeepSpeed changed them.
 
     Raises:
-        BuildError: a rank of a pipeline has nothing to train in one of the groups.
+        BuildError: one of the groups has no trained parameters on a pipeline rank.
     """
     import deepspeed
 
@@ -89,7 +89,7 @@ def initialize(plan: Plan, context: BuildContext, model: nn.Module, *, mpu: Any 
 
 
 def _fill_rates(config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-    """Let a scheduler warm up to the learning rates of the factory's optimizer, where the configuration is "auto"."""
+    """Replace an "auto" warm-up target by the learning rates of the factory's optimizer."""
     params = (config.get("scheduler") or {}).get("params") or {}
     if optimizer is not None and params.get("warmup_max_lr") == AUTO:
         params["warmup_max_lr"] = [float(group["lr"]) for group in optimizer.param_groups if group["params"]]
@@ -97,13 +97,13 @@ def _fill_rates(config: dict[str, Any], optimizer: torch.optim.Optimizer | None)
 
 @contextlib.contextmanager
 def _numbers_left_out(model: nn.Module) -> Iterator[None]:
-    """DeepSpeed sends every parameter of the first replica to the others as bytes, and fails where one has no axes.
+    """Leave scalar parameters out of DeepSpeed's broadcast over the replicas, which fails on them.
 
-    Replicas have the same values before.
+    Replicas have equal values before.
     """
     numbers: list[Any] = [one for one in model.parameters() if not one.dim() and not hasattr(one, "ds_optim_param")]
     for number in numbers:
-        number.ds_optim_param = True  # which it does not send
+        number.ds_optim_param = True  # DeepSpeed does not send such parameters
     try:
         yield
     finally:
@@ -135,11 +135,11 @@ def prepared(sch: Schedule) -> tuple[nn.Module, MeshUnit, list[nn.Parameter]]:
     return sch.model, MeshUnit(mesh), [one for one in sch.model.parameters() if one.requires_grad]
 
 
-# -- what both engines share
+# -- both engines
 
 
-class BetweenDeepSpeedSteps(StepInvariants):
-    """The parameters, and DeepSpeed's counters.
+class DeepSpeedExternalChanges(StepInvariants):
+    """Refuse changes of parameters between steps, and of DeepSpeed's counters.
 
     Args:
         context: of the build.
@@ -153,17 +153,17 @@ class BetweenDeepSpeedSteps(StepInvariants):
         super().__init__(context, tensors, "DeepSpeed", partitioned=tensors.storage.are_parts)
 
     def check(self) -> list[LiveTensor]:
-        """Before a step.
+        """Check before a step.
 
         Raises:
-            BuildError: a parameter was frozen, or unfrozen, or written into; or DeepSpeed's accumulation was changed;
-                or a part of a step ran outside of train_step.
+            BuildError: a parameter was frozen, unfrozen or modified in place; DeepSpeed's accumulation was changed; or
+                micro-batches ran outside of train_step.
         """
         written = super().check()
         count = self._engine.gradient_accumulation_steps()
         if count != self._count:
             raise BuildError(
-                f"DeepSpeed accumulates {count} micro-batches now, and this engine gives it {self._count} a step",
+                f"DeepSpeed accumulates {count} micro-batches now, but this engine runs {self._count} in a step",
                 hint=f"leave engine.deepspeed.set_train_batch_size(); or build(accumulate={count})",
             )
         done = self._engine.micro_steps % self._count
@@ -171,27 +171,26 @@ class BetweenDeepSpeedSteps(StepInvariants):
             raise BuildError(
                 f"train_step called in the middle of an accumulation window of engine.deepspeed ({done} of "
                 f"{self._count} micro-batches already ran)",
-                hint="run the others by engine.deepspeed.backward(loss) and engine.deepspeed.step() first",
+                hint="first run the remaining ones by engine.deepspeed.backward(loss) and engine.deepspeed.step()",
             )
         return written
 
     def steps_frozen(self, live: LiveTensor) -> bool:
-        """Also where ZeRO-3 steps the parts of a parameter that it holds."""
+        """Return whether the optimizer steps a frozen parameter; ZeRO-3 steps partitions."""
         return super().steps_frozen(live) or hasattr(live.tensor, "ds_tensor")
 
 
 class DeepSpeedEngine(StatefulEngine):
-    """State dicts and checkpoints by the context's state, read out of where DeepSpeed keeps it.
+    """State dicts and checkpoints of both engines, read from DeepSpeed's storage.
 
     Args:
         plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
         context: from ``build``.
-        engine: DeepSpeed's, made by ``deepspeed.initialize``, in its last form.
-        groups: of the optimizer before DeepSpeed saw it.
+        engine: DeepSpeed's, made by ``deepspeed.initialize``.
+        groups: of the optimizer before DeepSpeed changed them.
 
     Attributes:
-        deepspeed: that one, for everything else that users do with it: gradients by ``deepspeed.utils``, its own
-            checkpoints, its scheduler.
+        deepspeed: DeepSpeed's engine, e.g. for gradients by ``deepspeed.utils``, its checkpoints, its scheduler.
     """
 
     def __init__(self, plan: Plan, context: BuildContext, engine: Any, groups: Sequence[Group]) -> None:
@@ -212,7 +211,7 @@ class DeepSpeedEngine(StatefulEngine):
             self._storage = DeepSpeedOptimizer(engine, storage, groups, names)
         tensors = DeepSpeedTensors(storage, "" if has_weights else self._unsaved)
         context.state.keep_in(tensors)
-        self._between = BetweenDeepSpeedSteps(context, engine, tensors)
+        self._external_changes = DeepSpeedExternalChanges(context, engine, tensors)
         self._unused = unused_parameters(context, engine)
         self._is_closed = False
 
@@ -222,12 +221,12 @@ class DeepSpeedEngine(StatefulEngine):
 
     @property
     def optimizer(self) -> Any:  # type: ignore[override]
-        """DeepSpeed's optimizer; None where the engine only evaluates, or is closed."""
+        """DeepSpeed's optimizer; None if the engine only evaluates, or is closed."""
         trains = self.deepspeed.basic_optimizer is not None and not self._is_closed
         return self.deepspeed.optimizer if trains else None
 
     def close(self) -> None:
-        """End what DeepSpeed hangs on the model; the model and its state stay."""
+        """Remove DeepSpeed's hooks from the model; the model and its state stay."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -238,22 +237,22 @@ class DeepSpeedEngine(StatefulEngine):
     # -- for the engines ----------------------------------------------------------------------------------------
 
     def _require_training(self) -> None:
-        """Refuse a training step before anything ran."""
+        """Refuse a training step of a closed or evaluating engine."""
         self._require_open()
         if self.deepspeed.basic_optimizer is None:
             raise self._without_optimizer()
         self._refuse_without_gradients()
 
     def _trained(self, loss: torch.Tensor, output: Any = None) -> StepResult:
-        """The result of a training step that went through."""
-        self._between.note()
+        """Finish a training step and return its result."""
+        self._external_changes.note()
         self._unused.step_is_over()
         self._context.training_is_over()
         norm = norm_of_last_step(self.deepspeed) if self.deepspeed.gradient_clipping() else None
         return StepResult(loss, output, norm)
 
     def _release(self) -> None:
-        """Release the engine's own state, apart from DeepSpeed's; called once, after that ended."""
+        """Release the engine's own state, once, after DeepSpeed's."""
         self._unused.stop()
 
     def _require_open(self) -> None:
@@ -306,14 +305,14 @@ class ZeroEngine(DeepSpeedEngine):
             mark(context)
             engine, groups = initialize(plan, context, context.schedule.model, mpu=self._unit)
         keep_norm(engine)
-        gather_whole(context, engine)
+        gather_below_changed(context, engine)
         super().__init__(plan, context, engine, groups)
 
     # -- steps; documented in slapo_core/engine.py ---------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
         self._require_training()
-        self._between.check()
+        self._external_changes.check()
         micro_batches = self._micro_batches(batch)
         losses, output = [], None
         with self._ending(), partitioned_linear(self._config):
@@ -338,9 +337,9 @@ class ZeroEngine(DeepSpeedEngine):
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Close the engine if a step fails once gradients are accumulated: they would go into the next step.
+        """Close the engine if a step fails with gradients accumulated, which the next step would add.
 
-        Before that, DeepSpeed has only run the model: ZeRO-3 partitions its gathered parameters again.
+        Without gradients, DeepSpeed has only run the model: ZeRO-3 partitions its gathered parameters again.
         """
         self._has_gradients = False
         try:
@@ -354,7 +353,7 @@ class ZeroEngine(DeepSpeedEngine):
             raise
 
     def _micro_batches(self, batch: Any) -> list[Any]:
-        """The micro-batches of a step, as many as DeepSpeed accumulates."""
+        """Return the micro-batches of a step, as many as DeepSpeed accumulates."""
         count = self._config.get("gradient_accumulation_steps", 1)
         axes = self.plan.config.get("batch_axes") or None
         return self._context.micro_batches(batch, None if count == self._context.accumulate else count, axes=axes)
@@ -366,20 +365,20 @@ class ZeroEngine(DeepSpeedEngine):
 
 # -- stale gradients
 #
-# DeepSpeed 0.19 writes a gradient over the last one where a step's first micro-batch gives one, and adds it otherwise.
-# With ZeRO-3, and with an offloaded optimizer, a parameter that only later micro-batches use gets the last step's
-# gradient added, and one that none uses is stepped with the last step's gradient once more.
+# DeepSpeed 0.19 overwrites the previous step's gradient if the first micro-batch gives one, and adds to it otherwise.
+# With ZeRO-3, and with an offloaded optimizer, a parameter that only later micro-batches use gets the previous step's
+# gradient added, and an unused one is stepped with the previous step's gradient once more.
 
 
 def forget_gradients(engine: Any) -> None:
-    """Let a step start from gradients of zero; to be called before its first micro-batch, on every rank.
+    """Zero the gradients before the first micro-batch of a step, on every rank.
 
     Args:
         engine: DeepSpeed's, of any stage.
     """
     optimizer = engine.optimizer
     kept = getattr(optimizer, "grad_partitions_flat_buffer", None)  # of ZeRO-3
-    main_weights: list[torch.Tensor] = []  # whose gradients are copied there as they come
+    main_weights: list[torch.Tensor] = []  # to whose gradients offloading copies
     if getattr(optimizer, "offload_optimizer", False):
         main_weights += optimizer.fp32_partitioned_groups_flat
     if getattr(optimizer, "cpu_offload", False):
@@ -397,20 +396,20 @@ def forget_gradients(engine: Any) -> None:
 
 
 _USED = {"offload_optimizer": "_offload_boundary_param_ids", "cpu_offload": "_offload_accumulated_param_ids"}
-"""Names by which DeepSpeed's optimizers mark offloading -> those of the gradients of a step."""
+"""Flag of an offloading optimizer -> its set of parameters with gradients in a step."""
 
 
 @contextlib.contextmanager
 def last_micro_batch(engine: Any) -> Iterator[None]:
     """Wrap the backward pass of a step's last micro-batch.
 
-    An offloaded optimizer takes the gradients that this pass gives, summed; what only earlier ones gave it would leave.
+    An offloaded optimizer takes only gradients of parameters that this pass reaches; earlier ones would be lost.
 
     Args:
         engine: DeepSpeed's, of any stage.
     """
     optimizer = engine.optimizer
-    name = next((used for said, used in _USED.items() if getattr(optimizer, said, False)), None)
+    name = next((used for flag, used in _USED.items() if getattr(optimizer, flag, False)), None)
     if name is None:
         yield
         return
@@ -427,7 +426,7 @@ def last_micro_batch(engine: Any) -> Iterator[None]:
 def unused_parameters(context: BuildContext, engine: Any) -> UnusedParameters:
     """Make the guard against unused parameters.
 
-    Not in full precision without ZeRO, on one replica: there the optimizer is torch's, on the model's gradients.
+    Full precision without ZeRO on one replica needs none: torch's optimizer steps by the model's gradients.
 
     Args:
         context: of the build.

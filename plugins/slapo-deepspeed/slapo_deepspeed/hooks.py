@@ -1,4 +1,4 @@
-"""Implement slapo's hooks: the lines of ``slapo doctor``."""
+"""Answer the hook `slapo_doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from slapo_core.hookspecs import Fact, Problem
 
 @hookimpl
 def slapo_doctor() -> Iterator[Fact | Problem]:
+    """Report DeepSpeed's version, accelerator and interrupted builds of its operators."""
     from slapo_deepspeed.runtime import examine
 
     return examine()

@@ -46,27 +46,27 @@ def marks_taken_back(context: BuildContext) -> Iterator[None]:
 
 
 def mark(context: BuildContext) -> None:
-    """Mark the parameters of a build, when every tensor is in its place (see :func:`mark_tensors`)."""
+    """Mark the parameters of a build once every tensor is materialized; see :func:`mark_tensors`."""
     mark_tensors(context.state.tensors(), context.schedule.mesh)
 
 
 def mark_tensors(tensors: Iterable[LiveTensor], mesh: Mesh | None) -> None:
-    """Mark the parameters that are split over ``tp``, by their layouts; all others lose such marks.
+    """Mark the parameters that are sharded over ``tp``, and clear the marks of all others.
 
     Of a shard that several ranks hold, the first one is marked, so that the norm counts it once.
 
-    In mixed precision without ZeRO, DeepSpeed looks for the marks on the gradients instead, so they get them too.
+    In mixed precision without ZeRO, DeepSpeed reads the marks of the gradients instead, so gradients are marked too.
 
     Raises:
-        BuildError: ranks hold only parts of a parameter together.
+        BuildError: ranks share only parts of their shards of a parameter.
     """
     for live in tensors:
         if not live.is_parameter:
             continue
         if live.layout.parts(mesh):
             raise BuildError(
-                f"ranks hold only parts of '{live.name}' together ({live.layout}), and DeepSpeed's norm of all "
-                "gradients counts a parameter as a whole",
+                f"ranks share only parts of their shards of '{live.name}' ({live.layout}), and DeepSpeed's norm of all "
+                "gradients counts a shard in full or not at all",
                 hint="a tp size up to the number of KV heads, the torch target, or separate projections",
             )
         is_shard = mesh is not None and mesh.size("tp") > 1 and "tp" in {dim for dim, _ in live.layout.shards()}
@@ -85,11 +85,11 @@ def _mark_gradient(parameter: torch.Tensor) -> None:
 
 
 def count_once(context: BuildContext, copies: Collection[torch.Tensor]) -> None:
-    """Mark what this rank counts, after ``marks.mark``, and after ``PipelineModule`` has marked everything as counted.
+    """Mark the parameters that this rank counts, after ``marks.mark`` and after ``PipelineModule`` marked all.
 
     Args:
-        context: of the build; every tensor is in its place.
-        copies: parameters of this rank that an earlier one along ``pp`` holds too.
+        context: of the build; every tensor is materialized.
+        copies: this rank's parameters that an earlier rank along ``pp`` has too.
     """
     mesh = context.schedule.mesh
     assert mesh is not None
@@ -106,7 +106,7 @@ def count_once(context: BuildContext, copies: Collection[torch.Tensor]) -> None:
 
 
 def keep_norm(engine: Any) -> None:
-    """Let DeepSpeed's engine remember the norm that it clips by in fp32 without ZeRO, and otherwise forgets.
+    """Keep the gradient norm that DeepSpeed's engine computes for clipping in fp32 without ZeRO.
 
     Args:
         engine: DeepSpeed's.
@@ -124,7 +124,7 @@ def keep_norm(engine: Any) -> None:
 
 
 def norm_of_last_step(engine: Any) -> torch.Tensor | None:
-    """A scalar tensor; None where DeepSpeed computed none."""
+    """Return the gradient norm as a scalar tensor; None where DeepSpeed computed none."""
     norm = engine.get_global_grad_norm()
     if norm is None:
         return None

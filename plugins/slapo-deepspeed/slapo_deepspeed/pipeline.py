@@ -1,4 +1,4 @@
-"""The engine of target ``"deepspeed"`` for a model that is cut into stages.
+"""Run stages in DeepSpeed's pipeline: the engine, the module of its stages, and ties.
 
 Imports DeepSpeed: import it in functions.
 """
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from slapo_runtime.stages import StagedModel
 
 
-class PipelineEngine(PipelineSteps, DeepSpeedEngine):
-    """The implementation of :class:`slapo_core.dialect.Engine` by DeepSpeed's PipelineEngine.
+class DeepSpeedPipelineEngine(PipelineSteps, DeepSpeedEngine):
+    """Train stages by DeepSpeed's ``PipelineEngine``.
 
-    Every rank is given the whole batch of its replica, and has the replica's loss. All replicas evaluate together,
-    because DeepSpeed has all ranks wait for each other there. After a step that failed the engine is closed.
+    Every rank gets the full batch of its replica, and has the replica's loss. All replicas evaluate together, because
+    DeepSpeed synchronizes all ranks there. A failed step closes the engine.
 
     Args:
         plan: of the build; ``plan.config["config"]`` is DeepSpeed's completed configuration.
@@ -69,11 +69,11 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
         keep_norm(engine)
         super().__init__(plan, context, engine, groups)
 
-        def stages_of(staged: StagedModel, training: bool) -> BufferedForm:
+        def stages_of(staged: StagedModel, training: bool) -> BufferedRankStages:
             ranks, rank = context.stage_ranks, mesh.rank("pp")
-            return BufferedForm(staged, ranks, rank, torch.device(engine.device), training=training)
+            return BufferedRankStages(staged, ranks, rank, torch.device(engine.device), training=training)
 
-        self._forms = StageCache(context, self._count, self._axes, "gradient_accumulation_steps", stages_of)
+        self._stage_cache = StageCache(context, self._count, self._axes, "gradient_accumulation_steps", stages_of)
 
     @property
     def module(self) -> nn.Module:
@@ -85,7 +85,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
     def train_step(self, batch: Any) -> StepResult:
         self._require_training()
         with self._context.training(batch):
-            self._between.check()
+            self._external_changes.check()
             forget_gradients(self.deepspeed)
             work = self._work(batch, training=True)
             with self._closing(lambda: self._at):
@@ -103,19 +103,19 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
                 return StepResult(self._loss(work))
 
     def _work(self, batch: Any, *, training: bool) -> Work:
-        cut, form = self._forms.of(batch, training=training)
-        work = Work(form, form.chunk, cut, self._stand)
+        micro_batches, stages = self._stage_cache.of(batch, training=training)
+        work = Work(stages, stages.chunk, micro_batches, self._stand)
         self._stages.begin(work)
-        prepare(self.deepspeed, form.received, form.gradients)
+        prepare(self.deepspeed, stages.received, stages.gradients)
         return work
 
     def _numbers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the micro-batch numbers that DeepSpeed takes as data."""
+        """Return the micro-batch numbers that DeepSpeed takes as data."""
         numbers = [torch.tensor(number, device="cpu") for number in range(self._count)]
         return iter(list(zip(numbers, numbers, strict=True)))
 
     def _tied(self) -> Sequence[tuple[nn.Parameter, Any]]:
-        """All passes of a step are over here; DeepSpeed's exchanges follow."""
+        """Return the ties to sum, after all passes of a step and before DeepSpeed's exchanges."""
         self._at = "DeepSpeed's exchange of gradients, or its optimizer's step"
         ties = self._ties.ready(self.deepspeed)
         for parameter, _ in ties:
@@ -123,7 +123,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
         return ties
 
     def _loss(self, work: Work) -> torch.Tensor:
-        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+        """Return the mean over the micro-batches, on every rank of the replica; advance torch's RNG on all."""
         own = losses_of(self.deepspeed) if work.chunk.is_last else []
         return self._exchange_loss(work.form, own, drew=work.drew, device=self.deepspeed.device)
 
@@ -131,7 +131,7 @@ class PipelineEngine(PipelineSteps, DeepSpeedEngine):
 
     def _release(self) -> None:
         super()._release()
-        self._forms.close()
+        self._stage_cache.close()
         forget(self._stages)
 
     def _require_open(self) -> None:
@@ -148,7 +148,7 @@ def share_types(context: BuildContext, device: torch.device) -> None:
 
     Args:
         context: of the build.
-        device: that ranks send from.
+        device: of the exchanged tensors.
     """
     mesh = context.schedule.mesh
     assert mesh is not None
@@ -163,8 +163,8 @@ def share_types(context: BuildContext, device: torch.device) -> None:
             live.tensor.data = live.tensor.data.to(_TYPES[number - 1])
 
 
-class BufferedForm(RankStages):
-    """A form with the tensors that DeepSpeed receives its messages in; the stages of a rank are neighbors."""
+class BufferedRankStages(RankStages):
+    """The stages of a rank, all neighbors, with the tensors into which DeepSpeed receives messages."""
 
     @property
     def chunk(self) -> ModelChunk:
@@ -187,19 +187,19 @@ AXES = {"pp": "pipe", "dp": "data", "tp": "model"}
 
 
 def topology_of(mesh: Mesh) -> ProcessTopology:
-    """DeepSpeed's axes in the order of the mesh, so that its groups are of the same ranks as ours."""
+    """Return DeepSpeed's axes in the order of the mesh, so that its groups have the same ranks."""
     sizes = {AXES[mesh_dim]: size for mesh_dim, size in mesh.sizes.items() if mesh_dim in AXES}
-    for axis in AXES.values():  # DeepSpeed looks for all of them, and names its files by them
+    for axis in AXES.values():  # DeepSpeed requires all of them, and names its files by them
         sizes.setdefault(axis, 1)
     return ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
 
 
 class _Layer(nn.Module):
-    """All stages of this rank.
+    """All stages of this rank, as one layer.
 
     Args:
-        part: this rank's part of the model, with its modules and tensors at the reference paths.
-        unused: parameters that live on this rank and that no stage uses, by name.
+        part: this rank's modules and tensors of the model, at the reference paths.
+        unused: name -> parameter of this rank that no stage uses.
     """
 
     def __init__(self, part: nn.Module, unused: Mapping[str, nn.Parameter]) -> None:
@@ -215,17 +215,17 @@ class _Layer(nn.Module):
 
 
 class StagesModule(PipelineModule):
-    """The stages of a schedule, one layer for each rank along ``pipe``.
+    """The stages of a schedule as DeepSpeed's module, one layer for each rank along ``pipe``.
 
-    Every rank has the whole batch of its replica, so that what stages read of it is not sent: the data iterator of a
-    step gives the numbers of the micro-batches only. Modes are those that the engine around it sets.
+    Every rank has the full batch of its replica, so no inputs are sent: the data iterator of a step gives only the
+    numbers of the micro-batches. The surrounding engine sets the modules' modes.
 
     Args:
-        part: this rank's part of the model.
-        unused: parameters that live on this rank and that no stage uses, by name.
+        part: this rank's modules and tensors of the model.
+        unused: name -> parameter of this rank that no stage uses.
         mesh: the schedule's.
-        tied: gives the parameters that several ranks along ``pipe`` hold, and the groups over which their gradients are
-            summed; called once a step, on every rank, when all passes are over.
+        tied: returns the parameters that several ranks along ``pipe`` hold, each with the group over which its gradient
+            is summed; called once a step, on every rank, after all passes.
     """
 
     def __init__(
@@ -242,25 +242,25 @@ class StagesModule(PipelineModule):
         self.__dict__["_own"], self.__dict__["_tied"] = own, tied
 
     def begin(self, work: Work) -> None:
-        """A step: what comes is for this."""
+        """Begin a step."""
         self.__dict__["_work"] = self.__dict__["_own"].work = work
         self.__dict__["_count"] = 0
 
     def forward(self, forward_input: Any) -> Any:
         work: Work = self.__dict__["_work"]
         received = forward_input if work.chunk.coming is not None else ()
-        number = self.__dict__["_count"]  # they come in order on every rank
+        number = self.__dict__["_count"]  # micro-batches run in order on every rank
         self.__dict__["_count"] += 1
-        # The number tells DeepSpeed's activation checkpointing which layer to recompute.
+        # DeepSpeed's activation checkpointing recomputes the layer of this number.
         outputs = super().forward((*received, torch.tensor(number, device="cpu")))
-        return outputs if isinstance(outputs, tuple) else (outputs,)  # which it makes of a tuple of one
+        return outputs if isinstance(outputs, tuple) else (outputs,)  # DeepSpeed unpacks a tuple of one
 
     def _loss(self, outputs: Any, label: torch.Tensor) -> torch.Tensor:
         work: Work = self.__dict__["_work"]
         return work.loss(outputs, self.__dict__["_count"] - 1)
 
     def train(self, mode: bool = True) -> StagesModule:
-        """Set only the own flag: the surrounding engine sets the modules' modes."""
+        """Set only this module's own flag: the surrounding engine sets the modules' modes."""
         self.training = mode
         return self
 
@@ -272,14 +272,14 @@ class StagesModule(PipelineModule):
 
 
 class Ties:
-    """The ties of this rank, with groups over the ranks of each: a collective over the mesh.
+    """The tied parameters of this rank, each with a process group: a collective over the mesh.
 
     Args:
-        context: of the build; every tensor is in its place.
+        context: of the build; every tensor is materialized.
         topology: DeepSpeed's.
 
     Attributes:
-        copies: those of its parameters that an earlier rank holds too.
+        copies: this rank's tied parameters that an earlier rank holds too.
     """
 
     def __init__(self, context: BuildContext, topology: Any) -> None:
@@ -309,18 +309,18 @@ class Ties:
                     self.copies.append(live.tensor)
 
     def ready(self, engine: Any) -> list[tuple[nn.Parameter, Any]]:
-        """The ties with their groups, each with a gradient: a rank that has none adds zeros.
+        """Return the ties with their groups, each with a gradient: zeros where there was none.
 
         Args:
-            engine: DeepSpeed's, which sums them then; but not where its optimizer keeps gradients in another type
-                under a name of its own: those are summed here.
+            engine: DeepSpeed's, which then sums the gradients; accumulated gradients of another dtype, which its
+                optimizer keeps under a name of its own, are summed here.
         """
         found = []
         for parameter, group in self._ties:
             if not parameter.requires_grad:
                 continue
             if engine.using_bf16_optimizer:
-                _count_as_there(engine.optimizer, parameter)
+                _mark_gradient_present(engine.optimizer, parameter)
             elif getattr(engine.optimizer, "use_grad_accum_attribute", False):
                 _sum_accumulated(engine.optimizer, parameter, group)
                 continue
@@ -330,8 +330,8 @@ class Ties:
         return found
 
 
-def _count_as_there(optimizer: Any, parameter: nn.Parameter) -> None:
-    """Its gradient is zeros where there was none, which DeepSpeed would not clip after the sum."""
+def _mark_gradient_present(optimizer: Any, parameter: nn.Parameter) -> None:
+    """Let DeepSpeed clip a tied gradient after the sum, also one that was zeros on this rank."""
     for number, group in enumerate(optimizer.bf16_groups):
         for place, one in enumerate(group):
             if one is parameter:

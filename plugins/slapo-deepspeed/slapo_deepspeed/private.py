@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.torch_version import TorchVersion
@@ -15,14 +14,14 @@ from torch.utils._device import DeviceContext
 
 
 def prepare(engine: Any, received: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Give DeepSpeed the tensor shapes and dtypes of this step, so that ranks exchange none.
+    """Give DeepSpeed the receive buffers of this step, so that ranks exchange no shapes.
 
-    It would keep its buffers by place and size, and take one of another type for the same.
+    DeepSpeed caches buffers by index and size, and would reuse one of another dtype.
 
     Args:
         engine: DeepSpeed's.
-        received: of the sizes and types of what comes from the rank before.
-        gradients: likewise, what comes back from the next one.
+        received: buffers for messages of the previous rank.
+        gradients: buffers for gradients of the next rank.
     """
     engine.first_output_send = False
     engine.pipe_recv_buf = tuple(received)
@@ -30,14 +29,14 @@ def prepare(engine: Any, received: Sequence[torch.Tensor], gradients: Sequence[t
 
 
 def losses_of(engine: Any) -> list[torch.Tensor]:
-    """The losses of the micro-batches of the last step; on the last rank along ``pipe``."""
+    """Return the micro-batches' losses of the last step, on the last rank along ``pipe``."""
     return list(engine.fwd_outputs)
 
 
 def forget(module: Any) -> None:
-    """Let DeepSpeed forget a ``PipelineModule``'s groups, if they are the last ones that it was given.
+    """Unregister a ``PipelineModule``'s groups from DeepSpeed, if they were the last ones.
 
-    It asks those wherever a later engine has none of its own.
+    DeepSpeed would use them wherever a later engine has none.
     """
     from deepspeed.utils import groups
 
@@ -45,18 +44,13 @@ def forget(module: Any) -> None:
         groups.mpu = None
 
 
-def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the live tables of a module's forward-pre and forward hooks."""
-    return module._forward_pre_hooks, module._forward_hooks
-
-
 def gradient_hooks_of(tensor: Any) -> dict[int, Any]:
-    """Return the live table of hooks called after a gradient was accumulated; an empty one if there is none."""
+    """Return the live table of a tensor's post-accumulate-grad hooks, or an empty one."""
     return tensor._post_accumulate_grad_hooks or {}
 
 
 def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
-    """Let a ZeRO wrapper find a state that its optimizer was given from outside."""
+    """Link optimizer state that was loaded from outside to a ZeRO wrapper."""
     if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
         wrapper._hp_optimizer_states_linked = False
         if optimizer is not None and optimizer.state:
@@ -65,7 +59,7 @@ def link_optimizer_state(wrapper: Any, optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def all_dtypes_supported() -> Iterator[None]:
-    """Let DeepSpeed's accelerator support fp16 and bf16 in the block: nothing is computed there."""
+    """Let DeepSpeed's accelerator claim fp16 and bf16 in the block, where nothing is computed."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator: Any = get_accelerator()
@@ -89,18 +83,18 @@ def partition_rank(wrapper: Any, parameter: Any) -> int:
 
 
 def functions_are_watched() -> bool:
-    """Whether calls of torch's functions are recorded or replaced now; a default device is not that."""
+    """Return whether a function mode is active, a default device excepted."""
     return any(not isinstance(mode, DeviceContext) for mode in function_modes())
 
 
 _IS_COMPILED_RIGHT = TorchVersion(torch.__version__) >= "2.13"
-"""Older dynamo (2.11 at least) loses the weights' gradients in DeepSpeed's function; torch's own keeps them there, and
-the gathered weights from forward to backward."""
+"""Older dynamo (2.11 at least) loses the weights' gradients in DeepSpeed's function. Torch's own does not; it keeps
+gathered weights from forward to backward."""
 
 
 @contextlib.contextmanager
 def linear_restored() -> Iterator[None]:
-    """Restore ``torch.nn.functional.linear`` after the block, which may set another one."""
+    """Restore ``torch.nn.functional.linear`` after the block, which may replace it."""
     before = functional.linear
     try:
         yield
@@ -110,11 +104,11 @@ def linear_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def linear_through(function: Callable[..., torch.Tensor], *, where: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Let ``function`` compute linear layers whose weight is marked, in all threads: backward passes have their own.
+    """Let ``function`` compute linear layers of some weights, in all threads: backward runs in others.
 
     Args:
         function: takes input, weight and bias.
-        where: whether a weight is marked.
+        where: returns whether it computes the layer of a weight.
     """
     before = functional.linear
 

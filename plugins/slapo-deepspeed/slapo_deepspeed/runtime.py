@@ -1,4 +1,4 @@
-"""DeepSpeed as it is installed: importing it, its process groups, and ``slapo doctor``."""
+"""The installed DeepSpeed: its import, process groups, and ``slapo doctor``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ RUNTIME = Runtime("deepspeed", "slapo-deepspeed", "deepspeed", tested="0.19")
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import DeepSpeed for the devices that the model is on.
+    """Import DeepSpeed for the model's device.
 
-    DeepSpeed chooses its accelerator when it is imported: ``DS_ACCELERATOR``, or the one found. Without that variable
-    it follows the device of the model, until it communicates.
+    DeepSpeed chooses its accelerator at import: ``DS_ACCELERATOR``, or the one found. Without that variable it follows
+    the model's device until it communicates.
 
     Args:
         device_type: e.g. ``"cpu"``.
@@ -57,16 +57,16 @@ def import_deepspeed(device_type: str) -> Any:
     if found != device_type:
         where = f"DS_ACCELERATOR={chosen}" if chosen is not None else "the one found when it was imported"
         raise BuildError(
-            f"the model is on '{device_type}', and DeepSpeed runs on '{found}': {where}",
+            f"the model is on '{device_type}', but DeepSpeed runs on '{found}': {where}",
             hint=f"set DS_ACCELERATOR={device_type} before deepspeed is imported, or build(device='{found}')",
         )
     return deepspeed
 
 
 def _follow(device_type: str) -> None:
-    """Set DeepSpeed's accelerator to the device of the model, unless it communicates already.
+    """Set DeepSpeed's accelerator to the model's device, unless DeepSpeed communicates already.
 
-    A plan must not decide for later builds.
+    So a plan does not decide for later builds.
     """
     import torch
     from deepspeed import comm
@@ -85,9 +85,9 @@ def _follow(device_type: str) -> None:
 
 
 def start(mesh: Mesh | None) -> None:
-    """Let DeepSpeed communicate through the process groups that are there; nothing is compiled for it.
+    """Let DeepSpeed communicate through the existing process groups, without compiling operators.
 
-    Where no process group is there, this process is alone: it gets a group of one, which stays until it ends.
+    Without a process group this process is alone: it gets a group of one, which stays until the process ends.
 
     Args:
         mesh: of the schedule; None for one process alone.
@@ -117,7 +117,7 @@ def start(mesh: Mesh | None) -> None:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Hide DeepSpeed's warnings in the block: it repeats work, and would repeat them."""
+    """Hide DeepSpeed's warnings in the block, which repeats work of DeepSpeed."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -128,7 +128,7 @@ def quietly() -> Iterator[None]:
 
 
 def local_rank(device_type: str) -> int:
-    """The number of the device that DeepSpeed takes: LOCAL_RANK; without a launcher, the device that torch uses."""
+    """Return DeepSpeed's device index: LOCAL_RANK; without a launcher, torch's current device."""
     import torch
 
     given = os.environ.get("LOCAL_RANK")
@@ -137,24 +137,24 @@ def local_rank(device_type: str) -> int:
     return int(given)
 
 
-_ALONE: list[Any] = []  # the group of this process alone, for all engines; torch keeps it for good
+_ALONE: list[Any] = []  # the group of this process alone, for all engines; torch never frees it
 
 
 class MeshUnit:
-    """``dp`` is DeepSpeed's data-parallel dimension, ``tp`` its model-parallel one.
+    """The process groups of a mesh, as DeepSpeed's ``mpu``: ``dp`` is data-parallel, ``tp`` model-parallel.
 
-    DeepSpeed keeps the last one that it was given for the whole process, and asks it wherever an engine has none. So
-    every engine gets one, also without tensor parallelism, and also without a mesh.
+    DeepSpeed keeps the last ``mpu`` for the entire process, and uses it wherever an engine has none. So every engine
+    gets one, also without tensor parallelism or a mesh.
 
     Args:
-        mesh: of the schedule; None for one process that trains on its own.
+        mesh: of the schedule; None for a single process.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
 
     def forget(self) -> None:
-        """Unregister it from DeepSpeed, if it was the last one: an engine that a user makes may have none."""
+        """Unregister it from DeepSpeed if it was the last one: an engine made by the user may have none."""
         from deepspeed.utils import groups
 
         if groups.mpu is self:
@@ -184,7 +184,7 @@ class MeshUnit:
     get_model_parallel_rank = get_tensor_model_parallel_rank = partialmethod(_rank, "tp")
 
     def get_tensor_model_parallel_src_rank(self) -> int:
-        """The global rank of the first one in the group."""
+        """Return the global rank of the group's first rank."""
         return self._ranks("tp")[0]
 
     get_pipeline_model_parallel_group = partialmethod(_group, "pp")  # of one rank: there is no pipeline here
@@ -193,7 +193,7 @@ class MeshUnit:
 
 
 def _alone() -> Any:
-    """A process group of this process: torch has no name for it, and None means all processes."""
+    """Return a process group of this process alone: for torch, None means all processes."""
     if dist.get_world_size() == 1:
         return dist.group.WORLD
     if not _ALONE or _ALONE[0][0] is not dist.group.WORLD:
@@ -205,7 +205,7 @@ def _alone() -> Any:
 
 
 def examine() -> Iterator[Fact | Problem]:
-    """Versions, the accelerator that DeepSpeed will choose, and builds of its operators that were killed."""
+    """Report versions, the accelerator that DeepSpeed will choose, and interrupted builds of its operators."""
     yield from RUNTIME.facts()
     device = _device()
     chosen = os.environ.get("DS_ACCELERATOR")
@@ -226,7 +226,7 @@ def _device() -> str:
 
 
 def _broken_builds() -> Iterator[Problem]:
-    """A build that was killed leaves a lock file, for which the next one waits without end."""
+    """Yield lock files of killed builds, for which the next build would wait forever."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     root = Path(given) if given else Path(os.path.expanduser("~/.cache/torch_extensions"))
     for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):

@@ -1,6 +1,6 @@
-"""Where DeepSpeed keeps parameters and optimizer state, and its further state, for state dicts and checkpoints.
+"""Locate parameters and optimizer state in DeepSpeed's storage, for state dicts and checkpoints.
 
-DeepSpeed documents functions that give one parameter whole (``deepspeed.utils.safe_get_full_fp32_param`` and others),
+DeepSpeed documents functions that return one full parameter (``deepspeed.utils.safe_get_full_fp32_param`` and others),
 but none before the first step, none for an optimizer without ZeRO, and none that works after ``engine.destroy()``.
 """
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from slapo_runtime.correspondence.storage import LiveTensor
 
 
-# -- where parameters lie --------------------------------------------------------------------------------------------
+# -- storage of parameters -------------------------------------------------------------------------------------------
 
 
 def held_by(engine: Any, parameters: Iterable[torch.Tensor]) -> dict[int, Held]:
-    """Locate the parameters of DeepSpeed's engine, once it is ready to train.
+    """Locate the parameters in the storage of DeepSpeed's engine, once it is ready to train.
 
     Args:
         engine: DeepSpeed's.
         parameters: of the model, on this rank.
 
     Returns:
-        by identity; those that the model holds itself are not there.
+        id of a parameter -> its storage; nothing for parameters that stay in the model.
     """
     inner, wrapper = engine.basic_optimizer, engine.optimizer
     mains = {} if inner is None or wrapper is inner else {id(one): place for one, place in _mains(wrapper)}
@@ -54,7 +54,7 @@ def held_by(engine: Any, parameters: Iterable[torch.Tensor]) -> dict[int, Held]:
 
 
 def _mains(wrapper: Any) -> Iterator[tuple[torch.Tensor, Place]]:
-    """Give every parameter with main weights, and where they lie: all access to the optimizers' internals."""
+    """Yield every parameter with main weights, and their location: all access to the optimizers' internals."""
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # ZeRO-3: equal parts of every parameter, the last one padded
         for parameter in _all(wrapper.fp16_groups):
             number, start, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
@@ -86,7 +86,7 @@ def _consecutive(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Ten
 
 
 def _fragment(parameter: torch.Tensor, start: int, flat: torch.Tensor, begin: int) -> Place:
-    """Return the part of a parameter, at ``start`` in its group, that lies in the shard from ``begin`` on."""
+    """Return the intersection of a parameter, at ``start`` in its group, with the shard that begins at ``begin``."""
     first, last = max(start, begin), min(start + parameter.numel(), begin + flat.numel())
     if first >= last:
         return Place(flat, 0, 0, 0, shape_of(parameter))
@@ -103,7 +103,7 @@ def _partition(parameter: Any, engine: Any) -> Place | None:
 
 
 def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The whole shape, also where ZeRO-3 holds a part."""
+    """Return the full shape of a parameter, also of one partitioned by ZeRO-3."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -118,11 +118,11 @@ def _rank(group: Any) -> int:
 
 
 class DeepSpeedTensors(FlatTensors):
-    """The model's tensors under DeepSpeed: ZeRO-3 keeps some parameters whole between steps.
+    """Read and load the model's tensors: ZeRO-3 keeps some parameters gathered between steps.
 
     Args:
-        storage: where parameters lie.
-        unsaved: what cannot be expressed by the reference model's names, with the weights; ``""``: all can.
+        storage: of the parameters.
+        unsaved: state, weights included, that has no names of the reference model; ``""``: none.
     """
 
     def __init__(self, storage: FlatStorage, unsaved: str = "") -> None:
@@ -143,14 +143,14 @@ class DeepSpeedTensors(FlatTensors):
         return bool(parameter.ds_status == ZeroParamStatus.AVAILABLE)  # type: ignore[attr-defined]
 
 
-# -- what cannot be saved --------------------------------------------------------------------------------------------
+# -- state without names of the reference model ----------------------------------------------------------------------
 
 
 _KNOWN = ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedZeroOptimizer", "BF16_Optimizer")
 
 
 def unsaved(config: Mapping[str, Any], engine: Any) -> str:
-    """What ``engine.save`` cannot express by the names of the reference model; ``""`` where all can be saved.
+    """Return the state that ``engine.save`` cannot express by the reference model's names; ``""``: none.
 
     Args:
         config: of DeepSpeed, filled in.
@@ -167,7 +167,7 @@ def unsaved(config: Mapping[str, Any], engine: Any) -> str:
 def refuse_unsaved(unsaved: str) -> None:
     """
     Raises:
-        BuildError: there is something that cannot be saved.
+        BuildError: some state has no names of the reference model.
     """
     if unsaved:
         raise BuildError(
@@ -184,17 +184,17 @@ class Group(StoredGroup):
     """One group of the user's factory.
 
     Args:
-        place: among the groups that DeepSpeed keeps; None where it keeps none, as this rank has no parameters of it.
+        place: index among DeepSpeed's groups; None if this rank has no trained parameters of the group.
     """
 
     place: int | None = None
 
 
 def groups_of(groups: Iterable[Mapping[str, Any]]) -> list[Group]:
-    """Remember the groups of an optimizer that DeepSpeed has not seen yet.
+    """Copy the groups of an optimizer before DeepSpeed changes them.
 
     Args:
-        groups: with all parameters, the frozen ones too, which DeepSpeed does not get.
+        groups: with all parameters, also frozen ones, which DeepSpeed does not get.
     """
     found: list[Group] = []
     place = 0
@@ -209,7 +209,7 @@ def groups_of(groups: Iterable[Mapping[str, Any]]) -> list[Group]:
 def check_stages(groups: Sequence[Group], mesh: Mesh | None) -> None:
     """Refuse a group with trained parameters on some stages only: a collective over ``pp``.
 
-    DeepSpeed sums norms group by group over the ranks of a replica: those that lack one would be one sum behind.
+    DeepSpeed all-reduces norms group by group over the ranks of a replica: a rank without the group would skip one.
 
     Raises:
         BuildError: on every rank.
@@ -222,19 +222,19 @@ def check_stages(groups: Sequence[Group], mesh: Mesh | None) -> None:
             lacking = ", ".join(str(rank) for rank, has_some in enumerate(there) if not has_some)
             raise BuildError(
                 f"group {number} of the optimizer has no trained parameters on rank {lacking} of 'pp': DeepSpeed sums "
-                "the norm of gradients group by group over all stages, and would wait for that rank for ever",
+                "the norm of gradients group by group over all stages, and would wait for that rank forever",
                 hint="move the cuts, or make one group, or groups that every stage has (weights, biases)",
             )
 
 
 class DeepSpeedOptimizer(FlatOptimizer):
-    """DeepSpeed's optimizer by the parameters of the model.
+    """Read and load DeepSpeed's optimizer by the parameters of the model.
 
     Args:
         engine: DeepSpeed's, with an optimizer.
-        storage: where parameters lie.
-        groups: as the user's factory made them.
-        names: of the parameters, by identity, for messages.
+        storage: of the parameters.
+        groups: of the user's factory.
+        names: id of a parameter -> its name, for messages.
     """
 
     def __init__(self, engine: Any, storage: FlatStorage, groups: Sequence[Group], names: Mapping[int, str]) -> None:
@@ -243,7 +243,7 @@ class DeepSpeedOptimizer(FlatOptimizer):
 
     @property
     def now(self) -> torch.optim.Optimizer:
-        """The optimizer that steps: DeepSpeed replaces some by others of its own."""
+        """The optimizer that steps: DeepSpeed replaces some by its own."""
         wrapper, basic = self._engine_optimizer, self._basic
         found: torch.optim.Optimizer = basic if wrapper is basic else getattr(wrapper, "optimizer", basic)
         return found

@@ -1,4 +1,4 @@
-"""ZeRO-3: partition a model tensor by tensor, and gather full parameters for modules that steps have changed."""
+"""ZeRO-3: partition a model tensor by tensor; gather full parameters for modules changed by steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_deepspeed.private import forward_hooks_of, linear_through
+from slapo_core.internals import hooks_of
+from slapo_deepspeed.private import linear_through
 
 if TYPE_CHECKING:
     from slapo_core import Node
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def is_partitioned(config: Mapping[str, Any]) -> bool:
-    """Whether DeepSpeed partitions the parameters themselves: ZeRO-3."""
+    """Return whether DeepSpeed partitions the parameters: ZeRO-3."""
     return config.get("zero_optimization", {}).get("stage", 0) == 3
 
 
 class Partitioning:
-    """Takes all tensors of the context, and partitions the parameters where ZeRO-3 wants it.
+    """Materialize all tensors of the context, and partition the parameters under ZeRO-3.
 
     Args:
         context: of the build.
         config: DeepSpeed's, filled in.
-        unit: the groups of the mesh; ZeRO-3 partitions over that of the replicas.
+        unit: the groups of the mesh; ZeRO-3 partitions over the replicas.
     """
 
     def __init__(self, context: BuildContext, config: Mapping[str, Any], unit: MeshUnit) -> None:
@@ -39,7 +40,7 @@ class Partitioning:
 
     @contextlib.contextmanager
     def materialized(self) -> Iterator[None]:
-        """Give the model its values; if the block fails, parameters that had some before the build are whole again."""
+        """Give the model its values; on failure, restore the full values that parameters had before the build."""
         real = {id(live.tensor) for live in self._context.state.tensors() if not live.tensor.is_meta}
         undo = []
         try:
@@ -57,7 +58,7 @@ class Partitioning:
             raise
 
     def _partition(self, parameter: nn.Parameter) -> None:
-        """Cast it as DeepSpeed casts a model, send it from the first replica to the others, keep this rank's part."""
+        """Cast a parameter as DeepSpeed does, broadcast it over the replicas, keep this rank's partition."""
         dtype = _dtype(self._config)
         if dtype is not None:
             parameter.data = parameter.data.to(dtype)
@@ -72,7 +73,7 @@ class Partitioning:
         parameter.ds_shape = shape  # type: ignore[attr-defined]
 
     def _start(self, parameter: nn.Parameter) -> None:
-        """Partition the first one; it knows how to partition others."""
+        """Partition the first parameter, which then has the method to partition others."""
         import deepspeed
 
         holder = nn.Module()
@@ -91,7 +92,7 @@ class Partitioning:
 
 @contextlib.contextmanager
 def with_shapes(model: nn.Module) -> Iterator[None]:
-    """Let partitioned parameters have their shapes, without any memory: a factory may ask for them.
+    """Give partitioned parameters their full shapes in the block, without memory, for optimizer factories.
 
     Factories make groups by the number of axes, so that weight decay leaves out biases.
     """
@@ -115,8 +116,8 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     return None
 
 
-def gather_whole(context: BuildContext, engine: Any) -> None:
-    """Let every module whose forward steps have changed gather all parameters below it; nothing without ZeRO-3.
+def gather_below_changed(context: BuildContext, engine: Any) -> None:
+    """Let modules with a changed forward gather all parameters below them; without ZeRO-3 do nothing.
 
     Args:
         context: of the build.
@@ -134,7 +135,8 @@ def gather_whole(context: BuildContext, engine: Any) -> None:
                 deepspeed.zero.register_external_parameter(node.module, parameter)
         for module in node.module.modules():
             if module is not node.module:
-                below |= set(map(id, forward_hooks_of(module)))
+                hooks = hooks_of(module)
+                below |= {id(hooks["forward_pre"]), id(hooks["forward"])}
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     for handles in (offload.forward_hooks, offload.backward_hooks):
         for handle in handles:
@@ -143,7 +145,7 @@ def gather_whole(context: BuildContext, engine: Any) -> None:
 
 
 def _outermost(node: Node) -> Iterator[Node]:
-    """Nodes with a graph, or something around their forward, that are not below another one."""
+    """Yield the outermost nodes with a graph or a wrapped forward."""
     if node.graph is not None or node.wrappers:
         yield node
         return

@@ -47,7 +47,7 @@ def sizes(config: dict[str, Any] | None = None, mesh: dict[str, int] | None = No
         ({STEPS: 1}, {"pp": 2}, 8, 1, (8, 8, 1)),
     ],
 )
-def test_the_three_sizes_are_those_that_are_not_given(
+def test_missing_sizes_are_computed_from_given_ones(
     config: dict[str, Any], mesh: Any, samples: int | None, accumulate: int, expected: tuple[int, int, int]
 ) -> None:
     schedule, arguments = schedule_of(mesh, samples=samples), BuildArguments(accumulate=accumulate)
@@ -78,7 +78,7 @@ def test_sizes_that_contradict_each_other_are_refused_with_both(
     message(refusal(config, {"dp": 2}, arguments=BuildArguments(accumulate=accumulate)), *words)
 
 
-def test_clipping_is_what_build_says_and_nothing_without_it(message: Messages) -> None:
+def test_clipping_follows_max_grad_norm_and_is_off_without_it(message: Messages) -> None:
     """DeepSpeed's own default is to clip at 1.0, which no other target does."""
     assert planned()["gradient_clipping"] == 0.0
     assert planned({"gradient_clipping": 0.5})["gradient_clipping"] == 0.5
@@ -112,7 +112,7 @@ def test_a_pipeline_is_given_the_settings_under_which_it_is_exact() -> None:
         ({"seed_layers": True}, "is True"),
     ],
 )
-def test_a_pipeline_is_that_of_the_schedule(pipeline: dict[str, Any], word: str, message: Messages) -> None:
+def test_the_schedule_decides_the_pipeline(pipeline: dict[str, Any], word: str, message: Messages) -> None:
     message(refusal({"pipeline": pipeline}, {"pp": 2}), f"'pipeline.{next(iter(pipeline))}' of config", word)
 
 
@@ -129,7 +129,7 @@ def test_parallelism_is_not_left_to_deepspeed(message: Messages) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "bfloat16"])
-def test_lower_precision_gets_zero_1_where_nothing_is_said(name: str) -> None:
+def test_lower_precision_defaults_to_zero_1(name: str) -> None:
     """Without ZeRO, DeepSpeed does not scale the loss, and steps the optimizer when it is made."""
     config: dict[str, Any] = {name: {"enabled": True}}
     for mesh in (None, {"pp": 2}):
@@ -203,7 +203,7 @@ def test_auto_is_the_default_of_the_trainer(stage: int) -> None:
     assert "auto" not in json.dumps(config)
 
 
-def test_the_defaults_are_those_of_transformers() -> None:
+def test_auto_takes_the_defaults_of_transformers() -> None:
     defaults = pytest.importorskip("transformers").TrainingArguments
     fields = defaults.__dataclass_fields__
     assert (fields["learning_rate"].default, fields["weight_decay"].default) == (5e-5, 0.0)
@@ -215,7 +215,7 @@ def test_the_defaults_are_those_of_transformers() -> None:
 def test_an_optimizer_that_is_all_auto_yields_to_a_factory(stage: int) -> None:
     made = plan(CONFIGS / f"ds_config_zero{stage}.json", {"dp": 2}, arguments=FACTORY)
     assert "optimizer" not in made.config["config"]
-    assert "optimizer is left out: build(optimizer=...) makes it, and all params here are 'auto'" in str(made)
+    assert "optimizer is left out: build(optimizer=...) makes it, and all its params are 'auto'" in str(made)
     assert made.config["config"]["scheduler"]["params"]["warmup_max_lr"] == "auto"
     assert "(filled in: the learning rates of the optimizer that build(optimizer=...) makes)" in str(made)
 
@@ -255,13 +255,13 @@ def test_a_file_is_the_dictionary_that_it_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"a": 1,}', "{\n  // ZeRO\n}", ""])
-def test_a_file_that_is_not_json_says_where(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_json_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     """In words of Python's, which differ from version to version."""
     (tmp_path / "ds.json").write_text(text)
     assert "ds.json' is not JSON: " in refusal(tmp_path / "ds.json")
 
 
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, message: Messages) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, message: Messages) -> None:
     message(refusal(str(tmp_path / "gone.json")), "'TMP/gone.json'", "No such file", "ds_config.json")
     (tmp_path / "list.json").write_text("[1]")
     message(refusal(tmp_path / "list.json"), "TMP/list.json", "got [1]")
@@ -280,7 +280,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, message: Messages) 
         ({"zero_optimization": {"stage": True}}, ("'zero_optimization.stage'", "got True")),
     ],
 )
-def test_what_is_not_a_configuration_is_refused(config: Any, words: tuple[str, ...], message: Messages) -> None:
+def test_values_that_are_no_configuration_are_refused(config: Any, words: tuple[str, ...], message: Messages) -> None:
     message(refusal(config), *words)
 
 
@@ -295,7 +295,7 @@ def test_the_options_of_the_dialect_are_two(message: Messages) -> None:
     message(refusal({}, batch_axes={"x": "0"}), "batch_axes", "'0'")
 
 
-def test_what_the_user_gave_is_not_touched() -> None:
+def test_the_users_configuration_is_not_changed() -> None:
     config: dict[str, Any] = {"optimizer": ADAM, "scheduler": {"type": "WarmupLR"}, "zero_optimization": {"stage": 2}}
     before = copy.deepcopy(config)
     plan(config, {"dp": 2}, arguments=BuildArguments(accumulate=2))

@@ -9,7 +9,7 @@ import pytest
 import slapo_core as slapo
 from slapo_core.dialect import BuildArguments
 from slapo_deepspeed.config import DANGERS, UNVERIFIED
-from slapo_deepspeed.reading import Watched
+from slapo_deepspeed.unknown_keys import ReadRecorder
 from tests.messages import Messages
 
 from .planned import ADAM, plan, planned, refusal, schedule_of
@@ -136,7 +136,7 @@ def test_a_pipeline_has_these_keys(message: Messages) -> None:
         ({"communication_data_type": "int4"}, ("'communication_data_type' of config", "int4")),
     ],
 )
-def test_what_deepspeed_refuses_is_said_in_its_own_words_with_the_place(config: Any, words: tuple[str, ...]) -> None:
+def test_refusals_of_deepspeed_keep_its_words_and_name_the_key(config: Any, words: tuple[str, ...]) -> None:
     import torch.distributed as dist
 
     text = refusal(config)
@@ -145,13 +145,13 @@ def test_what_deepspeed_refuses_is_said_in_its_own_words_with_the_place(config: 
 
 
 def test_reading_is_recorded() -> None:
-    watched = Watched({"a": {"b": 1, "c": {"d": 1}}, "e": 2, "f": {"g": 1}, "h": {"i": 1}, "j": 3, "k": {"l": 1}})
-    assert watched["a"]["b"] == 1
-    assert "e" in watched.keys()  # noqa: SIM118 - DeepSpeed asks so
-    dict(**watched.get("f"))
-    watched.pop("h")
-    assert len(list(watched["k"].keys())) == 1
-    assert list(watched.unread()) == [("", ["j"], {"a", "e", "f", "h", "k"}), ("a.", ["c"], {"b"})]
+    recorder = ReadRecorder({"a": {"b": 1, "c": {"d": 1}}, "e": 2, "f": {"g": 1}, "h": {"i": 1}, "j": 3, "k": {"l": 1}})
+    assert recorder["a"]["b"] == 1
+    assert "e" in recorder.keys()  # noqa: SIM118 - DeepSpeed asks so
+    dict(**recorder.get("f"))
+    recorder.pop("h")
+    assert len(list(recorder["k"].keys())) == 1
+    assert list(recorder.unread()) == [("", ["j"], {"a", "e", "f", "h", "k"}), ("a.", ["c"], {"b"})]
 
 
 # -- what trains wrongly ---------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(WRONG))
-def test_what_trains_wrongly_is_refused(name: str, message: Messages) -> None:
+def test_settings_that_train_wrongly_are_refused(name: str, message: Messages) -> None:
     config, more, word = WRONG[name]
     message(refusal(config, **more), " of config is ", word)
 
@@ -268,12 +268,12 @@ def unverified(config: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("key", UNTRIED)
-def test_what_no_test_has_trained_with_says_so(key: str) -> None:
+def test_untested_settings_are_marked_in_the_plan(key: str) -> None:
     (line,) = unverified(UNTRIED[key])
     assert f"'{key}' " in line
 
 
-def test_the_plan_of_what_was_tried_does_not() -> None:
+def test_tested_settings_are_not_marked() -> None:
     for config in (zero(3), zero(2, offload_optimizer=CPU), zero(3, zero_hpz_partition_size=1), of("AdamW", 1)):
         assert unverified(config) == []
     assert sorted(UNTRIED) == sorted(one.key for one in UNVERIFIED)

@@ -78,7 +78,7 @@ def differences() -> list[dict[str, tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_refused_trains_wrongly_and_nothing_tells(name: str) -> None:
+def test_refused_settings_would_train_silently_wrong(name: str) -> None:
     for rank in differences():
         right, wrong = rank[name]
         assert right < (5e-3 if name.startswith("bf16") else 1e-6)

@@ -70,7 +70,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("stage", "change"), COUNTS)
-def test_what_counts_in_plain_training_counts(stage: int, change: str) -> None:
+def test_settings_of_parameters_act_as_in_plain_training(stage: int, change: str) -> None:
     state = found()[stage, change]
     assert not isinstance(state, str), state
     torch.testing.assert_close(state, plain(change), atol=1e-6, rtol=1e-5)
@@ -83,14 +83,14 @@ SAYS = {
     "unfrozen": ("'frozen.weight'", "unfrozen"),
     "another one": ("'up.weight'", "replaced after build()"),
     "by hand": ("1 of 2", "accumulation window"),
-    "accumulation": ("accumulates 4", "2 a step"),
+    "accumulation": ("accumulates 4", "runs 2 in a step"),
 }
 
 
 @pytest.mark.parametrize(
     ("stage", "change"), [(stage, each) for each in SAYS for stage in STAGES if (stage, each) not in COUNTS]
 )
-def test_what_deepspeed_would_pass_over_is_refused(stage: int, change: str, message: Messages) -> None:
+def test_changes_that_deepspeed_would_ignore_are_refused(stage: int, change: str, message: Messages) -> None:
     text = found()[stage, change]
     assert isinstance(text, str)
     message(text, *SAYS[change], "\n  hint: ")
@@ -102,6 +102,6 @@ def written_alone() -> None:
     raise ValueError(told)
 
 
-def test_a_rank_that_wrote_alone_says_so_and_does_not_wait_for_ever() -> None:
+def test_a_write_on_one_rank_is_refused_on_all_ranks() -> None:
     with pytest.raises(slapo.RankFailedError, match=r"'up\.weight' was modified in place.*not on every replica"):
         run_ranks(written_alone, world_size=2, timeout=120)

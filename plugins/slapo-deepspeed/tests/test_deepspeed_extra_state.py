@@ -44,14 +44,14 @@ def test_a_scheduler_of_torch_comes_back_with_the_kinds_of_its_values() -> None:
     assert type(other.milestones) is type(scheduler(0).milestones), "a Counter with numbers as keys"
 
 
-def test_what_is_no_data_is_refused(message: Messages) -> None:
+def test_scheduler_state_that_is_not_json_is_refused(message: Messages) -> None:
     wrong = SimpleNamespace(state_dict=lambda: {"lr_lambdas": [object()]})
     with pytest.raises(BuildError) as caught:
         read_extra_state(engine(wrong))
     message(caught, "SimpleNamespace", "object")
 
 
-def test_the_scale_of_the_loss_goes_with_it_where_it_changes() -> None:
+def test_a_dynamic_loss_scale_is_saved() -> None:
     before = SimpleNamespace(cur_scale=256.0, cur_iter=7, last_overflow_iter=-1, dynamic=True)
     saved = through_json(read_extra_state(engine(loss_scaler=before)))
     assert saved["loss_scale"] == {"cur_scale": 256.0, "cur_iter": 7, "last_overflow_iter": -1}

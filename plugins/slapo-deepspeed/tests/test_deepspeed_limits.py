@@ -90,10 +90,10 @@ def check(ranks: list[dict[str, Any]], state: str | None, message: Messages) -> 
 
 
 @pytest.mark.parametrize("name", ["ZeRO++", "another wrapper"])
-def test_it_trains_and_saving_says_what_it_cannot_express(both: Any, name: str, message: Messages) -> None:
+def test_untested_settings_train_and_save_refuses_their_state(both: Any, name: str, message: Messages) -> None:
     check([rank[name] for rank in both], None, message)
 
 
 @pytest.mark.breadth  # DeepSpeed compiles its Adam in C++ for it, for minutes
-def test_muon_trains_and_saving_says_that_it_cannot_express_it(tmp_path: Path, message: Messages) -> None:
+def test_muon_trains_and_save_refuses_its_state(tmp_path: Path, message: Messages) -> None:
     check(run_ranks(trained, "Muon", tmp_path, world_size=2), "fine", message)

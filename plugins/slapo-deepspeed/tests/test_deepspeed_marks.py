@@ -38,4 +38,4 @@ def test_fused_heads_of_which_ranks_share_only_keys_and_values_are_refused(messa
     assert all(getattr(one.tensor, name) for name in SHARDED)
     with pytest.raises(slapo.BuildError) as refused:
         mark_tensors([one], Mesh({"tp": 4}))
-    message(refused, "'w'", "counts a parameter as a whole")
+    message(refused, "'w'", "counts a shard in full or not at all")

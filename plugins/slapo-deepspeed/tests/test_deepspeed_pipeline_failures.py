@@ -49,7 +49,7 @@ def test_an_optimizer_that_one_rank_cannot_make_ends_the_build_on_all() -> None:
         assert "no numbers" in text
 
 
-def test_what_is_taken_of_deepspeed_is_there() -> None:
+def test_private_names_of_deepspeed_exist() -> None:
     """See private.py and pipeline/module.py."""
     from deepspeed.runtime.pipe import engine
 

@@ -23,16 +23,16 @@ def cut() -> slapo.Schedule:
     return schedule
 
 
-def test_the_plan_says_what_deepspeed_will_do() -> None:
+def test_the_plan_lists_features_and_the_configuration() -> None:
     config = {"optimizer": ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     config |= {"bf16": {"enabled": True}, "scheduler": {"type": "WarmupLR"}}
     made = plan(config, {"dp": 2, "tp": 2}, arguments=BuildArguments(accumulate=2, max_grad_norm=0.5))
-    head, _, rest = str(made).partition("  the configuration that DeepSpeed is given:\n")
+    head, _, rest = str(made).partition("  DeepSpeed's configuration:\n")
     assert head == (
         "plan for target 'deepspeed'\n"
         "  the scheduled Sequential, 0 steps applied\n"
         "  ZeRO-2: replicas partition optimizer state and gradients over mesh_dim 'dp' (2 ranks)\n"
-        "  collectives over mesh_dim 'tp' (2 ranks), as the steps say; DeepSpeed is told the groups\n"
+        "  collectives over mesh_dim 'tp' (2 ranks) by the steps; DeepSpeed gets the process groups\n"
         "  a step: 2 micro-batches on each of 2 replicas, one after the other; by the configuration of 1 samples each\n"
         "  optimizer: AdamW, of the configuration\n"
         "  gradients are clipped to a norm of 0.5 over all ranks\n"
@@ -42,7 +42,7 @@ def test_the_plan_says_what_deepspeed_will_do() -> None:
     assert "    zero_optimization.stage: 2" in rest.splitlines()
 
 
-def test_the_plan_says_what_crosses_stages() -> None:
+def test_the_plan_lists_messages_between_stages() -> None:
     lines = str(plan({}, schedule=cut())).splitlines()
     (sent,) = [line for line in lines if "sends" in line]
     assert sent.startswith("  stage 0 sends stage 1: ")

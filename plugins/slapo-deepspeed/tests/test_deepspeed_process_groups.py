@@ -41,7 +41,7 @@ def test_another_deepspeed_is_refused_when_a_plan_is_made(
     message(refusal(), word, "pip install ")
 
 
-def test_newer_versions_than_those_tested_are_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_versions_than_tested_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ("0.19.0", "0.19.8", "0.19.9+cu128"):
         installed_is(monkeypatch, found)
         plan()

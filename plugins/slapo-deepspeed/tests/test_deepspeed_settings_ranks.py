@@ -113,7 +113,7 @@ def test_settings_that_pass_train_what_target_torch_trains() -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_may_differ_in_what_they_say_and_not_in_what_it_decides(message: Messages) -> None:
+def test_ranks_may_differ_in_spelling_and_not_in_the_completed_configuration(message: Messages) -> None:
     first, second = (found for *_, found in _found())
     assert first == second
     assert list(first) == ["a key", "an argument", "norms"]

@@ -110,7 +110,7 @@ def by_hand(used: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_step_has_no_gradient_of_the_last_one(config: str, used: str) -> None:
+def test_a_step_uses_no_gradient_of_the_previous_step(config: str, used: str) -> None:
     state, told = found()[config, used]
     torch.testing.assert_close(state, by_hand(used), atol=1e-6, rtol=1e-5)
     # One warning, at the first step in which the layer is not used at all: the second one, or none.

@@ -209,7 +209,7 @@ def test_deepspeeds_linear_runs_with_a_default_device_and_not_in_a_recording() -
     assert [rank["linears"] for rank in _found()] == [[True, True, False]] * 2
 
 
-def test_no_more_than_one_parameter_is_whole_at_once() -> None:
+def test_at_most_one_full_parameter_exists_at_a_time() -> None:
     sizes = [one.numel() for one in small.make().parameters()]
     for rank in _found():
         found = rank["one_by_one"]
@@ -219,7 +219,7 @@ def test_no_more_than_one_parameter_is_whole_at_once() -> None:
         assert found["losses"] == pytest.approx(found["torch"], rel=2e-6)
 
 
-def test_a_factory_sees_whole_shapes_and_one_that_fails_leaves_the_model_whole() -> None:
+def test_a_factory_sees_full_shapes_and_a_failing_one_restores_the_model() -> None:
     parameters = list(small.make().parameters())
     matrices = sum(one.dim() > 1 for one in parameters)
     for rank in _found():

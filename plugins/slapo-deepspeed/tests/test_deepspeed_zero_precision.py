@@ -133,7 +133,7 @@ def test_it_trains_as_the_same_loop_by_hand(name: str) -> None:
             )
 
 
-def test_a_step_that_overflows_is_skipped_and_says_so_by_its_norm() -> None:
+def test_a_step_that_overflows_is_skipped_and_has_an_infinite_norm() -> None:
     for rank in _found():
         norm, skipped, state = rank["overflow"].get()
         assert norm == float("inf")

@@ -223,7 +223,7 @@ def _both(name: str) -> list[dict[str, Any]]:
     return [rank[name] for rank in _found()]
 
 
-def test_micro_batches_are_those_of_the_configuration_and_give_the_whole_batch() -> None:
+def test_the_configurations_micro_batches_give_the_full_batch() -> None:
     losses, norms, _ = small.trained(2)
     for rank in _both("micro_batches"):
         for stage in range(4):
@@ -231,7 +231,7 @@ def test_micro_batches_are_those_of_the_configuration_and_give_the_whole_batch()
             assert rank[f"norms {stage}"] == pytest.approx(norms, rel=1e-6)
 
 
-def test_the_groups_are_those_of_the_mesh_and_no_others_are_made() -> None:
+def test_groups_of_the_mesh_are_used_and_no_others_are_made() -> None:
     for rank in _both("groups"):
         assert rank == {
             "{'dp': 2}": (True, True, 0),  # the group of this process alone is there: the case before made it
@@ -286,7 +286,7 @@ def _one_step() -> torch.Tensor:
     return model.head.weight.detach()
 
 
-def test_what_cannot_train_says_why_and_evaluates(message: Messages) -> None:
+def test_engines_that_cannot_train_raise_the_reason_and_evaluate(message: Messages) -> None:
     for what, *words in (
         ("no optimizer 0", "built without"),
         ("no gradients", "without gradients"),
@@ -306,7 +306,7 @@ def test_what_cannot_train_says_why_and_evaluates(message: Messages) -> None:
         assert rank["Adafactor 0"] == ""
 
 
-def test_what_the_first_step_gives_no_gradient_is_named_once() -> None:
+def test_unused_parameters_of_the_first_step_are_named_once() -> None:
     for rank in _both("unused"):
         for stage in (0, 2, 3):
             assert len(rank[f"{stage} 0"]) == 1

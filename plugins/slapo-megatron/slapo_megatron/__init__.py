@@ -29,15 +29,15 @@ def plan(
 
     Args:
         sch: a schedule, with a mesh that may be only declared; it is not changed.
-        optimizer: as for ``build``, like all that follows; whether there is one is all that is asked.
-        loss: the same.
-        max_grad_norm: the largest norm of all gradients.
-        device: where the model is to go.
-        accumulate: how many micro-batches a training step takes.
-        options: those of :class:`slapo_megatron.dialect.MegatronDialect`: ``optimizer_config``, ``ddp_config``, ...
+        optimizer: as for ``build``, like all that follows; only whether it is given matters.
+        loss: only whether it is given matters.
+        max_grad_norm: largest norm of all gradients.
+        device: of the model.
+        accumulate: number of micro-batches of a training step.
+        options: of :class:`slapo_megatron.dialect.MegatronDialect`: ``optimizer_config``, ``ddp_config``, ...
 
     Returns:
-        the plan; ``print`` it. ``plan.config`` has what Megatron is given.
+        the plan; ``print`` it. ``plan.config`` has Megatron's completed configurations.
 
     Raises:
         BuildError: the options contradict the schedule or one of the arguments, or Megatron refuses them.
@@ -67,26 +67,25 @@ def model_chunks(
 ) -> list[Any]:
     """Return the scheduled model as Megatron's model chunks, for a training loop of your own on megatron.core.
 
-    They are what ``get_megatron_optimizer``, ``get_forward_backward_func`` and ``finalize_model_grads`` take; their
+    Pass them to ``get_megatron_optimizer``, ``get_forward_backward_func`` and ``finalize_model_grads``; their
     ``config`` is the configuration for the schedules, whose functions your loop sets. Parameters have the marks by
-    which Megatron counts norms and sums gradients over ``tp``. Groups are made in the order of the mesh, or those of
-    your script are compared with it. A collective: every rank calls it. ``slapo_core.state_dict(sch)`` gives the
-    weights under the reference model's names, in the precision that the forward computes with.
+    which Megatron counts norms and sums gradients over ``tp``. Process groups are made in the order of the mesh; groups
+    of your script are compared with it. A collective: every rank calls it. ``slapo_core.state_dict(sch)`` returns the
+    weights under the reference model's names, in the forward's precision.
 
     Args:
-        sch: a schedule whose model is on the device of the rank; with one rank along ``pp``.
+        sch: a schedule whose model is on the rank's device; with one rank along ``pp``.
         ddp_config: fields of Megatron's ``DistributedDataParallelConfig``, a dictionary or an object of that class.
         model_parallel_config: fields of its ``ModelParallelConfig``, likewise; or a ``TransformerConfig``.
-        optimizer_config: fields of its ``OptimizerConfig``, those that you make the optimizer with.
-        wrap: in Megatron's DistributedDataParallel; False: one module, marked and in its precision, to be wrapped by
-            your script.
+        optimizer_config: fields of its ``OptimizerConfig``, as for your optimizer.
+        wrap: in Megatron's DistributedDataParallel; False: one module, marked and cast, for your script to wrap.
 
     Returns:
         one chunk.
 
     Raises:
-        BuildError: the options contradict the schedule, Megatron refuses them, there is no GPU, the groups of your
-            script are others, or the mesh has several ranks along ``pp``.
+        BuildError: the options contradict the schedule, Megatron refuses them, there is no GPU, your script's groups
+            have other ranks, or the mesh has several ranks along ``pp``.
     """
     from slapo_megatron.runtime import MEGATRON
 

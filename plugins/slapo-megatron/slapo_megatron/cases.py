@@ -1,4 +1,4 @@
-"""Define the cases of ``slapo plugins check``: with full and with sharded optimizer state."""
+"""Define the cases of ``slapo plugins check``: full and sharded optimizer state."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """With an eps that keeps gradients that are zero but for rounding from becoming steps."""
+    """Make AdamW with a large eps: gradients that are rounding errors of zero must not become steps."""
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4)
 
 
 def slapo_cases() -> list[DialectCase]:
-    """Megatron sums gradients in float32: the kit's tolerance for that. It runs on CUDA alone."""
+    """Return the cases, in float32, in which Megatron sums gradients; they need CUDA."""
     why = None if torch.cuda.is_available() else "Megatron-core runs on CUDA, and this machine has none"
     return [_case(False, why), _case(True, why)]
 

@@ -1,6 +1,7 @@
-"""Configure Megatron-core: fields that the schedule owns, fields that train wrongly here, and all others as given.
+"""Complete, check and show the configurations of Megatron-core.
 
-The fields of the installed version are those that exist; this module names only the owned and the dangerous ones.
+Existing fields are read from the installed version; this module names only fields that the schedule owns, and fields
+that train wrongly. All others are passed on as given.
 """
 
 from __future__ import annotations
@@ -36,38 +37,34 @@ CLASSES = {
     "model_parallel_config": "megatron.core.model_parallel_config.ModelParallelConfig",
     "scheduler": "megatron.core.optimizer_param_scheduler.OptimizerParamScheduler",
 }
-"""Option of the dialect -> the class of Megatron's whose fields, or arguments, it takes."""
+"""Option of the dialect -> Megatron's class with these fields or arguments."""
 
 OPTIONS = (*CLASSES, "microbatches", "batch_axes")
-"""What users give; a plan has `arguments`, those of ``build``, and `origins`, where values come from, besides."""
+"""Options of the dialect; a plan adds `arguments`, of ``build``, and `origins`, of values."""
 
 _OPTIMIZER, _DDP, _MODEL, _SCHEDULER = CLASSES
 
-DANGEROUS = {
+DANGERS = {
     f"{_MODEL}.context_parallel_size": "no step splits sequences over ranks: ranks along 'cp' would train as replicas",
     f"{_MODEL}.enable_autocast": "eval_step would run without it, and stages expect messages of the parameters' dtype; "
     f"use bf16 of {_OPTIMIZER}",
-    f"{_DDP}.use_megatron_fsdp": "the engine wraps the model in DistributedDataParallel, which is not FSDP: nothing "
-    "more would be partitioned",
+    f"{_DDP}.use_megatron_fsdp": "it is ignored: the model is wrapped in DistributedDataParallel, not in FSDP",
 }
-"""Fields that train wrongly or do nothing here -> why any value but Megatron's default is refused."""
-
-_ENGINES = "the engine sets it"  # of functions: fields of model_parallel_config that end so
-_FUNCTION = "_func"
+"""Field that would train wrongly or be ignored -> why any value but Megatron's default is refused."""
 
 _LAYERS = re.compile(
     "tp_comm_|cpu_offloading|cross_entropy_|moe_|mtp_|ep_overlap_|overlap_(moe|dispatch)_|delay_wgrad_|wgrad_deferral_|"
     "defer_embedding_wgrad_|gradient_accumulation_fusion|async_tensor_model_parallel_allreduce|perform_initialization|"
     "use_cpu_initialization|use_te_rng_tracker|deterministic_mode"
 )
-"""How fields of model_parallel_config for Megatron's own layers begin: they are left out, and the plan says so."""
+"""Prefixes of model_parallel_config's fields for Megatron's own layers: they are left out, as the plan shows."""
 
 _UNVERIFIED = re.compile(
     "fp8_|fp4_|nccl_ub|reuse_grad_buf_|num_distributed_optimizer_instances|optimizer_cpu_offload|batch_p2p_sync|"
     "use_precision_aware_optimizer|overlap_param_gather_with_optimizer_step|use_layer_wise_|average_in_collective|"
     "reduce_scatter_with_fp32_accumulation|optimizer_cuda_graph"
 )
-"""How fields begin that no CPU can run."""
+"""Prefixes of fields that no CPU can run."""
 
 _OF_OPTIMIZER = ("lr", "min_lr", "weight_decay", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
 """Settings of the optimizer that Megatron makes."""
@@ -83,25 +80,24 @@ _DERIVED = {
     "expert_tensor_parallel_size": "tensor_model_parallel_size",
     "microbatch_group_size_per_vp_stage": "pipeline_model_parallel_size",
 }
-"""What Megatron's class sets itself, where nothing is given -> the field whose value it takes."""
-
+"""Field that Megatron's class derives by default -> the field whose value it takes."""
 
 Ask = Callable[[], "StagedModel"]
 
 
 def stages_of(schedule: Schedule, options: Mapping[str, Any]) -> Ask:
-    """Return a function that gives the stages of a schedule for its example inputs, found once.
+    """Return a cached function that makes the stages of a schedule for its example inputs.
 
     Args:
         schedule: to plan.
-        options: of the dialect, which say whether there is a loss.
+        options: of the dialect, with the arguments of ``build``.
     """
     has_loss = bool((options.get("arguments") or {}).get("has_loss"))
-    return cache(partial(slapo_core.stages, schedule, whole_output=has_loss))
+    return cache(partial(slapo_core.stages, schedule, full_output=has_loss))
 
 
 def _count(ask: Ask) -> int | None:
-    """Return the number of stages; None if unknown: build and the plan say why."""
+    """Return the number of stages; None if unknown, for a reason that build and the plan give."""
     try:
         return len(ask().partition.stages)
     except SlapoError:
@@ -109,27 +105,26 @@ def _count(ask: Ask) -> int | None:
 
 
 def trains(options: Mapping[str, Any]) -> bool:
-    """Whether an engine with these options trains: there is a factory, or a rate for Megatron's own optimizer.
+    """Return whether an engine trains: it has a factory, or a learning rate for Megatron's optimizer.
 
     Args:
         options: of the plan.
     """
-    has_factory = (options.get("arguments") or {}).get("has_optimizer")
-    return bool(has_factory) or options[_OPTIMIZER].get("lr") is not None
+    return options[_OPTIMIZER].get("lr") is not None or bool((options.get("arguments") or {}).get("has_optimizer"))
 
 
 def filled(schedule: Schedule, options: Mapping[str, Any], ask: Ask | None = None) -> dict[str, Any]:
-    """Complete the options of the dialect; given a completed configuration, return an equal one; pure.
+    """Complete the options of the dialect; idempotent and pure.
 
     Args:
         schedule: to build.
-        options: as the user gave them to ``build``, with the arguments of ``build``; or as an earlier call made them.
-        ask: for the stages of the schedule, as :func:`stages_of` gives it.
+        options: of the user, with the arguments of ``build``; or the result of an earlier call.
+        ask: makes the stages of the schedule; see :func:`stages_of`.
 
     Returns:
-        ``optimizer_config``, ``ddp_config``, ``model_parallel_config``, ``scheduler``: what Megatron's classes are
-        given; ``microbatches``; ``batch_axes``; ``arguments``: those of ``build``; ``origins``: of a value that was
-        filled in, e.g. ``"optimizer_config.clip_grad"`` -> why.
+        ``optimizer_config``, ``ddp_config``, ``model_parallel_config``, ``scheduler``: arguments of Megatron's classes;
+        ``microbatches``; ``batch_axes``; ``arguments``: the arguments of ``build``; ``origins``: key of a filled-in
+        value, e.g. ``"optimizer_config.clip_grad"`` -> the reason.
 
     Raises:
         BuildError: unknown options, wrong types, and values that contradict the schedule or train wrongly.
@@ -137,8 +132,8 @@ def filled(schedule: Schedule, options: Mapping[str, Any], ask: Ask | None = Non
     given = {option: _read(option, options.get(option)) for option in CLASSES}
     draft = Options({**given, "microbatches": options.get("microbatches")}, origins=options.get("origins"))
     for name in sorted(set(options) - {*OPTIONS, "arguments", "origins"}):
-        owner = next((option for option in CLASSES if name in fields_of(option)), None)
-        hint = f'{owner}={{"{name}": {options[name]!r}}}' if owner else ""
+        owners = [option for option in CLASSES if name in fields_of(option)]
+        hint = f'{owners[0]}={{"{name}": {options[name]!r}}}' if owners else ""
         draft.refuse(name, f"is not an option of target 'megatron', which has {', '.join(OPTIONS)}", hint)
     _check_fields(draft)
     facts = ScheduleFacts.of(schedule, options)
@@ -181,7 +176,7 @@ def fields_of(option: str) -> Mapping[str, tuple[Any, Any]]:
 
 
 def _read(option: str, given: Any) -> dict[str, Any]:
-    """Return the values that the user gave: of a mapping all, of an object those that differ from the defaults."""
+    """Return the user's values: all of a mapping; of an object, values that differ from the defaults."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -199,16 +194,15 @@ def _read(option: str, given: Any) -> dict[str, Any]:
 
 
 def _check_fields(draft: Options) -> None:
-    """Refuse names that the installed version does not have, types, and dangerous values; leave out those of layers."""
+    """Refuse unknown fields, wrong types and dangerous values; leave out fields for Megatron's layers."""
     runtime = f"Megatron-core {MEGATRON.version}"
     for option in CLASSES:
         values = draft.values.setdefault(option, {})
         draft.refuse_unknown(option, values, fields_of(option), runtime)
-        for name, value in list(values.items()):
-            if name not in fields_of(option):
-                continue
-            key, (default, annotation) = f"{option}.{name}", fields_of(option)[name]
-            why = DANGEROUS.get(key, _ENGINES if option == _MODEL and name.endswith(_FUNCTION) else "")
+        for name in [name for name in values if name in fields_of(option)]:
+            key, value, (default, annotation) = f"{option}.{name}", values[name], fields_of(option)[name]
+            is_function = option == _MODEL and name.endswith("_func")
+            why = DANGERS.get(key, "the engine sets it" if is_function else "")
             if _same(value, default):
                 continue
             if why:
@@ -223,16 +217,16 @@ def _check_fields(draft: Options) -> None:
 def _fits(value: Any, annotation: Any) -> bool:
     try:
         check_type(value, annotation, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
+        return True
     except TypeCheckError:
         return False
-    return True
 
 
 def _same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and value == other)
 
 
-# -- what the schedule and build decide ------------------------------------------------------------------------------
+# -- values from the schedule and build ------------------------------------------------------------------------------
 
 
 def _fill_sizes(draft: Options, facts: ScheduleFacts, schedule: Schedule, ask: Ask) -> None:
@@ -261,13 +255,13 @@ _VIRTUAL = f"{_MODEL}.virtual_pipeline_model_parallel_size"
 
 
 def _fill_stages(draft: Options, stages: int | None, pp: int) -> None:
-    """Complete what depends on the number of stages; None where ``build`` will know it."""
+    """Complete fields that depend on the number of stages; None if only ``build`` knows it."""
     per_rank = None if stages is None or stages % pp else stages // pp
     if per_rank is not None and (per_rank > 1 or draft.get(_VIRTUAL) is not None):
         draft.own(_VIRTUAL, per_rank, f"{stages} stages on {pp} ranks along 'pp'")
     if per_rank != 1:
         fill = draft.own if pp == 2 else draft.default
-        why = f"several stages on each of {pp} ranks: Megatron confuses the messages of two neighbors that are one"
+        why = f"several stages on each of {pp} ranks: Megatron confuses batched messages if both neighbors are one rank"
         fill(f"{_MODEL}.batch_p2p_comm", False, why)
 
 
@@ -280,7 +274,7 @@ def check_stages(config: Mapping[str, Any], stages: int, pp: int) -> None:
         pp: the number of ranks along ``pp``.
 
     Raises:
-        BuildError: Megatron's schedule for this number of stages does not run it.
+        BuildError: the options contradict this number of stages.
     """
     draft = Options({_MODEL: config[_MODEL], "microbatches": config["microbatches"]}, origins=config["origins"])
     _fill_stages(draft, stages, pp)
@@ -288,14 +282,14 @@ def check_stages(config: Mapping[str, Any], stages: int, pp: int) -> None:
 
 
 def _cuts_sequences(schedule: Schedule) -> bool:
-    """Whether a step scatters activations over ``tp``, or a parameter is marked as one of sequence parallelism."""
+    """Return whether a step scatters activations over ``tp``, or a parameter is marked sequence_parallel."""
     steps = (record.primitive for record in schedule.records)
     scatters = any(one.name == "tp.sync" and getattr(one, "op", None) == "reduce_scatter" for one in steps)
     return scatters or any(getattr(one, "sequence_parallel", False) for one in schedule.model.parameters())
 
 
 def _fill_precision(draft: Options, facts: ScheduleFacts) -> None:
-    """``bf16`` and ``fp16`` are given once for both configurations; default: the model's dtype."""
+    """Complete the precision, equal in both configurations; default: the model's dtype."""
     import torch
 
     for name, dtype in _HALF.items():
@@ -322,13 +316,13 @@ def _fill_precision(draft: Options, facts: ScheduleFacts) -> None:
 def _fill_optimizer(draft: Options, facts: ScheduleFacts, *, is_object: bool) -> None:
     """Complete the options of Megatron's own optimizer and its scheduler, and clipping."""
     rate, clipping = draft.get(f"{_OPTIMIZER}.lr"), f"{_OPTIMIZER}.clip_grad"
-    said = next((name for name in _OF_OPTIMIZER if draft.given(f"{_OPTIMIZER}.{name}")), None)
-    if facts.has_optimizer and said is not None:
-        value = draft.get(f"{_OPTIMIZER}.{said}")
+    given = next((name for name in _OF_OPTIMIZER if draft.given(f"{_OPTIMIZER}.{name}")), None)
+    if facts.has_optimizer and given is not None:
+        value = draft.get(f"{_OPTIMIZER}.{given}")
         draft.refuse(
-            f"{_OPTIMIZER}.{said}",
+            f"{_OPTIMIZER}.{given}",
             f"is {value!r}, and build(optimizer=...) is a factory: two optimizers",
-            f"leave {said!r} out, or optimizer= of build",
+            f"leave {given!r} out, or optimizer= of build",
         )
     elif rate is not None:
         draft.default(f"{_OPTIMIZER}.min_lr", 0.0, "without it Megatron's scheduler ends at None")
@@ -354,15 +348,15 @@ def _fill_optimizer(draft: Options, facts: ScheduleFacts, *, is_object: bool) ->
 
 
 def _fill_scheduler(draft: Options) -> None:
-    """Complete all arguments. Weight decay by groups acts through the scheduler alone."""
+    """Complete the scheduler's arguments; weight decay by groups acts through the scheduler alone."""
     draft.own(f"{_SCHEDULER}.max_lr", draft.get(f"{_OPTIMIZER}.lr"), f"'lr' of {_OPTIMIZER}")
     draft.own(f"{_SCHEDULER}.min_lr", draft.get(f"{_OPTIMIZER}.min_lr"), f"'min_lr' of {_OPTIMIZER}")
     warmup = draft.default(f"{_SCHEDULER}.lr_warmup_steps", 0, "no warm-up")
     draft.default(f"{_SCHEDULER}.init_lr", 0.0, "Megatron-LM's default")
-    style = draft.default(f"{_SCHEDULER}.lr_decay_style", "constant", "nothing is said")
+    style = draft.default(f"{_SCHEDULER}.lr_decay_style", "constant", "the default")
     if style == "constant":
         draft.default(f"{_SCHEDULER}.lr_decay_steps", warmup + 1, "the rate stays the same")
-    if draft.default(f"{_SCHEDULER}.wd_incr_style", "constant", "nothing is said") == "constant":
+    if draft.default(f"{_SCHEDULER}.wd_incr_style", "constant", "the default") == "constant":
         decay = draft.get(f"{_OPTIMIZER}.weight_decay", fields_of(_OPTIMIZER)["weight_decay"][0])
         for name in ("start_wd", "end_wd"):
             draft.own(f"{_SCHEDULER}.{name}", decay, f"'weight_decay' of {_OPTIMIZER}")
@@ -370,20 +364,20 @@ def _fill_scheduler(draft: Options) -> None:
 
 
 def _fill_replicas(draft: Options, facts: ScheduleFacts) -> None:
-    """Complete the partitioning and communication of replicas: equal in both configurations."""
+    """Complete partitioning and communication of replicas, equal in both configurations."""
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         draft.agree(f"{_OPTIMIZER}.{name}", f"{_DDP}.{name}")
     for needed in ("use_distributed_optimizer", "overlap_grad_reduce"):
         if draft.get(f"{_DDP}.overlap_param_gather") and not draft.get(f"{_DDP}.{needed}"):
             draft.refuse(
                 f"{_DDP}.overlap_param_gather",
-                f"is True, which does nothing, or the wrong thing, without {needed}",
+                f"is True, which is ignored or wrong without {needed}",
                 f'{_DDP}={{"overlap_param_gather": True, "{needed}": True}}',
             )
 
 
 def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> TransformerConfig:
-    """Make the configuration for DistributedDataParallel and the schedules; its layer sizes are dummies.
+    """Make the configuration of DistributedDataParallel and the schedules, with dummy layer sizes.
 
     Args:
         options: of the plan.
@@ -402,7 +396,7 @@ def transformer_config(options: Mapping[str, Any], mesh: Mesh | None) -> Transfo
 
 
 def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
-    """Ask Megatron's own classes, and its scheduler at every step where its rule changes."""
+    """Validate by Megatron's own classes, and by its scheduler at every step where its rule changes."""
     for option in CLASSES:
         kind, given = megatron_class(option), options[option]
         try:
@@ -416,7 +410,7 @@ def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
                     made = kind(SimpleNamespace(param_groups=[]), **given)
                     for made.num_steps in (0, given["lr_warmup_steps"] + 1, given["lr_decay_steps"]):
                         made.get_lr({}), made.get_wd({})
-        except Exception as error:  # its checks raise assertions, and whatever a wrong value leads to
+        except Exception as error:  # Megatron's checks raise assertions; wrong values raise anything
             raise BuildError(f"Megatron refuses {option}: {type(error).__name__}: {error}") from error
 
 
@@ -424,12 +418,12 @@ def _validate(options: Mapping[str, Any], mesh: Mesh | None) -> None:
 
 
 def steps_of(schedule: Schedule, options: Mapping[str, Any], ask: Ask) -> Iterator[str]:
-    """Yield the lines of the plan: ranks, groups, buckets and optimizer, what crosses stages, the options.
+    """Yield the lines of the plan: ranks, groups, buckets, optimizer, messages between stages, options.
 
     Args:
         schedule: to build.
-        options: as :func:`filled` made them.
-        ask: for the stages of the schedule.
+        options: the result of :func:`filled`.
+        ask: makes the stages of the schedule.
     """
     mesh = schedule.mesh
     yield f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"
@@ -437,7 +431,7 @@ def steps_of(schedule: Schedule, options: Mapping[str, Any], ask: Ask) -> Iterat
     yield from _of_training(options, mesh)
     if mesh is not None and mesh.size("pp") > 1:
         yield from _of_pipeline(schedule, ask, mesh.size("pp"))
-    yield "what Megatron is given:"
+    yield "Megatron's configurations:"
     draft = Options({option: options[option] for option in CLASSES}, origins=options["origins"])
     for option in CLASSES:
         for name, value in sorted(options[option].items()):
@@ -458,7 +452,7 @@ def _of_groups(mesh: Mesh | None) -> Iterator[str]:
     yield f"Megatron's process groups: of {mesh}, made here in order '{order}', or the script's own of the same ranks"
     yield f"ranks: {topology(mesh)}"
     if mesh.size("tp") > 1:
-        yield "one random state for the ranks of mesh_dim 'tp': that of the first of them"
+        yield "the ranks of mesh_dim 'tp' use the RNG state of the first rank"
 
 
 def _of_training(options: Mapping[str, Any], mesh: Mesh | None) -> Iterator[str]:

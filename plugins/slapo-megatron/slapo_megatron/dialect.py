@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def violations(schedule: Schedule) -> Iterator[Violation]:
-    """Every reason why Megatron cannot run a schedule.
+    """Yield every reason why Megatron cannot run a schedule.
 
     Args:
         schedule: to build.
@@ -27,8 +27,8 @@ def violations(schedule: Schedule) -> Iterator[Violation]:
     for record in schedule.records:
         if getattr(record.primitive, "mesh_dim", None) == "dp" and mesh is not None and mesh.size("dp") > 1:
             yield Violation(
-                f"{record} works along mesh_dim 'dp', whose ranks are replicas for Megatron: they have other samples, "
-                "and average all gradients",
+                f"{record} uses mesh_dim 'dp', whose ranks are replicas for Megatron: they have different samples, and "
+                "average all gradients",
                 hint='mesh_dim="tp"',
             )
 
@@ -40,15 +40,14 @@ class MegatronDialect(Dialect):
 
     - ``optimizer_config``: fields of Megatron's ``OptimizerConfig``, e.g. ``{"lr": 1e-4, "bf16": True}``.
     - ``ddp_config``: fields of its ``DistributedDataParallelConfig``, e.g. ``{"overlap_grad_reduce": True}``.
-    - ``model_parallel_config``: fields of its ``ModelParallelConfig`` that say how a model runs, e.g.
-      ``{"deallocate_pipeline_outputs": True}``.
-    - ``scheduler``: arguments of its ``OptimizerParamScheduler``; one step of it after each training step.
-    - ``microbatches``: into how many micro-batches a batch is cut.
-    - ``batch_axes``: where: for an argument of the forward, the axis of its tensors that counts the samples, None for
-      one that every micro-batch has as a whole. Default: the first axis of every tensor.
+    - ``model_parallel_config``: fields of its ``ModelParallelConfig``, e.g. ``{"deallocate_pipeline_outputs": True}``.
+    - ``scheduler``: arguments of its ``OptimizerParamScheduler``, which steps after each training step.
+    - ``microbatches``: number of micro-batches of a batch.
+    - ``batch_axes``: how a batch is cut: argument of the forward -> batch axis of its tensors; None for an argument
+      that every micro-batch gets in full. Default: the first axis of every tensor.
 
     The first three may be objects of these classes too, and the third a ``TransformerConfig``: fields that differ from
-    Megatron's defaults are taken.
+    Megatron's defaults count as explicitly set.
     """
 
     name: ClassVar[str] = "megatron"
@@ -59,15 +58,15 @@ class MegatronDialect(Dialect):
         return violations(schedule)
 
     def options(self, config: Mapping[str, Any], arguments: BuildArguments) -> Mapping[str, Any]:
-        """The options with what else was given to ``build``, for the plan to fill in."""
+        """Return the options together with the other arguments of ``build``."""
         return {**config, "arguments": arguments_as_options(arguments)}
 
     def plan(self, schedule: Schedule, config: Mapping[str, Any]) -> Plan:
         """Plan the options and steps; Megatron's own classes validate the options.
 
         Raises:
-            BuildError: an option that there is none, a bad value, or one that contradicts the schedule; or
-                Megatron-core is not installed.
+            BuildError: an unknown option, a bad value, or one that contradicts the schedule; or Megatron-core is not
+                installed.
         """
         MEGATRON.require()
         from slapo_megatron.config import filled, stages_of, steps_of
@@ -77,10 +76,10 @@ class MegatronDialect(Dialect):
         return Plan("megatron", tuple(steps_of(schedule, options, ask)), options, ("arguments", "origins"))
 
     def stage_ranks(self, plan: Plan, stages: int, pp: int) -> tuple[int, ...]:
-        """Require one stage a rank, or several, alternating: ``(0, 1, 0, 1)``, as Megatron's interleaved schedule.
+        """Return the ranks in turn, e.g. ``(0, 1, 0, 1)``, as Megatron's interleaved schedule requires.
 
         Raises:
-            BuildError: options do not fit this number of stages.
+            BuildError: options contradict this number of stages.
         """
         from slapo_megatron.config import check_stages
 
@@ -90,15 +89,15 @@ class MegatronDialect(Dialect):
     def build(self, plan: Plan, context: BuildContext) -> Engine:
         require_device(context)
         if context.stage_ranks:
-            from slapo_megatron.pipeline import PipelineEngine
+            from slapo_megatron.pipeline import MegatronPipelineEngine
 
-            return PipelineEngine(plan, context)
-        from slapo_megatron.engine import WholeEngine
+            return MegatronPipelineEngine(plan, context)
+        from slapo_megatron.engine import SingleStageEngine
 
-        return WholeEngine(plan, context)
+        return SingleStageEngine(plan, context)
 
     def simulate(self, plan: Plan, context: BuildContext) -> Callable[[Any], Any] | None:
-        """Without stages, which tell each other what they send, and offloading; the CPU is taken for the GPU."""
+        """Return a training step on fake CPU tensors; None with offloading, or stages, which exchange messages."""
         from slapo_megatron.without_gpu import run_without_gpu
 
         if context.stage_ranks or plan.config["optimizer_config"].get("optimizer_cpu_offload"):

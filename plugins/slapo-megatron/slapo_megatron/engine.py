@@ -17,16 +17,16 @@ from torch import nn
 
 from slapo_core import BuildError, Plan, StepResult
 from slapo_megatron.config import transformer_config
-from slapo_megatron.groups import hold, start
+from slapo_megatron.groups import acquire_groups, start
 from slapo_megatron.marks import mark
 from slapo_megatron.model import Chunk, assemble, release
 from slapo_megatron.private import ignore_backward
 from slapo_megatron.sharded import ShardedDirectory
 from slapo_megatron.state import (
-    BetweenMegatronSteps,
+    MegatronExternalChanges,
     StoredOptimizer,
     inner_optimizers,
-    kept_by,
+    optimizer_layout,
     read_extra_state,
     used_extra_state,
     write_extra_state,
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine(StatefulEngine):
-    """State dicts and checkpoints by the context's state, read out of where Megatron keeps it.
+    """State dicts and checkpoints of both engines, read from Megatron's storage.
 
     Args:
         plan: of the build.
         context: from ``build``.
-        megatron: its objects, ready to train.
+        megatron: Megatron's objects, ready to train.
 
     Attributes:
-        megatron: those.
+        megatron: Megatron's objects.
     """
 
-    _marks: Marks  # set by the engines, before they make anything of Megatron's
+    _marks: Marks  # set by the engines, before they make Megatron's objects
 
     def __init__(self, plan: Plan, context: BuildContext, megatron: Megatron) -> None:
         self.plan, self.megatron = plan, megatron
@@ -66,12 +66,12 @@ class MegatronEngine(StatefulEngine):
         here = [live for live in context.state.tensors() if live.is_local]
         self._device = next((live.tensor.device for live in here), torch.device("cpu"))
         self._names = {id(live.tensor): live.reference_name for live in here}
-        self._kept = kept_by(megatron.optimizer, mesh)
-        kept = self._kept
-        self._storage = FlatStorage(kept.held, mesh, self._device, groups=kept.shared, order=kept.order)
+        self._layout = optimizer_layout(megatron.optimizer, mesh)
+        layout = self._layout
+        self._storage = FlatStorage(layout.held, mesh, self._device, groups=layout.shared, order=layout.order)
         self._tensors = FlatTensors(self._storage)
         context.state.keep_in(self._tensors)
-        self._between = BetweenMegatronSteps(context, kept, self._tensors)
+        self._external_changes = MegatronExternalChanges(context, layout, self._tensors)
         self._is_closed = False
         stepped = inner_optimizers(megatron.optimizer)
         self.lr_scheduler = context.make_lr_scheduler(stepped[0] if stepped else None)
@@ -80,7 +80,7 @@ class MegatronEngine(StatefulEngine):
         self._unused = UnusedParameters(context, "Megatron", steps_with_zeros=megatron.optimizer is not None)
         self._stored: StoredOptimizer | None = None
         self._ignore_backward()
-        self._let_go = hold()
+        self._release_groups = acquire_groups()
 
     @property
     def module(self) -> nn.Module:
@@ -88,11 +88,11 @@ class MegatronEngine(StatefulEngine):
 
     @property
     def optimizer(self) -> Any:  # type: ignore[override]
-        """Megatron's optimizer; None where the engine only evaluates, or is closed."""
+        """Megatron's optimizer; None if the engine only evaluates, or is closed."""
         return None if self._is_closed else self.megatron.optimizer
 
     def close(self) -> None:
-        """Let go of Megatron's objects; the model and its state stay."""
+        """Release Megatron's objects; the model and its state stay."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -101,21 +101,22 @@ class MegatronEngine(StatefulEngine):
         self._unused.stop()
         release(self.megatron, self._marks, gather=self._reason is None)
         self._release()
-        self._let_go()
+        self._release_groups()
 
     # -- for the engines ----------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Release the engine's own state, apart from Megatron's objects; called once."""
+        """Release the engine's own state, once, after Megatron's objects."""
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise self._closed(self._reason or "")
 
     def _require_trainable(self) -> None:
-        """
+        """Refuse a training step of a closed or evaluating engine.
+
         Raises:
-            BuildError: the engine is closed, or cannot train here.
+            BuildError: the engine is closed, or has no optimizer or no gradients.
         """
         self._require_open()
         if self.megatron.optimizer is None:
@@ -123,10 +124,10 @@ class MegatronEngine(StatefulEngine):
         self._refuse_without_gradients()
 
     def _begin_step(self, module: nn.Module) -> None:
-        """Start from gradients of zero, whatever a backward pass of the user's own has left, and from equal buffers.
+        """Zero all gradients, also of the user's backward passes, and broadcast buffers over the replicas.
 
         Args:
-            module: of whose buffers replicas hold the same.
+            module: whose buffers are broadcast.
         """
         self._unused.step_begins()
         send_buffers(module, self._replicas)
@@ -135,15 +136,15 @@ class MegatronEngine(StatefulEngine):
         self.megatron.optimizer.zero_grad()
 
     def _update(self) -> torch.Tensor | None:
-        """Step the optimizer and the scheduler after the passes.
+        """Step the optimizer and the scheduler.
 
         Returns:
-            the norm of all gradients before clipping, where they are clipped; infinite in a step that Megatron skipped
-            for an overflow.
+            the norm of all gradients before clipping, if they are clipped; infinite in a step that Megatron skipped for
+            an overflow.
         """
         is_stepped, norm, _ = self.megatron.optimizer.step()
         self._ignore_backward()
-        self._between.note()
+        self._external_changes.note()
         if not is_stepped:
             return self._scalar(math.inf)
         if self.megatron.scheduler is not None:
@@ -188,16 +189,16 @@ class MegatronEngine(StatefulEngine):
         """Write a checkpoint in Megatron's format: each rank its shards, by ``megatron.core.dist_checkpointing``.
 
         A collective over all processes. The keys are the reference model's names (``optimizer.state.exp_avg.<name>``
-        for the optimizer's state), the shapes the whole ones: it can be loaded under any schedule of the same model,
-        with other sizes of ``tp``, ``pp`` and ``dp``, with the distributed optimizer and without. Weights are in the
-        precision that is trained. Megatron starts a process for it: a script needs ``if __name__ == "__main__":``.
+        for the optimizer's state), the shapes are full: any schedule of the same model can load it, with other sizes of
+        ``tp``, ``pp`` and ``dp``, with the distributed optimizer and without. Weights have the trained precision.
+        Megatron starts a process for it: a script needs ``if __name__ == "__main__":``.
 
         Args:
-            directory: on a disk that all ranks share; made if it is not there, and empty.
+            directory: new or empty, on a disk that all ranks share.
 
         Raises:
-            RankMismatchError: ranks hold different copies; nothing was written.
-            BuildError: the optimizer holds something that has no place in a checkpoint, or the directory something.
+            RankMismatchError: replicas differ between ranks; nothing was written.
+            BuildError: the optimizer has state that a checkpoint cannot express, or the directory is not empty.
         """
         self._settle("save_sharded")
         shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
@@ -206,10 +207,10 @@ class MegatronEngine(StatefulEngine):
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
         """Load a checkpoint of :meth:`save_sharded`: each rank its shards. A collective over all processes.
 
-        Its files are those of Megatron and of torch, some of which are pickles: load what you trust.
+        Megatron and torch read the files, some of which are pickles: load only checkpoints that you trust.
 
         Args:
-            directory: that of :meth:`save_sharded`.
+            directory: of :meth:`save_sharded`.
 
         Raises:
             WeightsError: no such checkpoint, or of another model; nothing was changed.
@@ -223,19 +224,19 @@ class MegatronEngine(StatefulEngine):
         self._resume(self._state.load_shards(description, source, optimizer=optimizer, uses=uses))
 
     def _settle(self, call: str = "") -> None:
-        """Wait for what Megatron would send in the next forward: parameters that the last step changed.
+        """Gather the parameters of the last step, which Megatron would gather in the next forward.
 
         Args:
-            call: that needs the optimizer's state by the names of the reference model.
+            call: a method that needs the optimizer's state by the reference model's names; ``""``: none.
 
         Raises:
             BuildError: the optimizer's state has no such names.
         """
         if self.optimizer is None:
             return
-        if call and self._kept.limit:
+        if call and self._layout.limit:
             raise BuildError(
-                f"engine.{call}() cannot express the state of Megatron's optimizer: {self._kept.limit}",
+                f"engine.{call}() cannot express the state of Megatron's optimizer: {self._layout.limit}",
                 hint="megatron.core.dist_checkpointing.save() with engine.megatron.optimizer.sharded_state_dict(...); "
                 "engine.state_dict() gives the weights",
             )
@@ -244,11 +245,11 @@ class MegatronEngine(StatefulEngine):
                 chunk.start_param_sync(force_sync=True)
 
     def _kept_optimizer(self) -> StoredOptimizer | None:
-        """The optimizer by parameters: a collective over the replicas."""
+        """Return the optimizer by parameters: a collective over the replicas."""
         self._stored = None
-        if not self._is_closed and not self._kept.limit and self._kept.groups:
+        if not self._is_closed and not self._layout.limit and self._layout.groups:
             is_scheduled = self.megatron.scheduler is not None
-            self._stored = StoredOptimizer(self._kept, self._storage, self._names, is_scheduled=is_scheduled)
+            self._stored = StoredOptimizer(self._layout, self._storage, self._names, is_scheduled=is_scheduled)
             self._stored.meet()
         return self._stored
 
@@ -264,10 +265,10 @@ class MegatronEngine(StatefulEngine):
             super()._resume(runtime)
 
 
-class WholeEngine(MegatronEngine):
-    """Train a model that is not divided into stages, by Megatron's schedule without a pipeline.
+class SingleStageEngine(MegatronEngine):
+    """Train a model without stages, by Megatron's schedule without a pipeline.
 
-    After a step that failed once its backward pass had begun the engine is closed.
+    A step that fails after its first backward pass began closes the engine.
 
     Args:
         plan: of the build.
@@ -289,8 +290,8 @@ class WholeEngine(MegatronEngine):
 
     def train_step(self, batch: Any) -> StepResult:
         self._require_trainable()
-        self._between.check()
-        count = None if self._count == self._context.accumulate else self._count  # as the user said it
+        self._external_changes.check()
+        count = None if self._count == self._context.accumulate else self._count  # as the user gave it
         micro_batches = self._context.micro_batches(batch, count, axes=self.plan.config["batch_axes"] or None)
         self._has_begun = False
         try:
@@ -334,14 +335,14 @@ Reduced = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 def reduced(loss: torch.Tensor, **values: Any) -> Reduced:
-    """Return what Megatron's schedules want of a loss: a copy, which they divide in place, a number, and values.
+    """Return a loss for Megatron's schedules: a copy, which they divide in place, a count, and values.
 
-    It is the mean over one thing, the micro-batch: without that number Megatron takes losses as partial sums.
+    The count is one micro-batch, of which the loss is the mean: without a count Megatron sums losses as partial.
     """
     one = torch.ones((), dtype=torch.int, device=loss.device)
     return loss.clone(), one, {"loss": loss.detach().clone(), **values}
 
 
 def instances_of(plan: Plan) -> int:
-    """The number of instances of the distributed optimizer."""
+    """Return the number of instances of the distributed optimizer."""
     return int(plan.config["ddp_config"].get("num_distributed_optimizer_instances", 1))

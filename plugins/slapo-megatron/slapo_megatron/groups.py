@@ -1,6 +1,6 @@
-"""Megatron's process groups: made in the order of the mesh, or those of the user's script, compared rank by rank.
+"""Megatron's process groups: made in the order of the mesh, or the script's own, compared rank by rank.
 
-Megatron has one set of them for the process. Groups made here stay for the next engine of the same mesh.
+Megatron has one set of groups in a process. Groups made here stay for the next engine of the same mesh.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def order_of(mesh: Mesh) -> str:
 
 
 def differences(mesh: Mesh, instances: int = 1) -> Iterator[str]:
-    """Which groups of Megatron's have other ranks than the mesh says, as far as this rank is in them.
+    """Yield Megatron's groups of this rank whose ranks differ from the mesh.
 
     Args:
         mesh: of the schedule.
@@ -56,37 +56,37 @@ def differences(mesh: Mesh, instances: int = 1) -> Iterator[str]:
 
 
 _ours: list[Any] = []  # the groups that were made here
-_open: list[object] = []  # what engines that are open have taken
+_users: list[object] = []  # one for each open engine
 
 
-def hold() -> Callable[[], None]:
-    """Keep Megatron's process groups until the function that is returned was called, by an engine that is closed."""
-    held = object()
-    _open.append(held)
+def acquire_groups() -> Callable[[], None]:
+    """Keep Megatron's process groups for an engine, until it calls the returned function."""
+    user = object()
+    _users.append(user)
 
-    def let_go() -> None:
-        if held in _open:
-            _open.remove(held)
+    def release() -> None:
+        if user in _users:
+            _users.remove(user)
 
-    return let_go
+    return release
 
 
 def start(mesh: Mesh | None, *, device_type: str | None = None, instances: int = 1) -> None:
-    """Let Megatron have process groups over the ranks of the mesh: a collective over all of them.
+    """Make or check Megatron's process groups over the ranks of the mesh: a collective over all ranks.
 
-    Groups that the user's script has made are taken if they are those of the mesh, rank by rank. Those that were made
-    here are reused for the same mesh, and made again for another one where no engine is open.
+    Groups of the user's script must have the ranks of the mesh. Groups made here are reused for the same mesh, and
+    made again for another one if no engine is open.
 
-    Where torch has no process group, this process is alone: it gets a group of one, which stays until it ends.
+    Without a process group of torch this process is alone: it gets a group of one, which stays until the process ends.
 
     Args:
-        mesh: of the schedule; None for one process alone.
-        device_type: of the model, which decides the backend of a process alone; None: that of the mesh, or the CPU.
+        mesh: of the schedule; None for a single process.
+        device_type: of the model, for the backend of a single process; None: the CPU.
         instances: of the distributed optimizer.
 
     Raises:
-        BuildError: Megatron-core is not installed, the groups of the user's script are others, or an open engine uses
-            groups of another mesh.
+        BuildError: Megatron-core is not installed, the script's groups have other ranks, or an open engine uses groups
+            of another mesh.
     """
     MEGATRON.require()
     import torch.distributed as dist
@@ -97,19 +97,19 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, instances: int =
     mesh = Mesh({}) if mesh is None else mesh
     if mesh.world_size != dist.get_world_size():
         raise BuildError(
-            f"the schedule's mesh {mesh} has {mesh.world_size} ranks, and torch.distributed runs "
-            f"{dist.get_world_size()} processes, over which all of Megatron's groups lie",
+            f"the schedule's mesh {mesh} has {mesh.world_size} ranks, but torch.distributed has "
+            f"{dist.get_world_size()} processes, all of which Megatron's groups cover",
             hint=f'create_schedule(model, mesh={{"dp": {dist.get_world_size()}}})',
         )
     there = groups_of_megatron()
     is_ours = bool(there) and len(there) == len(_ours) and all(map(operator.is_, there, _ours))
     is_stale = not all(map(is_alive, there))
     if is_ours and (is_stale or any(differences(mesh, instances))):
-        if _open and not is_stale:
+        if _users and not is_stale:
             raise BuildError(
-                f"an open engine uses Megatron's process groups of another mesh, and this one is for {mesh}: Megatron "
-                "has one set of them in a process",
-                hint="engine.close() of the other one first",
+                f"an open engine uses Megatron's process groups of another mesh than {mesh}: Megatron has one set of "
+                "groups in a process",
+                hint="first close() the other engine",
             )
         _destroy()
     if not parallel_state.model_parallel_is_initialized():
@@ -118,7 +118,7 @@ def start(mesh: Mesh | None, *, device_type: str | None = None, instances: int =
 
 
 def _compare(mesh: Mesh, instances: int) -> None:
-    """Refuse groups of the user's script that are not those of the mesh."""
+    """Refuse groups of the user's script whose ranks differ from the mesh."""
     import torch.distributed as dist
 
     found = list(differences(mesh, instances))
@@ -128,7 +128,7 @@ def _compare(mesh: Mesh, instances: int) -> None:
         arguments = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         call = ", ".join([*arguments, f'order="{order_of(mesh)}"'])
         raise BuildError(
-            f"Megatron's process groups, which were made before, are not those of the mesh {mesh}: on rank "
+            f"Megatron's process groups, made before the build, do not match the mesh {mesh}: on rank "
             f"{dist.get_rank()}, {'; '.join(found)}",
             hint=f"parallel_state.initialize_model_parallel({call}), or leave it to build",
         )
@@ -148,7 +148,7 @@ def _make(mesh: Mesh, instances: int) -> None:
 
 
 def _destroy() -> None:
-    """Destroy Megatron's groups, in the same order on every rank, and its state with them."""
+    """Destroy Megatron's groups and parallel state, in the same order on every rank."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

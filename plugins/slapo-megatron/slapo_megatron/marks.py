@@ -1,7 +1,7 @@
-"""Mark parameters for Megatron: which are sharded, and which are replicas that another rank counts.
+"""Mark parameters for Megatron: shards, and copies that another rank counts.
 
-Its norm of all gradients counts marked parameters on every rank along ``tp``, and all others on the first one.
-Without marks the norm leaves out other ranks' shards, or counts ties twice, silently.
+Megatron's norm of all gradients counts marked parameters on every rank along ``tp``, and all others on the first rank.
+Without marks the norm silently leaves out other ranks' shards, or counts ties twice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 _OF_MEGATRON = ("main_grad", "grad_added_to_main_grad", "main_param", "main_param_sharded")
-"""What its wrapper and its optimizers hang on parameters."""
+"""Attributes that Megatron's wrapper and optimizers set on parameters."""
 
 
 class Marks:
-    """The attributes that parameters had before Megatron's.
+    """Set marks on parameters, and restore the attributes that parameters had before.
 
     Args:
-        parameters: with the marks that they shall have.
+        parameters: each with its marks.
     """
 
     def __init__(self, parameters: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
@@ -39,7 +39,7 @@ class Marks:
                 setattr(tensor, name, value)
 
     def take_back(self) -> None:
-        """Give parameters the attributes that they had, and drop what Megatron hung on them."""
+        """Restore the parameters' own attributes, and delete Megatron's."""
         for tensor, attributes in self._before:
             for name, value in attributes.items():
                 if value is not _ABSENT:
@@ -50,7 +50,7 @@ class Marks:
 
     @contextlib.contextmanager
     def taken_back_if_it_fails(self) -> Iterator[None]:
-        """Remove the marks if making Megatron's objects fails."""
+        """Remove the marks if the block fails."""
         try:
             yield
         except BaseException:
@@ -62,14 +62,14 @@ _ABSENT = object()
 
 
 def mark(context: BuildContext) -> Marks:
-    """Mark every parameter by its layout; what no layout splits keeps marks of the user's own, as of Megatron's layers.
+    """Mark every parameter by its layout; unsharded ones keep marks of the user, e.g. of Megatron's layers.
 
     Args:
-        context: of the build; every tensor is in its place.
+        context: of the build; every tensor is materialized.
 
     Raises:
-        BuildError: a parameter is split over other ranks than those along ``tp``, or ranks hold only parts of it
-            together; nothing is marked.
+        BuildError: a parameter is sharded over another mesh dimension than ``tp``, or ranks share only parts of their
+            shards; nothing is marked.
     """
     here = [live for live in context.state.tensors() if live.is_parameter and live.is_local]
     for live in here:
@@ -83,21 +83,21 @@ def _refuse_split(context: BuildContext, live: LiveTensor) -> None:
         if mesh_dim != "tp" and mesh is not None and mesh.size(mesh_dim) > 1:
             raise BuildError(
                 f"'{live.name}' is split on axis {axis} over mesh_dim '{mesh_dim}', and Megatron's "
-                "DistributedDataParallel would average the gradients of its shards, as of replicas",
+                "DistributedDataParallel would average the gradients of its shards like replicas' gradients",
                 hint='split it over "tp"',
             )
     if live.layout.parts(mesh):
         raise BuildError(
-            f"ranks hold only parts of '{live.name}' together ({live.layout}), and Megatron's norm of all gradients "
-            "counts a parameter as a whole",
+            f"ranks share only parts of their shards of '{live.name}' ({live.layout}), and Megatron's norm of all "
+            "gradients counts a shard in full or not at all",
             hint="a tp size up to the number of KV heads, the torch target, or separate projections",
         )
 
 
 def _as_shard(context: BuildContext, live: LiveTensor) -> dict[str, Any]:
-    """Whether ``tp`` splits it, and how; the stride counts the matrices that lie one after the other on that axis.
+    """Return the marks of a shard over ``tp``; the stride is the number of matrices packed on that axis.
 
-    Of a shard that several ranks hold, the first one is marked: Megatron's norm counts others on the first rank only.
+    Of a shard that several ranks hold, the first one is marked: Megatron's norm counts unmarked ones on rank 0 only.
     """
     mesh, layout = context.schedule.mesh, live.layout
     split = [axis for mesh_dim, axis in layout.shards() if mesh_dim == "tp"]
@@ -111,9 +111,9 @@ def _as_shard(context: BuildContext, live: LiveTensor) -> dict[str, Any]:
 
 
 def _as_copy(context: BuildContext, live: LiveTensor) -> dict[str, Any]:
-    """Mark a parameter tied over stages: only its first rank counts it in the norm.
+    """Return the marks of a parameter tied over stages: only its first rank counts it in the norm.
 
-    ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer splits all copies equally.
+    ``shared_embedding`` gives it a bucket of its own, so that the distributed optimizer partitions all copies equally.
     """
     mesh, placement = context.schedule.mesh, context.placement
     holders = placement.holders(live) if placement is not None else ()

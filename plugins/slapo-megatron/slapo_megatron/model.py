@@ -1,4 +1,4 @@
-"""The model for Megatron: chunks in DistributedDataParallel, the optimizer and its scheduler.
+"""Wrap the model for Megatron: chunks in DistributedDataParallel, the optimizer and its scheduler.
 
 Imports Megatron: import it in functions.
 """
@@ -33,7 +33,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def working_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype of the computation; None if unchanged.
+    """Return the forward's dtype in lower precision; None in the parameters' own.
 
     Args:
         config: Megatron's, of a model or of an optimizer.
@@ -50,7 +50,7 @@ def lower_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     4000 by 0.7 rad.
 
     Args:
-        model: the scheduled one, every tensor in its place.
+        model: the scheduled one, materialized.
         dtype: None does nothing.
     """
     if dtype is not None:
@@ -81,19 +81,19 @@ class Chunk(nn.Module):
     """Wrap a model for DistributedDataParallel and Megatron's schedules.
 
     Args:
-        model: the scheduled one; its forward is called with whatever this one is. In lower precision, inputs of float32
-            come to it in that, and its outputs are given out in float32.
+        model: the scheduled one; its forward gets this module's arguments. In lower precision, float32 inputs are cast
+            down, and outputs are cast to float32.
         config: Megatron's.
 
     Attributes:
         gather: called before each forward of the model: with ``overlap_param_gather`` it waits for all parameters. The
-            hooks of DistributedDataParallel wait for those of modules that are called; a traced graph, a stage, or
-            ``nn.MultiheadAttention`` read parameters of modules that are not.
+            hooks of DistributedDataParallel wait only for parameters of called modules; a traced graph, a stage, or
+            ``nn.MultiheadAttention`` read parameters of modules that are not called.
     """
 
     model_type = ModelType.encoder_or_decoder
     pre_process = post_process = True
-    share_embeddings_and_output_weights = False  # ties are summed by the engine, wherever they are
+    share_embeddings_and_output_weights = False  # the engine sums all ties
     vp_stage: int | None = None
 
     def __init__(self, model: nn.Module, config: Any) -> None:
@@ -123,7 +123,7 @@ def wrapped(chunks: Sequence[Chunk], config: Any, ddp_config: Mapping[str, Any])
         config: Megatron's ``TransformerConfig``, whose functions are set.
         ddp_config: fields of ``DistributedDataParallelConfig``.
     """
-    # one object a chunk: Megatron writes the size of buckets into it
+    # one object per chunk: Megatron writes the size of buckets into it
     made = [
         DistributedDataParallel(
             config, DistributedDataParallelConfig(**ddp_config), chunk, disable_bucketing=number > 0
@@ -158,18 +158,17 @@ def assemble(
     *,
     sum_ties: Callable[[], None] = lambda: None,
 ) -> Megatron:
-    """Wrap every chunk, and make what trains them; groups are there, and parameters are marked.
+    """Wrap every chunk, and make optimizer and scheduler, after process groups and marks.
 
     Args:
-        plan: its ``config`` has every option, filled in.
+        plan: its ``config`` has the completed options.
         context: of the build; its optimizer is made here.
-        chunks: the model, or this rank's stages of it in the order of the pipeline.
+        chunks: the model, or this rank's stages in the order of the pipeline.
         config: Megatron's ``TransformerConfig``; its functions for schedules are set here.
-        sum_ties: sums ``main_grad`` of every parameter that several stages hold, over exactly those, after the replicas
-            have averaged it.
+        sum_ties: sums ``main_grad`` of every tied parameter over its stages, after the replicas have averaged it.
 
     Raises:
-        BuildError: Megatron cannot train these parameters, or wrap the optimizer, or two would sum one gradient.
+        BuildError: Megatron cannot train these parameters, or wrap the optimizer, or a gradient would be summed twice.
     """
     options = plan.config
     refuse_double_sums(context.schedule, context.state.tensors(), config)
@@ -185,7 +184,7 @@ def assemble(
     config.finalize_model_grads_func = finalize
     if optimizer is not None:
         config.grad_scale_func = optimizer.scale_loss
-    # without a scheduler, what groups of parameters multiply rates and decays with has no effect
+    # without a scheduler, the groups' multipliers of rates and decays have no effect
     scheduler = OptimizerParamScheduler(optimizer, **options["scheduler"]) if own else None
     return Megatron(made, optimizer, scheduler, config)
 
@@ -193,24 +192,24 @@ def assemble(
 def release(megatron: Megatron, marks: Marks, *, gather: bool = True) -> None:
     """Remove the hooks of the wrappers and the marks; the parameters keep their values.
 
-    With ``overlap_param_gather`` it is a collective over the replicas: they get the values that are still to come.
+    With ``overlap_param_gather`` it is a collective over the replicas, which gathers the last step's parameters.
 
     Args:
-        megatron: of an engine; its wrappers reduce nothing any more.
+        megatron: of an engine; afterwards its wrappers reduce nothing.
         marks: of its parameters.
-        gather: whether the replicas get those values; False after a step that failed, whose groups are broken.
+        gather: whether to gather; False after a failed step, whose groups are broken.
     """
     for chunk in megatron.chunks:
         if chunk.use_forward_hook and chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook(param_sync=gather)
-        chunk.param_to_bucket_group.clear()  # without it, the hooks of the backward pass leave a gradient alone
+        chunk.param_to_bucket_group.clear()  # without it, the backward hooks ignore gradients
         for parameter in chunk.parameters():
-            parameter.grad = None  # the buffer's memory, or nothing
+            parameter.grad = None  # a view of the buffer, or None
     marks.take_back()
 
 
 def refuse_double_sums(schedule: Schedule, tensors: Sequence[Any], config: Any) -> None:
-    """Refuse parameters whose gradient both Megatron and a step would sum over ``tp``.
+    """Refuse parameters whose gradient Megatron and a step would both sum over ``tp``.
 
     Args:
         schedule: of the model.
@@ -223,8 +222,8 @@ def refuse_double_sums(schedule: Schedule, tensors: Sequence[Any], config: Any) 
         return
     if not config.sequence_parallel:
         raise BuildError(
-            f"'{min(marked)}' is marked sequence_parallel, and Megatron sums the gradients of such parameters over "
-            "'tp' only where it is told to",
+            f"'{min(marked)}' is marked sequence_parallel, but Megatron sums the gradients of such parameters over "
+            "'tp' only with sequence_parallel=True",
             hint='model_parallel_config={"sequence_parallel": True}',
         )
     for record in schedule.records:
@@ -233,7 +232,7 @@ def refuse_double_sums(schedule: Schedule, tensors: Sequence[Any], config: Any) 
             summed = {f"{record.path}.{name}".lstrip(".") for name in ([names] if isinstance(names, str) else names)}
             for name in sorted(marked & summed):
                 raise BuildError(
-                    f"{record} sums the gradient of '{name}' over 'tp', and Megatron would once more, because the "
+                    f"{record} sums the gradient of '{name}' over 'tp', and Megatron would sum it again, because the "
                     "parameter is marked sequence_parallel",
                     hint="leave out that step, or the mark",
                 )
@@ -251,8 +250,8 @@ def optimizer_of(options: Mapping[str, Any], context: BuildContext, chunks: Sequ
         chunks: the model as DistributedDataParallel has it.
 
     Raises:
-        BuildError: Megatron cannot wrap the factory's optimizer, or a setting has nothing to act on.
-        OptimizerError: the factory made something that cannot be.
+        BuildError: Megatron cannot wrap the factory's optimizer, or no parameter is marked for ``decoupled_lr``.
+        OptimizerError: the factory's optimizer is invalid.
     """
     config = OptimizerConfig(**options["optimizer_config"])
     if context.optimizer is None:
@@ -260,9 +259,9 @@ def optimizer_of(options: Mapping[str, Any], context: BuildContext, chunks: Sequ
         marked = any(getattr(live.tensor, name, False) for live in context.state.tensors() if live.is_parameter)
         if config.decoupled_lr is not None and not marked:
             raise BuildError(
-                f"optimizer_config has decoupled_lr={config.decoupled_lr}, which acts on parameters that are marked as "
-                "those of embeddings and of the output layer, and none is",
-                hint=f"before the schedule is made: model.get_input_embeddings().weight.{name} = True",
+                f"decoupled_lr={config.decoupled_lr} of optimizer_config needs parameters marked `{name}`; none is "
+                "marked",
+                hint=f"model.get_input_embeddings().weight.{name} = True, before create_schedule",
             )
         return get_megatron_optimizer(config, list(chunks))
     inner = context.make_optimizer(
@@ -272,7 +271,7 @@ def optimizer_of(options: Mapping[str, Any], context: BuildContext, chunks: Sequ
 
 
 def _wrapped(inner: Any, config: OptimizerConfig, chunks: Sequence[Any]) -> Any:
-    """The user's optimizer where Megatron's own would be."""
+    """Wrap the user's optimizer in Megatron's classes."""
     wrapper: Any
     if config.use_distributed_optimizer:
         wrapper = _distributed(inner, config, chunks)
@@ -294,7 +293,7 @@ def _distributed(inner: Any, config: OptimizerConfig, chunks: Sequence[Any]) -> 
             '"use_distributed_optimizer" out',
         )
     for group in inner.param_groups:
-        group["params"] = [one for one in group["params"] if one.requires_grad]  # it takes no others
+        group["params"] = [one for one in group["params"] if one.requires_grad]  # Megatron accepts no others
     several = chunks[0].ddp_config.num_distributed_optimizer_instances > 1
     wrapper = DistributedOptimizer(
         inner,
@@ -335,4 +334,4 @@ def _scaler(config: OptimizerConfig) -> Any:
 
 
 def _no_state(*_: Any) -> None:
-    """The user's optimizer makes its state in its first step."""
+    """Initialize no state: the user's optimizer makes it in its first step."""

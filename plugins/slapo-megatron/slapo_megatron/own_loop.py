@@ -1,4 +1,4 @@
-"""The model chunks of a loop of the user's own: no engine, no optimizer.
+"""Make model chunks for a training loop of the user: no engine, no optimizer.
 
 Imports Megatron: import it in functions.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_core import BuildError
 from slapo_megatron.config import filled, transformer_config
 from slapo_megatron.dialect import violations
-from slapo_megatron.groups import hold, start
+from slapo_megatron.groups import acquire_groups, start
 from slapo_megatron.marks import mark
 from slapo_megatron.model import Chunk, lower_model, refuse_double_sums, working_dtype, wrapped
 from slapo_megatron.runtime import require_device
@@ -35,7 +35,7 @@ def chunks_for_own_loop(sch: Schedule, options: Mapping[str, Any], *, wrap: bool
         raise BuildError(reason.message, hint=reason.hint)
     if mesh is not None and mesh.size("pp") > 1:
         raise BuildError(
-            f"the mesh {mesh} has several ranks along 'pp': a loop of your own would have to pack what stages send",
+            f"the mesh {mesh} has several ranks along 'pp': model_chunks() does not pack the messages between stages",
             hint='slapo_core.build(sch, target="megatron", ...) runs stages',
         )
     completed = filled(sch, options)
@@ -50,5 +50,5 @@ def chunks_for_own_loop(sch: Schedule, options: Mapping[str, Any], *, wrap: bool
     lower_model(sch.model, working_dtype(config))
     chunk = Chunk(sch.model, config)
     made = wrapped([chunk], config, completed["ddp_config"]) if wrap else [chunk]
-    hold()  # as long as the process runs: the end of the loop is not known
+    acquire_groups()  # until the process ends: the end of the loop is unknown
     return made

@@ -21,12 +21,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from slapo_core import StepResult
+from slapo_core.internals import children_of
 from slapo_megatron.config import transformer_config
 from slapo_megatron.engine import MegatronEngine, instances_of, reduced
 from slapo_megatron.groups import start
 from slapo_megatron.marks import mark
 from slapo_megatron.model import Chunk, assemble, lowered, raised, working_dtype
-from slapo_megatron.private import children_of
 from slapo_runtime.engine import PipelineSteps
 from slapo_runtime.stages.runner import RankStages, StageCache, Work, step_seed
 
@@ -38,15 +38,14 @@ if TYPE_CHECKING:
 
 
 class StageChunk(Chunk):
-    """Run a stage: called with the number of a micro-batch, with the message of :meth:`set_input_tensor`.
+    """Run a stage; called with the number of a micro-batch, after :meth:`set_input_tensor`.
 
     Args:
-        parameters: by name, which DistributedDataParallel looks after; of those that several chunks of a rank use, the
-            first one has them.
+        parameters: name -> parameter for DistributedDataParallel; a parameter of several chunks belongs to the first.
         config: Megatron's.
-        place: among the stages of this rank; None where there is one.
-        is_first: of all stages.
-        is_last: of all stages.
+        place: index among the stages of this rank; None if there is one.
+        is_first: whether it is the first of all stages.
+        is_last: whether it is the last of all stages.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class StageChunk(Chunk):
     work: Work
 
     def begin(self, work: Work) -> None:
-        """Begin a step, whose micro-batches are those of ``work``."""
+        """Begin a step with the micro-batches of ``work``."""
         self.work = work
 
     def end(self) -> None:
@@ -76,8 +75,8 @@ class StageChunk(Chunk):
         """Run a micro-batch.
 
         Returns:
-            the message to the next stage, a tensor of its own; on the last stage the input of :meth:`Work.loss`, in
-            float32 where the model computes in lower precision.
+            the message to the next stage, a new tensor; on the last stage the input of :meth:`Work.loss`, in float32
+            if the model computes in lower precision.
         """
         received, self._received = self._received, None
         self.gather()
@@ -91,9 +90,9 @@ def chunks_of(
     """Return the chunks of this rank.
 
     Args:
-        stages: of this rank, by number, in their order.
-        unused: parameters that live on this rank and that no stage uses, by name.
-        count: of all stages.
+        stages: number -> module of this rank's stages, in their order.
+        unused: name -> parameter of this rank that no stage uses.
+        count: number of all stages.
         config: Megatron's.
     """
     found: list[StageChunk] = []
@@ -108,7 +107,7 @@ def chunks_of(
 
 
 def _tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Modules that only hold the parameters, at the paths of the scheduled model."""
+    """Return modules that hold the parameters at the paths of the scheduled model."""
     root = nn.Module()
     for name, parameter in parameters.items():
         *path, last = name.split(".")
@@ -122,7 +121,7 @@ def _tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
 
 
 def ties_of(context: BuildContext) -> list[nn.Parameter]:
-    """Return parameters of this rank that others along ``pp`` hold too.
+    """Return this rank's parameters that other ranks along ``pp`` hold too.
 
     Args:
         context: from ``build``.
@@ -137,14 +136,14 @@ def ties_of(context: BuildContext) -> list[nn.Parameter]:
 
 
 def _unused(context: BuildContext, stages: Any) -> dict[str, nn.Parameter]:
-    """Parameters that live on this rank and that no stage uses, by name."""
+    """Return this rank's parameters that no stage uses, by name."""
     held = {id(parameter) for stage in stages for parameter in stage.parameters()}
     here = {live.name: live.tensor for live in context.state.tensors() if live.is_local}
     return {name: one for name, one in here.items() if isinstance(one, nn.Parameter) and id(one) not in held}
 
 
 class Communicator(P2PCommunicator):  # type: ignore[misc]
-    """Send messages of the sizes that stages make.
+    """Send messages of known sizes between stages.
 
     Args:
         group: Megatron's, along ``pp``.
@@ -153,27 +152,27 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
 
     def __init__(self, group: Any, config: Any) -> None:
         config = copy.copy(config)
-        config.variable_seq_lengths = True  # asks for the shape of every message
+        config.variable_seq_lengths = True  # calls _communicate_shapes for every message
         if group.size() == 2:
-            config.batch_p2p_comm = False  # both neighbors are one rank: batched messages are taken for each other
+            config.batch_p2p_comm = False  # both neighbors are one rank: batched messages would be confused
         super().__init__(group, config)
         self._from_previous: Iterator[int] = iter(())
         self._from_next: Iterator[int] = iter(())
 
-    def begin(self, form: RankStages, order: Sequence[int]) -> None:
+    def begin(self, stages: RankStages, order: Sequence[int]) -> None:
         """Begin a step.
 
         Args:
-            form: of the micro-batches, with joined messages.
-            order: of the stages of a rank, the same on all; gradients come with the last stage first.
+            stages: of this rank, with joined messages.
+            order: of the stages of a rank, equal on all ranks; gradients come with the last stage first.
         """
         size, rank, last = self.pp_group.size(), self.pp_group.rank(), max(order)
-        lengths = {stage: message.length for stage, message in form.messages.items()}
+        lengths = {stage: message.length for stage, message in stages.messages.items()}
         sent = (chunk * size + (rank - 1) % size for chunk in order)
         returned = ((last - chunk) * size + (rank + 1) % size - 1 for chunk in order)
         self._from_previous = iter([lengths[stage] for stage in sent if stage in lengths])
         self._from_next = iter([lengths[stage] for stage in returned if stage in lengths])
-        self.config.pipeline_dtype = next(iter(form.messages.values())).dtype
+        self.config.pipeline_dtype = next(iter(stages.messages.values())).dtype
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -185,25 +184,25 @@ class Communicator(P2PCommunicator):  # type: ignore[misc]
 _GROUPS = ["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"]  # that the schedules use
 
 
-class Schedule:
-    """1F1B, or interleaved 1F1B where a rank has several stages.
+class ScheduleRunner:
+    """Run Megatron's 1F1B schedule, interleaved if a rank has several stages.
 
     Args:
-        megatron: its objects; chunks are those of this rank.
+        megatron: its objects, with the chunks of this rank.
     """
 
     def __init__(self, megatron: Megatron) -> None:
         self._chunks, self._config = megatron.chunks, megatron.config
         self._communicator = Communicator(parallel_state.get_pipeline_model_parallel_group(), self._config)
 
-    def run(self, form: RankStages, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
-        """Run all passes of a step, and what comes after them.
+    def run(self, stages: RankStages, works: Sequence[Work], count: int, *, backward: bool) -> list[torch.Tensor]:
+        """Run all passes of a step.
 
         Args:
-            form: of the micro-batches.
+            stages: of this rank.
             works: of each stage of this rank.
-            count: of micro-batches.
-            backward: whether gradients go back and are finished by ``config.finalize_model_grads_func``.
+            count: number of micro-batches.
+            backward: whether to run backward passes and ``config.finalize_model_grads_func``.
 
         Returns:
             the losses of the micro-batches, on the last rank along ``pp``; nothing on others.
@@ -211,7 +210,7 @@ class Schedule:
         chunks = len(self._chunks)
         group = self._config.microbatch_group_size_per_vp_stage if chunks > 1 else count
         order = [chunk for _, chunk in get_schedule_table(count, chunks, group)]
-        self._communicator.begin(form, order)
+        self._communicator.begin(stages, order)
         for chunk, work in zip(self._chunks, works, strict=True):
             chunk.module.begin(work)
         numbers = [iter(range(count)) for _ in self._chunks]
@@ -243,11 +242,10 @@ def _forward_step(numbers: Iterator[int], chunk: Any) -> tuple[Any, Any]:
     return outputs, lambda outputs: reduced(work.loss(outputs, number))
 
 
-class PipelineEngine(PipelineSteps, MegatronEngine):
-    """The implementation of :class:`slapo_core.dialect.Engine` by Megatron's 1F1B and interleaved schedules.
+class MegatronPipelineEngine(PipelineSteps, MegatronEngine):
+    """Train stages by Megatron's 1F1B and interleaved schedules.
 
-    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
-    is closed.
+    Every rank gets the full batch of its replica, and has the replica's loss. A failed step closes the engine.
 
     Args:
         plan: of the build.
@@ -274,12 +272,12 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
         with self._marks.taken_back_if_it_fails():
             super().__init__(plan, context, assemble(plan, context, chunks, config, sum_ties=ties))
         self._ties = ties_of(context)
-        self._schedule = Schedule(self.megatron)
-        self._forms = StageCache(
-            context, self._count, axes, "microbatches", self._form, lambda one: lowered(one, dtype)
+        self._schedule = ScheduleRunner(self.megatron)
+        self._stage_cache = StageCache(
+            context, self._count, axes, "microbatches", self._rank_stages, lambda one: lowered(one, dtype)
         )
 
-    def _form(self, staged: StagedModel, training: bool) -> RankStages:
+    def _rank_stages(self, staged: StagedModel, training: bool) -> RankStages:
         ranks, rank = self._context.stage_ranks, self._mesh.rank("pp")
         return RankStages(staged, ranks, rank, self._device, training=training, joined=True)
 
@@ -294,39 +292,39 @@ class PipelineEngine(PipelineSteps, MegatronEngine):
         self._refuse_autocast(self._device, "megatron", 'optimizer_config={"bf16": True}')
         self._require_trainable()
         with self._context.training(batch):
-            self._between.check()
-            form, works = self._works(batch, training=True)
+            self._external_changes.check()
+            stages, works = self._works(batch, training=True)
             self._begin_step(self._part)
             with self._closing(lambda: self._at):
                 with step_seed(self._device) as seed:
                     for work in works:
                         work.seed = seed
-                    losses = self._schedule.run(form, works, self._count, backward=True)
+                    losses = self._schedule.run(stages, works, self._count, backward=True)
                 for parameter in self._ties:
                     self._unused.seen(parameter)
                 norm = self._update()
-                loss = self._loss(form, works, losses)
+                loss = self._loss(stages, works, losses)
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any) -> StepResult:
         self._refuse_autocast(self._device, "megatron", 'optimizer_config={"bf16": True}')
         self._require_open()
         with self._context.evaluating(batch):
-            form, works = self._works(batch, training=False)
+            stages, works = self._works(batch, training=False)
             with self._closing(lambda: self._at):
-                losses = self._schedule.run(form, works, self._count, backward=False)
-                return StepResult(self._loss(form, works, losses))
+                losses = self._schedule.run(stages, works, self._count, backward=False)
+                return StepResult(self._loss(stages, works, losses))
 
     def _works(self, batch: Any, *, training: bool) -> tuple[RankStages, list[Work]]:
-        cut, form = self._forms.of(batch, training=training)
-        return form, [Work(form, chunk, cut, self._stand) for chunk in form.chunks]
+        micro_batches, stages = self._stage_cache.of(batch, training=training)
+        return stages, [Work(stages, chunk, micro_batches, self._stand) for chunk in stages.chunks]
 
-    def _loss(self, form: RankStages, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mean over the micro-batches, on every rank of the replica; all of them move on in torch's stream."""
+    def _loss(self, stages: RankStages, works: Sequence[Work], losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the mean over the micro-batches, on every rank of the replica; advance torch's RNG on all."""
         drew = any(work.drew for work in works)
-        return self._exchange_loss(form, losses, drew=drew, device=self._device)
+        return self._exchange_loss(stages, losses, drew=drew, device=self._device)
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- end ----------------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        self._forms.close()
+        self._stage_cache.close()

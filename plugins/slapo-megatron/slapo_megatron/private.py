@@ -1,23 +1,19 @@
-"""Names of Megatron and torch that are not public and that this plugin needs: what a new version may change is here."""
+"""Access private names of Megatron and torch: only here, under a contract test."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from datetime import timedelta
-from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map as tree_map
-
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def groups_of_megatron() -> list[Any]:
-    """Every process group of Megatron's that this rank is in, each once, in the order in which they were made."""
+    """Return Megatron's process groups of this rank, each once, in the order in which they were made."""
     from megatron.core import parallel_state
 
     found = parallel_state._global_process_group_list or []
@@ -25,7 +21,7 @@ def groups_of_megatron() -> list[Any]:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether torch.distributed still knows the group: neither it nor its world was destroyed."""
+    """Return whether a group still exists: neither it nor its world was destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
@@ -41,12 +37,12 @@ def timeout_minutes() -> float:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """Every bucket group of a chunk in Megatron's DistributedDataParallel."""
+    """Return the bucket groups of a chunk in Megatron's DistributedDataParallel."""
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def ignore_backward(chunk: Any) -> None:
-    """Let backward passes outside of a step start no reduction, until the gradients of the next step are zeroed."""
+    """Keep backward passes outside of a step from starting reductions, until the next step zeroes gradients."""
     for group in bucket_groups(chunk):
         group.is_last_microbatch = False
 
@@ -57,9 +53,9 @@ def start_of(optimizer: Any, parameter: Tensor) -> int:
 
 
 def tensors_of_megatron_are_on_gpu() -> None:
-    """Let ``tensor.cuda()`` and ``tensor.type()`` answer modules of Megatron as on a GPU, for good.
+    """Let ``tensor.cuda()`` and ``tensor.type()`` answer modules of Megatron as on a GPU, until the process ends.
 
-    For a process that only simulates a rank; torch's own methods for all other callers.
+    For a process that simulates a rank; all other callers get torch's own methods.
     """
     if "type" in vars(Tensor):
         return
@@ -78,7 +74,7 @@ def tensors_of_megatron_are_on_gpu() -> None:
 
 
 class _Method:
-    """A method of tensors. Unlike a function's, its signature is not read by traces and patterns, as of torch's own."""
+    """A method of tensors whose signature traces and patterns do not read, like a method of torch."""
 
     def __init__(self, name: str, function: Any) -> None:
         self.__name__, self._function = name, function

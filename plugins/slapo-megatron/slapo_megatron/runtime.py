@@ -22,13 +22,13 @@ _FUSED = {"transformer_engine": "transformer-engine", "apex": "apex"}
 
 @dataclass
 class Megatron:
-    """``engine.megatron``: for everything else that users do with them.
+    """Megatron's objects of an engine, as ``engine.megatron``.
 
     Args:
-        chunks: the model, or this rank's stages of it, each in Megatron's DistributedDataParallel.
-        optimizer: Megatron's; None where the engine only evaluates.
-        scheduler: Megatron's ``OptimizerParamScheduler``; None where the user's factory made the optimizer.
-        config: the ``TransformerConfig`` that the schedules read.
+        chunks: the model, or this rank's stages, each in Megatron's DistributedDataParallel.
+        optimizer: Megatron's; None if the engine only evaluates.
+        scheduler: Megatron's ``OptimizerParamScheduler``; None if the user's factory made the optimizer.
+        config: the ``TransformerConfig`` of the schedules.
     """
 
     chunks: list[Any]
@@ -38,7 +38,7 @@ class Megatron:
 
 
 def examine() -> Iterator[Fact | Problem]:
-    """Report Megatron-core, the optimizer that it finds, and GPUs."""
+    """Report Megatron-core's version, its Adam, and GPUs."""
     import torch
 
     yield from MEGATRON.facts()
@@ -52,34 +52,34 @@ def examine() -> Iterator[Fact | Problem]:
     else:
         yield Fact("GPUs", "none")
         yield Problem(
-            "no GPU was found: Megatron puts its buffers on CUDA devices; plans can be made here, engines cannot",
+            "no GPU was found: Megatron allocates buffers on CUDA devices; plans work here, engines do not",
             'target="torch" runs the same schedule on CPUs',
         )
 
 
 def require_device(context: BuildContext) -> None:
-    """Require that the model is on the device that Megatron takes.
+    """Require the model on Megatron's device.
 
     Args:
         context: of the build.
 
     Raises:
-        BuildError: no CUDA device is available, or the model is on another one than Megatron takes.
+        BuildError: no CUDA device is available, or the model is on another one.
     """
     import torch
     from megatron.core import parallel_state
 
     try:
-        found = parallel_state.torch.cuda.current_device()  # asked as Megatron asks it
+        found = parallel_state.torch.cuda.current_device()  # through the module that Megatron uses
     except (AssertionError, RuntimeError) as error:
         raise BuildError(
-            f"Megatron puts its buffers on CUDA devices, and torch has none here: {str(error).splitlines()[0]}",
+            f"Megatron allocates buffers on CUDA devices, and torch has none here: {str(error).splitlines()[0]}",
             hint='target="torch" runs the same schedule on CPUs',
         ) from error
     taken = torch.device("cuda", found) if isinstance(found, int) else found
     for live in context.state.tensors():
         if live.is_local and live.tensor.device != taken:
             raise BuildError(
-                f"'{live.name}' is on '{live.tensor.device}', but Megatron takes '{taken}', the device that torch uses",
+                f"'{live.name}' is on '{live.tensor.device}', but Megatron uses '{taken}', torch's current device",
                 hint=f'build(device="{taken}"), or torch.cuda.set_device() before',
             )

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from slapo_runtime.correspondence.storage import ShardedState, TensorShard
 
 
-_OURS = "slapo"  # in Megatron's file of other values than tensors
+_OURS = "slapo"  # key in Megatron's file of values that are not tensors
 
 
 class ShardedDirectory:
-    """One checkpoint.
+    """A sharded checkpoint.
 
     Args:
-        directory: of the checkpoint, which all ranks can read and write.
+        directory: of the checkpoint, on a disk that all ranks share.
         context: of the build.
     """
 
@@ -43,10 +43,10 @@ class ShardedDirectory:
         return f"the sharded checkpoint '{self._path}'"
 
     def write(self, state: ShardedState) -> None:
-        """Write to a new or an empty directory: a collective.
+        """Write to a new or empty directory: a collective.
 
         Raises:
-            BuildError: something is in the directory.
+            BuildError: the directory is not empty.
         """
         import torch.distributed as dist
 
@@ -55,7 +55,7 @@ class ShardedDirectory:
                 self._path.mkdir(parents=True, exist_ok=True)
                 if any(self._path.iterdir()):
                     raise BuildError(
-                        f"'{self._path}' is not empty: Megatron would write among the files of another checkpoint",
+                        f"'{self._path}' is not empty: Megatron would mix its files with another checkpoint's",
                         hint="engine.save_sharded('a new directory')",
                     )
         about = {_OURS: json.dumps(state.description)}

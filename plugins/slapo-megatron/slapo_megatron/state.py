@@ -1,4 +1,4 @@
-"""Weights, optimizer state and checkpoints under Megatron: where its optimizers keep each parameter.
+"""Locate main weights and optimizer state in Megatron's optimizers, for state dicts and checkpoints.
 
 Imports Megatron: import it in functions.
 """
@@ -38,16 +38,15 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Kept:
-    """What Megatron's optimizers keep of an engine's parameters on this rank.
+class OptimizerLayout:
+    """The storage of this rank's parameters in Megatron's optimizers.
 
     Args:
-        held: by the identity of the parameter; of all that an optimizer of Megatron trains.
-        groups: for each group of each optimizer of torch, that one, the group's number there, and the parameters of the
-            model in it, those of which other replicas hold everything too.
+        held: id of a trained parameter -> its storage.
+        groups: (optimizer, group index, parameters), with parameters of which only other replicas have partitions.
         order: the parameters that are views of Megatron's communication buffers, in an order that replicas share.
-        shared: the process groups over which parts lie: the replicas are the product of these.
-        limit: why this state cannot be saved by the names of the reference model; empty where it can.
+        shared: the process groups over which the state is partitioned; the replicas are their product.
+        limit: why this state cannot be saved by the names of the reference model; empty if it can.
     """
 
     held: dict[int, Held] = field(default_factory=dict)
@@ -63,14 +62,14 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [one.optimizer for one in chained if one is not None and one.optimizer is not None]
 
 
-def kept_by(optimizer: Any, mesh: Mesh | None) -> Kept:
+def optimizer_layout(optimizer: Any, mesh: Mesh | None) -> OptimizerLayout:
     """Locate the main weights of Megatron's optimizer: a collective over its replicas.
 
     Args:
         optimizer: None where nothing is trained.
         mesh: of the schedule.
     """
-    kept = Kept()
+    kept = OptimizerLayout()
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if one is None or one.optimizer is None:
             continue  # there is nothing to train on this rank
@@ -86,7 +85,7 @@ def kept_by(optimizer: Any, mesh: Mesh | None) -> Kept:
 
 
 def _limit(one: Any) -> str:
-    """Why the state of an optimizer of Megatron's cannot be expressed; empty where it can."""
+    """Return why the state of one of Megatron's optimizers cannot be expressed; empty if it can."""
     if isinstance(one.optimizer, HybridDeviceOptimizer):
         return "with optimizer_cpu_offload its state is split between two devices"
     if one.config.use_precision_aware_optimizer:
@@ -99,14 +98,14 @@ def _limit(one: Any) -> str:
 
 
 def _copies(one: Float16OptimizerWithFloat16Params) -> Iterator[tuple[int, torch.Tensor]]:
-    """The identity of each main parameter, and the parameter of the model."""
+    """Yield the id of each main parameter, with the parameter of the model."""
     for parameters, mains in zip(one.float16_groups, one.fp32_from_float16_groups, strict=True):
         for parameter, main in zip(parameters, mains, strict=True):
             yield id(main), parameter
 
 
-def _replicated(one: Any, kept: Kept, copies: dict[int, torch.Tensor]) -> None:
-    """Every replica steps a tensor of the parameter's shape, or the parameter itself."""
+def _replicated(one: Any, kept: OptimizerLayout, copies: dict[int, torch.Tensor]) -> None:
+    """Add an optimizer whose state is replicated: it steps full main weights, or the parameters."""
     for number, group in enumerate(one.optimizer.param_groups):
         parameters = [copies.get(id(stepped), stepped) for stepped in group["params"]]
         for stepped, parameter in zip(group["params"], parameters, strict=True):
@@ -118,8 +117,8 @@ def _replicated(one: Any, kept: Kept, copies: dict[int, torch.Tensor]) -> None:
         kept.groups.append((one.optimizer, number, parameters))
 
 
-def _partitioned(one: DistributedOptimizer, kept: Kept, mesh: Mesh | None) -> None:
-    """Replicas hold equal parts of flat buffers; one that holds no element of a parameter knows nothing of it."""
+def _partitioned(one: DistributedOptimizer, kept: OptimizerLayout, mesh: Mesh | None) -> None:
+    """Add a distributed optimizer: replicas partition flat buffers, and lack parameters without an element."""
     is_part = one.data_parallel_group.size() > 1
     kept.shared = [mesh.group("dp")] if is_part and mesh is not None else []
     order = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
@@ -148,21 +147,21 @@ def _partitioned(one: DistributedOptimizer, kept: Kept, mesh: Mesh | None) -> No
 _OF_THE_BUILD = re.compile(
     "(pre_)?(wd|lr)_mult|(max|min)_lr|(start|end)_wd|default_config|is_(expert_parallel|decoupled_lr)"
 )
-"""Settings of Megatron's own groups that belong to its scheduler: a checkpoint holds those of the optimizer only."""
+"""Settings of Megatron's own groups for its scheduler, left out of checkpoints."""
 
-_MADE_BY_MEGATRON = "wd_mult"  # which each of them has
+_MADE_BY_MEGATRON = "wd_mult"  # a setting of each of Megatron's own groups
 
 _FUSED = ("lr", "betas", "eps", "weight_decay")  # settings that a fused Adam shares with torch's
 _STEP = "step"
 
 
 def counts_in_groups(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer counts its steps once for each group: the fused Adam of Transformer Engine and of Apex."""
+    """Return whether an optimizer counts steps by group: the fused Adam of Transformer Engine and Apex."""
     return type(optimizer).__name__ == "FusedAdam"
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class of torch that computes the same."""
+    """Return the name of torch's class with the same update."""
     if not counts_in_groups(optimizer):
         return type(optimizer).__name__
     return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
@@ -171,9 +170,9 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 def settings_of(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Those of the values, live or loaded, that belong to a checkpoint.
+    """Return the settings, live or loaded, that belong in a checkpoint.
 
-    In the groups of a factory all do: there, ``max_lr`` is of torch's OneCycleLR.
+    Groups of a factory keep all settings: there, ``max_lr`` is of torch's OneCycleLR.
     """
     if counts_in_groups(optimizer):
         return {key: values[key] for key in _FUSED if key in values}
@@ -184,20 +183,22 @@ def settings_of(
 
 
 class StoredOptimizer(FlatOptimizer):
-    """The optimizer by the parameters of the model, as it is now.
+    """Read and load Megatron's optimizers by the parameters of the model.
 
     Args:
-        kept: by Megatron's optimizers.
-        storage: where parameters lie.
-        names: of the parameters, by identity, for messages.
+        layout: of Megatron's optimizers.
+        storage: of the parameters.
+        names: id of a parameter -> its name, for messages.
         is_scheduled: whether a scheduler of Megatron sets rates and decays.
     """
 
-    def __init__(self, kept: Kept, storage: FlatStorage, names: Mapping[int, str], *, is_scheduled: bool) -> None:
-        self._live = [(inner, inner.param_groups[number]) for inner, number, _ in kept.groups]
+    def __init__(
+        self, layout: OptimizerLayout, storage: FlatStorage, names: Mapping[int, str], *, is_scheduled: bool
+    ) -> None:
+        self._live = [(inner, inner.param_groups[number]) for inner, number, _ in layout.groups]
         groups = [
             StoredGroup(parameters, settings_of(inner, group, group))
-            for (inner, group), (_, _, parameters) in zip(self._live, kept.groups, strict=True)
+            for (inner, group), (_, _, parameters) in zip(self._live, layout.groups, strict=True)
         ]
         inner = [optimizer for optimizer, _ in self._live]
         scheduled = ("lr", "weight_decay") if is_scheduled else ()
@@ -232,21 +233,21 @@ def _group_of(optimizer: torch.optim.Optimizer, flat: torch.Tensor) -> dict[str,
     return next(group for group in optimizer.param_groups if any(flat is one for one in group["params"]))
 
 
-# -- changes between steps -------------------------------------------------------------------------------------------
+# -- external changes ------------------------------------------------------------------------------------------------
 
 
-class BetweenMegatronSteps(StepInvariants):
-    """Refuse changes of the parameters, and of where they lie in Megatron's buffers.
+class MegatronExternalChanges(StepInvariants):
+    """Refuse changes of the parameters between steps, and of their memory in Megatron's buffers.
 
     Args:
         context: of the build.
-        kept: by Megatron's optimizers.
+        layout: of Megatron's optimizers.
         tensors: compares the forward's parameters with their main weights.
     """
 
-    def __init__(self, context: BuildContext, kept: Kept, tensors: FlatTensors) -> None:
-        super().__init__(context, tensors, "Megatron", partitioned=bool(kept.shared))
-        in_buffers = {id(parameter) for parameter in kept.order}
+    def __init__(self, context: BuildContext, layout: OptimizerLayout, tensors: FlatTensors) -> None:
+        super().__init__(context, tensors, "Megatron", partitioned=bool(layout.shared))
+        in_buffers = {id(parameter) for parameter in layout.order}
         self._addresses = {id(one): one.data_ptr() for one in self._tensors if id(one) in in_buffers}
 
     def check(self) -> list[LiveTensor]:
@@ -254,18 +255,18 @@ class BetweenMegatronSteps(StepInvariants):
         for live in written:
             if live.tensor.data_ptr() != self._addresses.get(id(live.tensor), live.tensor.data_ptr()):
                 raise BuildError(
-                    f"'{live.name}' got other memory after the build (parameter.data = ...): the model no longer uses "
+                    f"'{live.name}' got new memory after the build (parameter.data = ...): the model no longer uses "
                     "Megatron's buffer",
                     hint="write into it: parameter.data.copy_(values); " + REBUILD,
                 )
         return written
 
     def stamps(self) -> list[Any]:
-        """Also others where parameters got other memory."""
+        """Return the stamps, which also change with a parameter's memory."""
         return list(zip(super().stamps(), [tensor.data_ptr() for tensor in self._tensors], strict=True))
 
     def steps_frozen(self, live: LiveTensor) -> bool:
-        """Always: what Megatron steps by is its own buffer of gradients."""
+        """Return True: Megatron steps by its own buffer of gradients."""
         return True
 
 
@@ -290,21 +291,21 @@ def read_extra_state(megatron: Megatron) -> dict[str, Any]:
 
 
 def used_extra_state(megatron: Megatron) -> list[str]:
-    """List the entries of a checkpoint's extra state that an engine uses."""
+    """Return the names of a checkpoint's extra state that the engine loads."""
     there = {SCHEDULER: megatron.scheduler is not None, SCALERS: bool(_scalers(megatron)), COUNTERS: True}
     return [name for name, is_there in there.items() if is_there]
 
 
 def write_extra_state(megatron: Megatron, found: Mapping[str, Any], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """Resume the scheduler and the loss scales from what :func:`read_extra_state` gave; warn of what differs.
+    """Load scheduler and loss scales from :func:`read_extra_state`; warn of different settings.
 
     Args:
         megatron: its objects.
-        found: of the checkpoint.
-        loaded: the settings of the optimizer's groups in the checkpoint.
+        found: extra state of the checkpoint.
+        loaded: settings of the optimizer's groups in the checkpoint.
 
     Raises:
-        BuildError: the scheduler has other settings than that of the checkpoint, and was told to refuse that.
+        BuildError: Megatron's scheduler refuses the checkpoint's settings.
     """
     saved = found.get(SCALERS)
     for number, scaler in enumerate(_scalers(megatron)):
@@ -320,20 +321,20 @@ def write_extra_state(megatron: Megatron, found: Mapping[str, Any], loaded: Sequ
         scheduler.num_steps = found[COUNTERS][_STEPS]
     elif _depends_on_steps(scheduler):
         warnings.warn(
-            "the checkpoint holds no state of Megatron's scheduler: OptimizerParamScheduler goes on from step "
-            f"{scheduler.num_steps}, and sets rates and decays by it",
+            "the checkpoint has no state of Megatron's scheduler: OptimizerParamScheduler continues at step "
+            f"{scheduler.num_steps}, which sets rates and decays",
             stacklevel=5,
         )
     scheduler.step(0)
     different = [
-        f"{key} of group {number} = {group[key]:g}, and not {float(settings[key]):g}"
+        f"{key} of group {number} = {group[key]:g}, not {float(settings[key]):g}"
         for number, (group, settings) in enumerate(zip(scheduler.optimizer.param_groups, loaded, strict=True))
         for key in ("lr", "weight_decay")
         if key in settings and not math.isclose(group[key], float(settings[key]), rel_tol=1e-9)
     ]
     if different:
         warnings.warn(
-            "Megatron's scheduler sets other values than the checkpoint had: " + "; ".join(different), stacklevel=5
+            "Megatron's scheduler sets other values than the checkpoint has: " + "; ".join(different), stacklevel=5
         )
 
 
@@ -351,11 +352,11 @@ def _resume(scheduler: Any, saved: Mapping[str, Any]) -> None:
         ) from error
     if other and not scheduler.override_opt_param_scheduler:
         for group in scheduler.optimizer.param_groups:
-            for name, before in rates.items():  # a group has its own, of the same configuration
+            for name, before in rates.items():  # a group has its own copy of the configuration
                 if group.get(name) == before:
                     group[name] = getattr(scheduler, name)
         warnings.warn(
-            f"Megatron's scheduler goes on with {shown}, as the checkpoint has it; {_OWN} keeps its own",
+            f"Megatron's scheduler continues with {shown} of the checkpoint; {_OWN} keeps its own",
             stacklevel=6,
         )
 
@@ -366,7 +367,7 @@ def _depends_on_steps(scheduler: Any) -> bool:
 
 
 def _scalers(megatron: Megatron) -> list[Any]:
-    """Those whose scale changes, of each optimizer."""
+    """Return the optimizers' loss scalers whose scale changes."""
     optimizer = megatron.optimizer
     found = [getattr(one, "grad_scaler", None) for one in getattr(optimizer, "chained_optimizers", [optimizer])]
     return [scaler for scaler in found if scaler is not None and scaler.state_dict()]

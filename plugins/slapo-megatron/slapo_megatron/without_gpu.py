@@ -1,7 +1,7 @@
-"""Run Megatron-core on the CPU, in a process that only simulates a rank: the names of CUDA that it uses.
+"""Run Megatron-core on the CPU in a process that simulates a rank: replace the CUDA names that it uses.
 
-For estimates, on tensors without memory. Only modules of ``megatron`` are concerned: their global name ``torch`` is a
-proxy; torch itself stays as it is, but for two methods of tensors, which look at who calls.
+For estimates, on tensors without memory. In modules of ``megatron`` the global name ``torch`` becomes a proxy; torch
+itself is unchanged, except for two methods of tensors, which check their caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACKAGES = ("distributed", "dist_checkpointing", "dist_checkpointing.strategies
 
 
 class _Module(types.ModuleType):
-    """A module with some names replaced."""
+    """A proxy of a module with some names replaced."""
 
     def __init__(self, original: types.ModuleType, names: dict[str, Any]) -> None:
         super().__init__(original.__name__)
@@ -36,7 +36,7 @@ class _Module(types.ModuleType):
 
 
 def run_without_gpu() -> None:
-    """Let the modules of Megatron in this process, and those it forks, take the CPU for its GPU."""
+    """Let Megatron use the CPU as its GPU, in this process and its forks."""
     import megatron.core
 
     tensors_of_megatron_are_on_gpu()
@@ -45,7 +45,7 @@ def run_without_gpu() -> None:
     for package in (*_PACKAGES, "tensor_parallel"):
         module = importlib.import_module(f"megatron.core.{package}")
         for found in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
-            with contextlib.suppress(ImportError):  # what needs packages that are not installed is not run either
+            with contextlib.suppress(ImportError):  # modules of packages that are not installed do not run either
                 importlib.import_module(found.name)
     on_cpu = _torch()
     for name, module in list(sys.modules.items()):
@@ -67,7 +67,7 @@ def _torch() -> _Module:
 
 
 def _new_group(*args: Any, **kwargs: Any) -> Any:
-    """Make a group, over gloo too where Megatron says so, but for ranks that have no processes."""
+    """Make a process group; a fake one where the default group is fake."""
     return dist.new_group(*args, **(kwargs | {"backend": "fake"} if dist.get_backend() == "fake" else kwargs))
 
 
@@ -75,7 +75,7 @@ def _on_cpu(factory: Any) -> Any:
     def made(*args: Any, **kwargs: Any) -> Any:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        if factory is torch.tensor and isinstance(args[0], list):  # of numbers, which may be tensors without memory
+        if factory is torch.tensor and isinstance(args[0], list):  # its numbers may be tensors without memory
             args = (tree_map(_number, args[0]), *args[1:])
         return factory(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slapo_core.dialect import BuildArguments
-from slapo_megatron.config import DANGEROUS, fields_of, megatron_class, trains
+from slapo_megatron.config import DANGERS, fields_of, megatron_class, trains
 from slapo_runtime.installed import Runtime
 from tests.messages import Messages
 
@@ -73,7 +73,7 @@ def test_fields_that_no_table_names_reach_megatrons_own_objects() -> None:
         assert {name: getattr(found, name) for name in values} == values
 
 
-def test_what_no_cpu_runs_is_marked_in_the_plan() -> None:
+def test_fields_that_no_cpu_runs_are_marked_in_the_plan() -> None:
     lines = [line for line in str(plan({"dp": 2}, **PASSED)).splitlines() if "not verified" in line]
     assert len(lines) == 2
     assert lines[0].strip().startswith("optimizer_config.optimizer_cpu_offload: True  (not verified")
@@ -85,7 +85,7 @@ def test_fields_of_megatrons_own_layers_are_left_out_and_named() -> None:
     assert "gradient_accumulation_fusion" not in made.config["model_parallel_config"]
 
 
-def test_objects_of_megatrons_give_what_differs_from_its_defaults() -> None:
+def test_megatrons_objects_give_fields_that_differ_from_defaults() -> None:
     made = planned(
         optimizer_config=OptimizerConfig(lr=1e-3, adam_beta2=0.95),
         ddp_config=DistributedDataParallelConfig(overlap_grad_reduce=True),
@@ -101,7 +101,7 @@ def test_objects_of_megatrons_give_what_differs_from_its_defaults() -> None:
     }
 
 
-def test_what_megatrons_class_derives_itself_is_not_taken_for_said(message: Messages) -> None:
+def test_fields_derived_by_megatrons_class_do_not_count_as_set(message: Messages) -> None:
     config = ModelParallelConfig(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32
     )
@@ -111,7 +111,7 @@ def test_what_megatrons_class_derives_itself_is_not_taken_for_said(message: Mess
     message(text, "'tensor_model_parallel_size' of model_parallel_config is 2", "is 1")
 
 
-def test_a_copy_of_what_is_given_is_filled_in() -> None:
+def test_the_users_options_are_not_changed() -> None:
     given = dict(RATE)
     planned(optimizer_config=given)
     assert given == RATE
@@ -208,13 +208,13 @@ def test_the_arguments_of_a_public_recipe_go_through(mesh: dict[str, int]) -> No
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 @pytest.mark.usefixtures("one_version")
-def test_a_wrong_name_or_type_is_said_with_its_place(
+def test_a_wrong_name_or_type_is_refused_with_its_field(
     options: dict[str, Any], words: tuple[str, ...], message: Messages
 ) -> None:
     message(refusal(**options), *words)
 
 
-def test_all_that_is_wrong_with_a_configuration_is_said_at_once() -> None:
+def test_all_errors_of_a_configuration_are_reported_at_once() -> None:
     text = refusal(optimizer_config={"clip_gard": 1.0, "lr": "x"}, ddp_config={"use_megatron_fsdp": True})
     assert len(text.splitlines()) == 4
 
@@ -232,7 +232,7 @@ def test_sizes_come_from_the_mesh() -> None:
     assert "model_parallel_config.tensor_model_parallel_size" not in same["origins"]
 
 
-def test_gradients_are_clipped_as_max_grad_norm_or_megatrons_own_optimizer_says(message: Messages) -> None:
+def test_clipping_follows_max_grad_norm_or_megatrons_default(message: Messages) -> None:
     distributed = {name: {"use_distributed_optimizer": True} for name in ("optimizer_config", "ddp_config")}
     for given in ({}, distributed):
         made = planned(arguments=BuildArguments(has_optimizer=True), **given)
@@ -275,7 +275,7 @@ def test_the_scheduler_has_every_argument() -> None:
     assert planned(arguments=FACTORY)["scheduler"] == planned(arguments=NOTHING)["scheduler"] == {}
 
 
-def test_half_precision_is_said_once() -> None:
+def test_lower_precision_is_given_once() -> None:
     for option in ("optimizer_config", "model_parallel_config"):
         made = planned({"pp": 2}, **{option: {"bf16": True}})
         assert made["optimizer_config"]["bf16"] is made["model_parallel_config"]["bf16"] is True
@@ -302,14 +302,14 @@ def test_fp16_begins_with_a_scale_that_does_not_overflow() -> None:
         assert "optimizer_config.initial_loss_scale" not in made["origins"]
 
 
-def test_the_distributed_optimizer_is_said_once() -> None:
+def test_the_distributed_optimizer_is_given_once() -> None:
     for option, other in (("optimizer_config", "ddp_config"), ("ddp_config", "optimizer_config")):
         made = planned({"dp": 2}, arguments=FACTORY, **{option: {"use_distributed_optimizer": True}})
         assert made["origins"][f"{other}.use_distributed_optimizer"] == f"as 'use_distributed_optimizer' of {option}"
     assert not trains(planned({"dp": 2}, arguments=NOTHING, ddp_config={"use_distributed_optimizer": True}))
 
 
-def test_micro_batches_are_those_that_are_accumulated(message: Messages) -> None:
+def test_microbatches_equal_accumulate(message: Messages) -> None:
     assert planned()["microbatches"] == 1
     assert planned(arguments=BuildArguments(accumulate=4))["microbatches"] == 4
     assert planned({"pp": 4})["microbatches"] == 4
@@ -400,7 +400,7 @@ def test_a_dangerous_field_is_refused_with_its_reason(key: str) -> None:
 
 
 def test_every_dangerous_field_is_shown() -> None:
-    assert set(DANGEROUS) == set(WRONG)
+    assert set(DANGERS) == set(WRONG)
 
 
 @pytest.mark.parametrize(
@@ -459,12 +459,12 @@ def test_a_field_of_megatrons_own_layers_does_not_reach_its_schedules(name: str)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_would_train_wrongly_is_refused(options: dict[str, Any], words: str, message: Messages) -> None:
+def test_options_that_train_wrongly_are_refused(options: dict[str, Any], words: str, message: Messages) -> None:
     options = dict(options)
     message(refusal(options.pop("mesh", None), **options), *words.split("|"))
 
 
-def test_what_megatron_refuses_is_said_with_its_place() -> None:
+def test_refusals_of_megatron_name_the_option() -> None:
     """In words of Megatron's, which differ from version to version."""
     for config in (
         {"overlap_p2p_comm_warmup_flush": True},
@@ -488,7 +488,7 @@ def test_what_megatron_refuses_is_said_with_its_place() -> None:
     assert "Megatron refuses scheduler: " in refusal(optimizer_config={**RATE, "min_lr": 1.0})
 
 
-def test_what_is_right_is_accepted() -> None:
+def test_right_options_are_accepted() -> None:
     plan(optimizer_config={**RATE, "fp16": True, "initial_loss_scale": 2.0**16})
     plan(schedule=schedule_of(dtype=torch.float64), optimizer_config={**RATE, "clip_grad": 0.0})
     text = refusal(schedule=schedule_of(dtype=torch.float64), arguments=BuildArguments(max_grad_norm=0.5))

@@ -52,9 +52,9 @@ def on_two() -> dict[str, Any]:
     install()
     from megatron.core.pipeline_parallel import schedules
 
-    from slapo_megatron.config import DANGEROUS
+    from slapo_megatron.config import DANGERS
 
-    DANGEROUS.clear()
+    DANGERS.clear()
     schedules.torch.autocast = lambda _, **options: torch.autocast("cpu", **options)
     autocast = {"enable_autocast": True, "autocast_dtype": torch.bfloat16}
     return {

@@ -27,7 +27,7 @@ def with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
 
 
-def test_what_is_there_is_no_problem() -> None:
+def test_an_installed_megatron_is_no_problem() -> None:
     facts, problems = examined()
     assert facts["megatron-core"].startswith("0.1")
     assert facts["GPUs"] == "8"
@@ -50,7 +50,7 @@ def test_another_megatron_is_a_problem(monkeypatch: pytest.MonkeyPatch, found: s
     )
 
 
-def test_old_pythons_are_told_which_versions_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_the_versions_for_old_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", _Python(11))
     assert examined()[0]["Python"] == "3.11: for megatron-core 0.16; 0.17 and newer need 3.12"
     monkeypatch.setattr(sys, "version_info", _Python(12))
@@ -73,7 +73,7 @@ def test_fused_optimizers_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems == []
 
 
-def test_without_a_gpu_it_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
+def test_the_doctor_reports_a_missing_gpu(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     facts, (problem,) = examined()
     assert facts["GPUs"] == "none"

@@ -107,7 +107,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("form", "change"), COUNTS)
-def test_what_counts_in_plain_training_counts(form: str, change: str) -> None:
+def test_settings_of_parameters_act_as_in_plain_training(form: str, change: str) -> None:
     state = found()[form, change]
     assert not isinstance(state, str), state
     wanted = plain(change)
@@ -120,7 +120,7 @@ SAYS = {
     "in place": ("'up.weight'", "in place"),
     "in place, on another rank": ("'down.bias'", "in place"),
     "other memory": ("'up.weight'",),
-    "other memory, same values": ("'up.weight'", "other memory"),
+    "other memory, same values": ("'up.weight'", "new memory"),
     "frozen": ("'down.weight'", "frozen"),
     "another one": ("'up.weight'", "replaced after build()"),
     "unfrozen": ("'frozen.weight'", "unfrozen"),
@@ -128,7 +128,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize(("form", "change"), [case for case in CASES if case[1] in SAYS and case not in COUNTS])
-def test_what_megatron_would_pass_over_is_refused(form: str, change: str, message: Messages) -> None:
+def test_changes_that_megatron_would_ignore_are_refused(form: str, change: str, message: Messages) -> None:
     text = found()[form, change]
     assert isinstance(text, str)
     message(text, *SAYS[change], "\n  hint: ")

@@ -29,21 +29,21 @@ def mesh_of(**sizes: int) -> Any:
     return slapo.create_schedule(torch.nn.Linear(1, 1), mesh=sizes).mesh
 
 
-def kept_and_let_go() -> dict[str, Any]:
+def kept_and_released() -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from slapo_megatron.groups import hold, start
+    from slapo_megatron.groups import acquire_groups, start
     from slapo_megatron.private import groups_of_megatron, is_alive, timeout_minutes
 
     found: dict[str, Any] = {}
     before = set(dist.distributed_c10d._world.pg_map)
     start(mesh_of(dp=2, tp=2))
-    groups, first = groups_of_megatron(), hold()
+    groups, first = groups_of_megatron(), acquire_groups()
     held = set(dist.distributed_c10d._world.pg_map) - before
     found["made"] = len(groups) > 10 and set(groups) <= held
     found["waits as long"] = timeout_minutes() < 30 and all(is_alive(one) for one in groups)
     start(mesh_of(dp=2, tp=2, pp=1))
-    second = hold()
+    second = acquire_groups()
     found["same mesh, same groups"] = groups_of_megatron() == groups
     found["in use"] = said(lambda: start(mesh_of(tp=4)))
     second()
@@ -72,7 +72,7 @@ def joined() -> dict[str, Any]:
     found["other sizes"] = said(lambda: start(mesh_of(pp=2, tp=2)))
     start(mesh_of(tp=2, dp=2))
     found["theirs"] = parallel_state.get_tensor_model_parallel_group() is own
-    found["theirs are never destroyed"] = "not those of the mesh" in said(lambda: start(mesh_of(tp=4)))
+    found["script groups are never destroyed"] = "do not match the mesh" in said(lambda: start(mesh_of(tp=4)))
     parallel_state.destroy_model_parallel()
     _, engine = tied_model.built({"tp": 2, "dp": 2}, target="megatron")
     found["after theirs"] = parallel_state.get_tensor_model_parallel_group() is not own
@@ -96,7 +96,7 @@ def on_four() -> dict[str, Any]:
 
     install()
     os.environ.pop("LOCAL_RANK", None)
-    return {"kept": kept_and_let_go(), "joined": joined()}
+    return {"kept": kept_and_released(), "joined": joined()}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def on_ranks() -> list[dict[str, Any]]:
     return run_ranks(on_four, world_size=4)
 
 
-def test_groups_stay_for_the_same_mesh_and_are_let_go_of_for_another(
+def test_groups_stay_for_the_same_mesh_and_are_made_again_for_another(
     on_ranks: list[dict[str, Any]], message: Messages
 ) -> None:
     (in_use,) = {rank["kept"].pop("in use") for rank in on_ranks}
@@ -127,6 +127,6 @@ def test_groups_of_the_users_script_are_compared_rank_by_rank(
     message(alone, "mesh {} has 1 ranks", "4 processes")
     for rank in on_ranks:
         assert rank["joined"]["theirs"]
-        assert rank["joined"]["theirs are never destroyed"]
+        assert rank["joined"]["script groups are never destroyed"]
         assert rank["joined"]["after theirs"]
         assert "no optimizer today" in rank["joined"]["no engine"]

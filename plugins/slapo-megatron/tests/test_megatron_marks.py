@@ -44,7 +44,7 @@ def marks_on(one: LiveTensor) -> dict[str, Any]:
     return dict(vars(one.tensor))
 
 
-def test_marks_say_how_a_parameter_lies() -> None:
+def test_marks_follow_the_layout_of_a_parameter() -> None:
     tp = ("tp", Shard(1))
     cases = {
         "whole": (live("w", (4, 6)), (False, -1, 1)),
@@ -79,7 +79,7 @@ def test_fused_heads_of_which_ranks_share_only_keys_and_values_are_refused(messa
     one = live("w", (8, 6), ("tp", Shard(0)), packing=((0, (4, 2, 2)),), shard_counts=(("tp", (None, 2, 2)),))
     with pytest.raises(slapo.BuildError) as refused:
         mark(request_of(one, sizes={"tp": 4}))
-    message(refused, "'w'", "counts a parameter as a whole")
+    message(refused, "'w'", "counts a shard in full or not at all")
     mark(request_of(one, sizes={"tp": 2}))
     assert one.tensor.tensor_model_parallel  # type: ignore[attr-defined]
 
@@ -108,7 +108,7 @@ def test_marks_of_layers_of_megatron_stay_and_all_are_taken_back() -> None:
     assert marks_on(other) == {}
 
 
-def test_what_is_split_over_replicas_is_refused_and_nothing_is_marked(message: Messages) -> None:
+def test_parameters_sharded_over_replicas_are_refused_and_nothing_is_marked(message: Messages) -> None:
     first, second = live("v", (4, 6)), live("w", (4, 6), ("dp", Shard(0)))
     with pytest.raises(slapo.BuildError) as caught:
         mark(request_of(first, second, sizes={"dp": 2}))

@@ -45,7 +45,7 @@ def on_rank() -> dict[str, tuple[str, list[float]]]:
     return found
 
 
-def test_a_change_in_one_stage_is_told_and_taken_back_the_engine_trains_on(message: Messages) -> None:
+def test_a_change_in_one_stage_is_refused_and_undone_the_engine_trains_on(message: Messages) -> None:
     losses, _, _ = tied_model.trained()
     first, second = run_ranks(on_rank, world_size=2, timeout=300)
     for name in first:

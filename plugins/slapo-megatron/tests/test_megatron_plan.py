@@ -28,7 +28,7 @@ def cut() -> slapo.Schedule:
     return schedule
 
 
-def test_the_plan_says_what_megatron_will_do() -> None:
+def test_the_plan_lists_groups_training_and_configurations() -> None:
     made = plan(
         {"dp": 2, "tp": 2},
         optimizer_config={"lr": 1e-3, "bf16": True, "use_distributed_optimizer": True},
@@ -36,14 +36,14 @@ def test_the_plan_says_what_megatron_will_do() -> None:
         scheduler={"lr_decay_style": "cosine", "lr_warmup_steps": 10, "lr_decay_steps": 100},
         arguments=BuildArguments(accumulate=2, max_grad_norm=0.5),
     )
-    head, _, rest = str(made).partition("  what Megatron is given:\n")
+    head, _, rest = str(made).partition("  Megatron's configurations:\n")
     assert head == (
         "plan for target 'megatron'\n"
         "  the scheduled Sequential, 0 steps applied\n"
         "  Megatron's process groups: of {'dp': 2, 'tp': 2}, made here in order 'pp-tp-dp', or the script's own of the "
         "same ranks\n"
         "  ranks: 0: dp 0, tp 0; 1: dp 0, tp 1; 2: dp 1, tp 0; 3: dp 1, tp 1\n"
-        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
+        "  the ranks of mesh_dim 'tp' use the RNG state of the first rank\n"
         "  a step: 2 micro-batches on each of 2 replicas, one after the other\n"
         "  bf16: the model computes in it, the optimizer has main parameters in float32\n"
         "  gradients: accumulated and averaged in float32, buckets of 1000 parameters while the backward pass goes on\n"
@@ -57,7 +57,7 @@ def test_the_plan_says_what_megatron_will_do() -> None:
     assert "    model_parallel_config.tensor_model_parallel_size: 2  (filled in: 'tp' of the mesh)\n" in rest
 
 
-def test_the_plan_says_what_crosses_stages_and_who_runs_them() -> None:
+def test_the_plan_lists_messages_between_stages_and_their_ranks() -> None:
     lines = str(plan(schedule=cut())).splitlines()
     (sent,) = [line for line in lines if " sends " in line]
     assert sent.startswith("  stage 0 sends stage 1: ")
@@ -71,7 +71,7 @@ def test_the_plan_says_what_crosses_stages_and_who_runs_them() -> None:
     assert "what crosses stages is not known: no step cuts" in str(plan(schedule=schedule_of({"pp": 2}, samples=4)))
 
 
-def test_the_plan_of_an_engine_that_only_evaluates_says_so() -> None:
+def test_the_plan_of_an_evaluating_engine_has_no_optimizer() -> None:
     lines = str(plan(arguments=BuildArguments())).splitlines()
     assert "  no optimizer: it only evaluates" in lines
     assert not [line for line in lines if line.startswith("  gradients")]
@@ -105,7 +105,7 @@ def test_without_megatron_or_with_an_old_version_there_is_no_plan(
     message(refusal(), "not installed" if found is None else f"{found} is installed", "pip install ")
 
 
-def test_a_newer_version_than_those_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_than_tested_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runtime, "version", property(lambda _: "0.20.1"))
     with pytest.warns(UserWarning, match=r"0\.20\.1 is newer .* 0\.19"):
         plan()
@@ -121,7 +121,7 @@ def test_steps_along_other_dimensions_than_tp_are_named(message: Messages) -> No
     assert list(violations(right)) == []
 
 
-def test_options_do_not_go_together_with_so_many_stages() -> None:
+def test_options_that_contradict_the_number_of_stages_are_refused() -> None:
     dialect = MegatronDialect()
     assert dialect.stage_ranks(plan({"pp": 2}), 4, 2) == (0, 1, 0, 1)
     made = plan({"pp": 2}, model_parallel_config={"virtual_pipeline_model_parallel_size": 3})
@@ -132,7 +132,7 @@ def test_options_do_not_go_together_with_so_many_stages() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and Megatron runs")
-def test_without_cuda_build_says_so_before_megatron_does() -> None:
+def test_without_cuda_build_refuses_before_megatron() -> None:
     code = (
         "import torch, slapo_core as slapo\n"
         "sch = slapo.create_schedule(torch.nn.Linear(2, 2))\n"

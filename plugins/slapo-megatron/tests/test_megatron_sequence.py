@@ -88,10 +88,10 @@ CASES: dict[str, tuple[list[Callable[[slapo.Schedule], None]], dict[str, Any]]] 
     "by Megatron": ([BY_MARK], SUMMED_BY_MEGATRON),
     "by nobody": ([], {}),
     "averaged": ([MEAN], {}),
-    "by Megatron, which is not told": ([BY_MARK], {}),
+    "by Megatron without sequence_parallel": ([BY_MARK], {}),
     "by both": ([summed, BY_MARK], SUMMED_BY_MEGATRON),
 }
-REFUSED = ("by Megatron, which is not told", "by both")
+REFUSED = ("by Megatron without sequence_parallel", "by both")
 
 
 def trained(steps: list[Callable[[slapo.Schedule], None]], options: dict[str, Any]) -> Any:
@@ -151,8 +151,8 @@ def test_a_mean_over_tensor_parallel_ranks_is_taken_where_a_parameter_is_marked_
             torch.testing.assert_close(steps.gradients[0][f"{norm}.weight"] / scale, half, rtol=1e-4, atol=1e-6)
 
 
-def test_two_that_would_sum_are_refused_and_so_is_a_mark_that_nobody_sees(message: Messages) -> None:
-    (untold,) = {rank["by Megatron, which is not told"] for rank in found()}
-    message(untold, "'last.bias'", 'model_parallel_config={"sequence_parallel": True}')
+def test_gradients_summed_twice_and_unread_marks_are_refused(message: Messages) -> None:
+    (unread,) = {rank["by Megatron without sequence_parallel"] for rank in found()}
+    message(unread, "'last.bias'", 'model_parallel_config={"sequence_parallel": True}')
     (twice,) = {rank["by both"] for rank in found()}
-    message(twice, "gradient of 'norm.bias'", "once more")
+    message(twice, "gradient of 'norm.bias'", "sum it again")

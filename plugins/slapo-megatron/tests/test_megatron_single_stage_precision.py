@@ -184,7 +184,7 @@ def test_it_trains_as_the_same_loop_by_hand(name: str) -> None:
             torch.testing.assert_close(state[key], master, rtol=0, atol=2e-6)
 
 
-def test_a_step_that_overflows_is_skipped_and_says_so_by_its_norm() -> None:
+def test_a_step_that_overflows_is_skipped_and_has_an_infinite_norm() -> None:
     for rank in found():
         told = rank["overflow"]
         assert told["norm"] == float("inf")
@@ -197,7 +197,7 @@ def test_a_step_that_overflows_is_skipped_and_says_so_by_its_norm() -> None:
         assert told["later"][0] < 100
 
 
-def test_floats_of_an_input_come_in_the_precision_of_the_model_and_outputs_in_full() -> None:
+def test_float_inputs_are_cast_to_the_models_precision_and_outputs_to_float32() -> None:
     for rank in found():
         low, full = "torch.bfloat16", "torch.float32"
         assert rank["inputs"] == [low, "torch.int64", low, "float", full, full]

@@ -104,11 +104,11 @@ def found() -> list[dict[str, Steps]]:
 
 
 @pytest.mark.parametrize("name", ["reaching", "traced"])
-def test_what_a_model_reads_of_modules_that_it_does_not_call_is_gathered_too(name: str) -> None:
+def test_parameters_of_modules_that_are_not_called_are_gathered(name: str) -> None:
     same([rank[name] for rank in found()], untouched(reaching, large, clip=None, batch=rows), rel=1e-5)
 
 
-def test_sparse_gradients_are_those_of_a_dense_embedding() -> None:
+def test_sparse_gradients_equal_a_dense_embeddings() -> None:
     def dense() -> nn.Module:
         model = sparse()
         model.words.sparse = False  # type: ignore[union-attr]

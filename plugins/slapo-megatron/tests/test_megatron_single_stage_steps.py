@@ -66,7 +66,7 @@ def test_a_step_that_fails_before_its_backward_pass_leaves_nothing_and_one_in_it
             assert marked == []
 
 
-def test_what_a_step_gives_no_gradient_is_named_once_and_stepped_with_zeros(message: Messages) -> None:
+def test_unused_parameters_are_named_once_and_stepped_with_zeros(message: Messages) -> None:
     (told,) = {rank[f"{name} 1"][0] for rank in both("unused") for name in ("factory", "Megatron's", "distributed")}
     message(told, "training step 2", "'unused.weight', 'unused.bias'")
     for rank in both("unused"):
@@ -87,7 +87,7 @@ def test_with_overlap_megatron_refuses_a_parameter_without_gradient_and_the_engi
         assert closed.startswith("BuildError: the engine is closed, because a step failed: AssertionError")
 
 
-def test_what_cannot_train_says_why(message: Messages) -> None:
+def test_engines_that_cannot_train_raise_the_reason(message: Messages) -> None:
     for what, *words in (
         ("no optimizer", "BuildError: ", "built without"),
         ("no gradients", "BuildError: ", "without gradients"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slapo_megatron.state import Kept, StoredOptimizer, kept_by, settings_of
+from slapo_megatron.state import OptimizerLayout, StoredOptimizer, optimizer_layout, settings_of
 from slapo_runtime.correspondence.flat_storage import FlatStorage, Held
 from slapo_runtime.flat_shards import Place
 
@@ -29,10 +29,12 @@ def stored(*parameters: torch.Tensor) -> tuple[FusedAdam, StoredOptimizer]:
     held = {id(one): Held(Place.whole(one, tuple(one.shape)), None, one.dtype, optimizer=inner) for one in parameters}
     names = {id(one): f"p{number}" for number, one in enumerate(parameters)}
     storage = FlatStorage(held, None, torch.device("cpu"))
-    return inner, StoredOptimizer(Kept(held, [(inner, 0, list(parameters))]), storage, names, is_scheduled=False)
+    return inner, StoredOptimizer(
+        OptimizerLayout(held, [(inner, 0, list(parameters))]), storage, names, is_scheduled=False
+    )
 
 
-def test_a_fused_adam_is_that_of_torch_and_its_count_a_state() -> None:
+def test_a_fused_adam_is_saved_as_torchs_with_its_step_count() -> None:
     one, other = torch.zeros(3), torch.zeros(2)
     inner, storage = stored(one, other)
     assert storage.kind == "AdamW"
@@ -69,15 +71,15 @@ class Unknown:
 
 def test_an_optimizer_that_keeps_state_elsewhere_is_a_limit_of_saving() -> None:
     unknown = Unknown()
-    assert "Unknown keeps its main weights" in kept_by(unknown, None).limit
+    assert "Unknown keeps its main weights" in optimizer_layout(unknown, None).limit
     unknown.config.use_precision_aware_optimizer = True
-    kept = kept_by(unknown, None)
+    kept = optimizer_layout(unknown, None)
     assert "use_precision_aware_optimizer" in kept.limit
     assert (kept.held, kept.groups) == ({}, [])
-    assert kept_by(None, None) == Kept()
+    assert optimizer_layout(None, None) == OptimizerLayout()
 
 
-def test_the_names_of_megatron_that_no_manual_has_are_there() -> None:
+def test_private_names_of_megatron_exist() -> None:
     """What ``state.py`` reads; the states of the integration tests show what it is."""
     import inspect
 

@@ -1,7 +1,7 @@
-"""Pipeline stages for slapo: ``pipeline_split`` cuts any model, and two hooks say what the stages are.
+"""Pipeline stages for slapo: ``pipeline_split`` cuts any model, and two hooks make the stages.
 
-Installing this distribution is enough: every schedule then knows ``sch["path"].pipeline_split()``. The class below is
-for those who build primitives as values; ``print(slapo_pipeline.stages(sch))`` shows the stages of a schedule.
+Installing this distribution is enough: every schedule then knows ``sch["path"].pipeline_split()``. `PipelineSplit`
+is the primitive as a value; ``print(slapo_pipeline.stages(sch))`` shows the stages of a schedule.
 """
 
 from __future__ import annotations

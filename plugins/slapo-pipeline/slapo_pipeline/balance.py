@@ -1,4 +1,4 @@
-"""Cut a list of blocks into contiguous stages whose largest is smallest, by parameters or by FLOPs."""
+"""Cut a list of blocks into stages, minimizing the largest by parameters or FLOPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo_graph.flat import copied_model
 from slapo_pipeline.private import FLASH_ATTENTION_OF_CPU, GROUPED_MM, TorchDispatchMode, pytree
 from slapo_pipeline.rules import root_of
 
-# Floating-point operations of torch's calls, counted as they are dispatched.
+# Floating-point operations of torch's operators, counted at dispatch.
 
 aten = torch.ops.aten
 
@@ -39,18 +39,18 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _grouped_product(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Each row, or each column, goes through one of the groups."""
+    """Return the FLOPs of a grouped matrix product: each row or column belongs to one group."""
     if a.dim() == 2:  # (rows, k) by (groups, k, columns), or (rows, k) by (k, columns) in groups along k
         return 2 * a.shape[0] * a.shape[1] * b.shape[-1]
     return 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[-1] // (1 if b.dim() == 3 else a.shape[0])
 
 
 def container_violations(node: Node, stages: int, other_cuts: Sequence[str]) -> Iterator[Violation]:
-    """Yield why a node cannot be cut into so many stages.
+    """Yield why a node cannot be cut into a number of stages.
 
     Args:
         node: the container.
-        stages: how many are wanted.
+        stages: the number.
         other_cuts: paths of modules after which the schedule cuts already.
     """
     if stages < 1:
@@ -73,7 +73,7 @@ def container_violations(node: Node, stages: int, other_cuts: Sequence[str]) -> 
     if inside:
         yield Violation(
             f"the model is cut among these blocks already, after '{inside[0]}'",
-            "one pipeline_split(stages=...) for the whole list, or single cuts everywhere",
+            "one pipeline_split(stages=...) for the entire list, or single cuts everywhere",
         )
 
 
@@ -81,13 +81,13 @@ def balanced(node: Node, stages: int, balance: str, other_cuts: Sequence[str]) -
     """Return the blocks after which ``node`` is cut, as relative paths.
 
     Args:
-        node: what :func:`container_violations` says nothing about.
-        stages: how many.
+        node: a container without :func:`container_violations`.
+        stages: number of stages.
         balance: ``"parameters"`` or ``"flops"``.
         other_cuts: paths of modules after which the schedule cuts already.
 
     Raises:
-        PreconditionError: it is not known what the model is called with, or it does not run its blocks in turn.
+        PreconditionError: there are no example inputs, or the model does not run its blocks one after another.
     """
     blocks, _ = find_blocks(node, stages)
     if stages == 1:
@@ -117,7 +117,7 @@ def _costs_of(root: Node, node: Node, blocks: Sequence[str], balance: str, cuts:
     except ArgumentError:
         if balance != "parameters":
             raise ArgumentError(
-                f'balance="{balance}" runs the model once without values, and this schedule has no example inputs',
+                f'balance="{balance}" requires example inputs, to run the model once without values',
                 hint="create_schedule(model, example_inputs={'input_ids': ids}), or balance=\"parameters\"",
             ) from None
         with root.reference() as model:
@@ -136,18 +136,17 @@ def _check_same(node: Node, model: nn.Module, blocks: Sequence[str]) -> None:
             model.get_submodule(path)
         except AttributeError:
             raise TraceError(
-                f"a step brought '{path}': blocks of the reference model are measured",
+                f"'{path}' is not in the reference model, whose blocks are measured: a step added it",
                 path=node.path,
-                hint="cut the list before that step, or after single modules: pipeline_split()",
+                hint="call pipeline_split(stages=...) before that step, or pipeline_split() after single modules",
             ) from None
 
 
 def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | None]:
     """Return the blocks at a node, as relative paths in list order; or a violation.
 
-    They are the children of the node, where it is a ModuleList or a Sequential; else those of the only such list below
-    it that is long enough, or, of several, the only one with as many blocks that have parameters. Lists inside of the
-    blocks of another one do not count.
+    Blocks are the children of a ModuleList or Sequential: of the node itself, else of the only list below it that is
+    long enough; of several, the only one with enough blocks that have parameters. Lists inside blocks do not count.
     """
     found = list(lists_of_blocks(node.module))
     enough = [(path, names) for path, names in found if len(names) >= stages]
@@ -162,12 +161,12 @@ def find_blocks(node: Node, stages: int) -> tuple[tuple[str, ...], Violation | N
         full = [_joined(node.path, path) for path, _ in enough]
         shown = ", ".join(f"'{path}' ({len(names)})" for path, (_, names) in zip(full, enough, strict=True))
         return (), Violation(
-            f"there are {len(enough)} lists of at least {stages} blocks here, and one is needed: {shown}",
+            f"{len(enough)} lists of at least {stages} blocks, where one is required: {shown}",
             f"sch[{full[0]!r}].{call}",
         )
     if not found:
         return (), Violation(
-            f"{type(node.module).__name__} holds no list of blocks: no ModuleList and no Sequential",
+            f"{type(node.module).__name__} contains no list of blocks: no ModuleList and no Sequential",
             'cut after single modules: sch["encoder.layer.5"].pipeline_split()',
         )
     path, names = max(found, key=lambda each: len(each[1]))
@@ -197,7 +196,7 @@ def _joined(path: str, below: str) -> str:
 
 
 Share = Mapping[Hashable, float]
-"""What a block costs, by what it is of: a key that several blocks of one piece have counts once in it."""
+"""Costs of a block by key, e.g. a parameter's id: a key that several blocks of a stage share counts once."""
 
 
 def flops(sections: Sequence[Section]) -> list[Share]:
@@ -208,7 +207,7 @@ def flops(sections: Sequence[Section]) -> list[Share]:
 def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> list[Share]:
     """Return the parameter elements that each section owns or uses.
 
-    Those that are not used at all go to the first stage, where their tensors live.
+    Unused parameters count in the first stage, where their tensors live.
     """
     sections = run_in_sections(model, call, blocks, cuts)
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
@@ -224,7 +223,7 @@ def parameters_in_use(model: nn.Module, call: Call, blocks: Sequence[str], cuts:
 def parameters_as_registered(model: nn.Module, blocks: Sequence[str]) -> Sequence[Share]:
     """Return parameter elements by module order, without running the model.
 
-    What is registered before the blocks is taken to come before them, and what is registered later to come after.
+    Modules registered before (after) the blocks are assigned to the first (last) stage.
     """
     shares: list[dict[Hashable, float]] = [{} for _ in range(len(blocks) + 2)]
     position = 0
@@ -240,7 +239,7 @@ def parameters_as_registered(model: nn.Module, blocks: Sequence[str]) -> Sequenc
 
 
 def _above(name: str) -> list[str]:
-    """Paths of the modules that a parameter lies in, the nearest first."""
+    """Return the paths of a parameter's modules, the nearest first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
@@ -250,11 +249,11 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class Section:
-    """Record FLOPs and used parameters of a part of the run.
+    """Count the FLOPs and used parameters of a section of the run.
 
     Attributes:
         flops: of matrix products, convolutions and attention, forward only.
-        parameters: those that it used, by ``id``.
+        parameters: used ones, by ``id``.
     """
 
     flops: int = 0
@@ -262,21 +261,21 @@ class Section:
 
 
 def run_in_sections(model: nn.Module, call: Call, blocks: Sequence[str], cuts: Sequence[str] = ()) -> list[Section]:
-    """Run a copy of ``model`` and say what each part of it took.
+    """Run a copy of a model, and count FLOPs and parameters by section.
 
-    The first section is up to the first block, from the last cut before it; then each block with what runs between the
-    block before and itself; the last section is from the last block to the next cut, or to the end.
+    The first section ends at the first block and begins at the last cut before it. Each block is a section, with the
+    code since the previous block. The last section reaches from the last block to the next cut, or to the end.
 
     Args:
-        model: untouched; it shares its parameters with the copy, and nothing happens to them.
-        call: what it is called with; tensors without values do, and are those of the model's device.
+        model: unchanged; the copy shares its parameters.
+        call: args and kwargs; tensors without values are enough, on the model's device.
         blocks: paths of the blocks, in the order of their list.
         cuts: paths of modules after which the model is cut already.
 
     Raises:
-        TraceError: it raised, or does not call the blocks once each, one after the other.
+        TraceError: the model raised, or does not call each block once, in the order of the list.
     """
-    # Buffers are copied, and what the forward sets on modules stays on the copy.
+    # Buffers are copied, and attributes set by the forward stay on the copy.
     copied = copied_model(model)
     clock = _Clock(copied, blocks, cuts)
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
@@ -296,14 +295,14 @@ def run_in_sections(model: nn.Module, call: Call, blocks: Sequence[str], cuts: S
 
 
 class _Clock(TorchDispatchMode):
-    """Knows in which section the run is, and adds what is dispatched to it."""
+    """Add each dispatched operator to the current section of the run."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str], cuts: Sequence[str]) -> None:
         super().__init__()
         self._model, self._blocks, self._cuts = model, tuple(blocks), tuple(cuts)
         self._ids = {id(parameter) for parameter in model.parameters()}
         self._sections = [Section() for _ in range(len(blocks) + 2)]
-        self._now = 0  # 0: before; 1 + i: block i, or what lies between it and the one before; then: after
+        self._now = 0  # 0: before; 1 + i: block i, with the code since the previous block; then: after
         self._done = 0  # blocks
         self._ended = False  # by a cut after the blocks
 
@@ -323,7 +322,7 @@ class _Clock(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Follow the calls of the blocks and of the modules that are cut already."""
+        """Hook the calls of the blocks and of the modules with earlier cuts."""
         handles = []
         for index, path in enumerate(self._blocks):
             block = self._model.get_submodule(path)
@@ -368,12 +367,12 @@ class _Clock(TorchDispatchMode):
 
 
 def segment_costs(before: Share, blocks: Sequence[Share], after: Share) -> list[list[float]]:
-    """Return the cost of every piece: ``costs[i][j]`` for blocks ``i`` to ``j - 1``.
+    """Return the cost of every candidate stage: ``costs[i][j]`` for blocks ``i`` to ``j - 1``.
 
     Args:
-        before: what comes before the first block, and so goes into the piece that begins with it.
-        blocks: in the order in which they run.
-        after: what comes after the last block.
+        before: costs before the first block, added to the stage that begins with it.
+        blocks: costs of the blocks, in the order in which they run.
+        after: costs after the last block.
     """
     count = len(blocks)
     costs = [[0.0] * (count + 1) for _ in range(count)]
@@ -397,12 +396,12 @@ def segment_costs(before: Share, blocks: Sequence[Share], after: Share) -> list[
 def best_cuts(costs: Sequence[Sequence[float]], stages: int) -> tuple[int, ...]:
     """Return the number of blocks before each cut, e.g. ``(3, 6, 9)``.
 
-    The largest piece is as small as it can be, and among all cuts of which that is true the sum of the squares is
-    smallest: where a huge head decides the largest piece, the others are still balanced.
+    The cut minimizes the largest stage, and among equal cuts the sum of squares: where a huge head decides the largest
+    stage, the others are still balanced.
 
     Args:
         costs: see :func:`segment_costs`.
-        stages: number of pieces, from 1 to the number of blocks.
+        stages: number of stages, from 1 to the number of blocks.
     """
     largest = _solve(costs, stages, lambda so_far, cost: max(so_far, cost), float("inf"))[0]
     return _solve(costs, stages, lambda so_far, cost: so_far + cost * cost, largest)[1]
@@ -411,9 +410,9 @@ def best_cuts(costs: Sequence[Sequence[float]], stages: int) -> tuple[int, ...]:
 def _solve(
     costs: Sequence[Sequence[float]], stages: int, joined: Callable[[float, float], float], limit: float
 ) -> tuple[float, tuple[int, ...]]:
-    """Minimize the joined cost of pieces of at most ``limit`` each."""
+    """Minimize the joined cost of stages of at most ``limit`` each."""
     count = len(costs)
-    # best[j]: of the first j blocks in as many pieces as the round says
+    # best[j]: of the first j blocks in as many stages as rounds so far
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ()), *[None] * count]
     for stage in range(1, stages + 1):
         following: list[tuple[float, tuple[int, ...]] | None] = [None] * (count + 1)
@@ -428,5 +427,5 @@ def _solve(
                     following[end] = (total, (*left[1], start) if stage > 1 else ())
         best = following
     found = best[count]
-    assert found is not None, "the limit is the largest piece of some way to cut"
+    assert found is not None, "the limit is the largest stage of some cut"
     return found

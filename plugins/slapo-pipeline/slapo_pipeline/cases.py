@@ -1,4 +1,4 @@
-"""For ``slapo plugins check``: cases of `PipelineSplit`, and the kit of `slapo_partition` and `slapo_liveness`."""
+"""Cases of `PipelineSplit` and the kit of the stage hooks, for ``slapo plugins check``."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CHAIN: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "hidden": (0, (1,)), "skip": (0, (3,)), "mask": (0, (1, 2, 3)), "middle": (1, (2,)), "aside": (1, ()),
     "late": (2, (3,)), "logits": (3, ()),
 }  # fmt: skip
-"""Value -> who makes it, and who reads it; of four stages."""
+"""Value -> its producer and its consumers, of four stages."""
 
 
 def slapo_cases() -> list[Case]:
-    """The cases of the primitives of slapo-pipeline."""
+    """Return the cases of the primitives of slapo-pipeline."""
 
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
@@ -45,7 +45,7 @@ def slapo_cases() -> list[Case]:
 
 
 class StagesKit(Kit):
-    """Those of the two hooks that a plugin has, on small stages."""
+    """Check a plugin's `slapo_partition` and `slapo_liveness` on small stages."""
 
     name = "hooks"
 
@@ -53,12 +53,12 @@ class StagesKit(Kit):
         manager = HookManager(registry)
         manager.activate(entry.distribution)
         for hook, check in zip(_STAGES_HOOKS, (_check_partition, _check_liveness), strict=True):
-            if manager.has(hook):
+            if hasattr(loaded, hook):
                 yield hook, functools.partial(check, entry.distribution, manager)
 
 
 def sample_partitions() -> Iterator[tuple[Partition, tuple[str, ...]]]:
-    """Partitions whose modules compute nothing, each with outputs that the last stage needs."""
+    """Yield partitions whose modules compute nothing, each with required outputs."""
     for count in (2, 3, 4):
         last = count - 1
         values = {
@@ -75,7 +75,7 @@ def sample_partitions() -> Iterator[tuple[Partition, tuple[str, ...]]]:
         stages = tuple(
             Stage(
                 index,
-                _Nothing(),
+                _UncalledStage(),
                 ("ids",) if index == 0 else (),
                 tuple(name for name, value in values.items() if index in value.consumers),
                 tuple(name for name, value in values.items() if value.producer == index),
@@ -87,7 +87,7 @@ def sample_partitions() -> Iterator[tuple[Partition, tuple[str, ...]]]:
             yield Partition(stages, values, (), Output(("logits", "hidden", "aside"), lambda outputs: outputs)), outputs
 
 
-class _Nothing(StageModule):
+class _UncalledStage(StageModule):
     def forward(
         self, inputs: Mapping[str, object], values: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:  # pragma: no cover - never called
@@ -100,8 +100,8 @@ def _check_partition(distribution: str, manager: HookManager) -> None:
     answer = manager.single("slapo_partition", schedule=schedule, inputs=inputs, batch_axes={})
     if answer is not None:
         raise CheckError(
-            "it cuts a model that no step asks to cut",
-            required="None where no step of the schedule cuts the model",
+            "it cuts a model without a step that cuts",
+            required="None unless a step of the schedule cuts the model",
             got=repr(answer[1]),
             hint="return None unless schedule.records holds a step that cuts",
         )
@@ -115,4 +115,4 @@ def _check_liveness(distribution: str, manager: HookManager) -> None:
             check_liveness(answer[1], partition, outputs, answer[0])
             answers += 1
     if not answers:
-        raise NotApplicable("it has no answer about four simple stages")
+        raise NotApplicable("it answers None for four simple stages")

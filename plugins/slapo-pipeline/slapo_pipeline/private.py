@@ -1,9 +1,7 @@
-"""Names of torch that are not public and that this plugin needs: what a new version of torch may change is here."""
+"""Access private names of torch: only here, under a contract test."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,25 +16,22 @@ FLASH_ATTENTION_OF_CPU, GROUPED_MM = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._grouped_mm,
 )
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 
 def schedule_actions(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Any]]:
-    """The actions of each rank in torch's schedule of a name.
+    """Return the actions of each rank in a schedule of torch.
 
     Raises:
-        AssertionError: the schedule does not take these numbers; ValueError likewise.
+        AssertionError: torch's schedule refuses these numbers, or ValueError.
     """
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     return get_schedule_ops(name, ranks, microbatches, stages_per_rank)
 
 
-def tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the live tables of a module's own parameters and buffers by name."""
-    return module._parameters, module._buffers
+def non_persistent_buffers_of(module: nn.Module) -> set[str]:
+    """Return the live set of the names of a module's buffers that state dicts leave out."""
+    return module._non_persistent_buffers_set
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Primitive, Violation
+from slapo_core.internals import Internals, children_of
 from slapo_core.observers import only_looks, spans_stages
 from slapo_graph.graph import graph_of
-from slapo_pipeline.private import children_of, hooks_of, is_compiled
+from slapo_graph.match import Match
+from slapo_pipeline.private import hooks_of, is_compiled
+
+if TYPE_CHECKING:
+    from slapo_core.primitive import Record
 
 _AROUND_CALLS = {
-    "core.checkpoint": "recomputes its whole forward",
+    "core.checkpoint": "recomputes its entire forward",
     "fusion.bind": "runs a kernel in place of its forward",
-    "fusion.compile": "compiles its whole forward",
-    "fusion.cudagraphify": "replays its whole forward",
-    "tp.fork_rng": "draws its random numbers apart",
+    "fusion.compile": "compiles its entire forward",
+    "fusion.cudagraphify": "replays its entire forward",
+    "tp.fork_rng": "draws from an RNG stream of its own",
     "tp.sync": "communicates where it is called",
     "tp.sync_gradient": "communicates in its backward",
 }
@@ -29,8 +34,23 @@ def root_of(node: Node) -> Node:
     return node
 
 
+def unanswered_violations(node: Node) -> Iterator[Violation]:
+    """Yield each hook of stages that no active plugin answers.
+
+    Args:
+        node: where the model would be cut.
+    """
+    for hook, entry in (("slapo_partition", "pipeline.partition"), ("slapo_liveness", "pipeline.liveness")):
+        if not Internals(node.schedule).hooks.has(hook):
+            yield Violation(
+                f"no active plugin answers {hook}",
+                f"remove slapo-pipeline:{entry} from SLAPO_DISABLE_PLUGINS; or pip install a plugin that answers, and "
+                'name it: create_schedule(model, plugins=["acme-slapo"])',
+            )
+
+
 def place_violations(node: Node) -> Iterator[Violation]:
-    """Why no model can be cut after this module: it is the root, or is never called.
+    """Yield why the model cannot be cut after a module: it is the root, or never called.
 
     Args:
         node: where it would be cut.
@@ -38,37 +58,37 @@ def place_violations(node: Node) -> Iterator[Violation]:
     from torch import nn
 
     if node.parent is None:
-        yield Violation("nothing comes after the whole model", 'sch["encoder.layer.5"].pipeline_split()')
+        yield Violation("nothing comes after the root", 'sch["encoder.layer.5"].pipeline_split()')
         return
     module = node.module
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         below = f"{node.path}.{next(iter(children_of(module)), '0')}"
         yield Violation(
             f"{type(module).__name__} has no forward of its own: it is never called",
-            f"cut after one of its modules, sch[{below!r}].pipeline_split(), or into balanced pieces of all: "
+            f"cut after one of its modules, sch[{below!r}].pipeline_split(), or into balanced stages: "
             f"sch[{node.path!r}].pipeline_split(stages=2)",
         )
 
 
 def above_violations(node: Node) -> Iterator[Violation]:
-    """What is around the modules above this one that stages would leave out: they are not called.
+    """Yield hooks, wrappers and compilation of modules above a cut: stages do not call these modules.
 
     Args:
-        node: after which, or below which, the model would be cut.
+        node: the module after or below which the model would be cut.
     """
     above = node.parent
     while above is not None:
-        problem = _around(above)
+        problem = _call_problem(above)
         if problem is not None:
             where = f"'{above.path}'" if above.path else "the root"
             yield Violation(
                 f"{where} lies above it and {problem}, and a cut spreads its forward over stages",
-                f"do that to modules that lie in one stage: sch[{_alike(node.path)!r}]",
+                f"do that to modules that lie in one stage: sch[{_sibling_pattern(node.path)!r}]",
             )
         above = above.parent
 
 
-def _around(node: Node) -> str | None:
+def _call_problem(node: Node) -> str | None:
     from slapo_graph.flat import is_merely_spanned, is_merely_traced
 
     steps = [str(record) for record in node.records if record.name not in ("core.annotate", "graph.trace")]
@@ -91,17 +111,18 @@ def _around(node: Node) -> str | None:
     return None
 
 
-def step_violations(node: Node, primitive: Primitive, cuts: dict[str, str]) -> Iterator[Violation]:
-    """Why a step may not be applied above a cut.
+def step_violations(node: Node, primitive: Primitive, cuts: Mapping[str, Record]) -> Iterator[Violation]:
+    """Yield why a step must not be applied above a cut.
 
     Args:
         node: where the step is to be applied.
         primitive: the step.
-        cuts: paths of the modules after which the schedule cuts, each with the step that asks for it.
+        cuts: paths of the modules after which the schedule cuts, each with its step.
     """
-    rewritten = [match.path for name in primitive.selections for match in _matches(getattr(primitive, name, None))]
-    places = dict.fromkeys(rewritten) if rewritten else {node.path: None}
-    for place in places:
+    selected = [getattr(primitive, name, None) for name in primitive.selections]
+    matches = [match for value in selected for match in (value if isinstance(value, list | tuple) else [value])]
+    rewritten = dict.fromkeys(match.path for match in matches if isinstance(match, Match))
+    for place in rewritten or {node.path: None}:
         prefix = f"{place}." if place else ""
         cut = next((path for path in cuts if path.startswith(prefix) and path != place), None)
         if cut is None:
@@ -110,22 +131,17 @@ def step_violations(node: Node, primitive: Primitive, cuts: dict[str, str]) -> I
         if rewritten:
             problem = "rewrites its graph"
         elif primitive.name in _REPLACES:
-            problem = "puts something else in its place"
+            problem = "replaces it"
         elif primitive.name in _AROUND_CALLS:
             problem = _AROUND_CALLS[primitive.name]
         else:
             continue
-        hint = f"apply it to modules that lie in one stage: sch[{_alike(cut)!r}]"
+        hint = f"apply it to modules that lie in one stage: sch[{_sibling_pattern(cut)!r}]"
         if primitive.name in _REPLACES and not rewritten:
-            hint = "replace it first, and cut then"
+            hint = "apply this step first, then pipeline_split()"
         yield Violation(f"{where} lies above a cut ({cuts[cut]}), which spreads its forward; this step {problem}", hint)
 
 
-def _matches(value: Any) -> list[Any]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [match for match in values if hasattr(match, "path") and hasattr(match, "nodes")]
-
-
-def _alike(path: str) -> str:
-    """The blocks of which ``path`` is one: ``"encoder.layer.*"``."""
+def _sibling_pattern(path: str) -> str:
+    """Return the pattern of a path's sibling blocks, e.g. ``"encoder.layer.*"``."""
     return ".".join("*" if name.isdigit() else name for name in path.split("."))

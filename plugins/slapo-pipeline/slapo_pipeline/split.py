@@ -1,35 +1,38 @@
-"""``pipeline_split``: where the model is cut into stages."""
+"""The primitive `pipeline_split`: mark the modules after which the model is cut into stages."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_pipeline.rules import above_violations, place_violations, root_of
+from slapo_pipeline.rules import above_violations, place_violations, root_of, unanswered_violations
+
+if TYPE_CHECKING:
+    from slapo_core.primitive import Record
 
 
 @dataclass(frozen=True)
 class PipelineSplit(Primitive):
-    """Cut the model after this module: what comes later in the forward belongs to the next stage.
+    """Cut the model after this module: later calls of the forward belong to the next stage.
 
-    Or, with ``stages``, cut the list of blocks that the module is or holds into balanced pieces: of all ways to cut it
-    between its blocks, one whose largest stage is smallest.
+    With ``stages``, cut the list of blocks in the module, or the module itself, into balanced stages: the cut between
+    blocks that minimizes the largest stage.
 
-    It only marks the place. Stages are made when ``build``, ``verify`` or ``slapo_pipeline.stages`` need them; no
+    It only marks the cut. Stages are made when ``build``, ``verify`` or ``slapo_pipeline.stages`` need them; no
     ``trace()`` is needed before.
 
     Args:
-        stages: how many pieces; None cuts once, after the module itself. With ``pp`` in the mesh a multiple of its
+        stages: number of stages; None cuts once, after the module itself. With ``pp`` in the mesh a multiple of its
             size: several stages on a rank are virtual stages.
-        balance: what is balanced, of the reference model, so that it does not matter which steps come before.
-            ``"parameters"``: their number of elements; a parameter that a stage uses in several places counts once in
-            it. ``"flops"``: operations of the forward. What comes before the blocks counts to the first stage, and what
-            comes after them to the last one, up to the next cut. Without the schedule's example inputs only
-            ``"parameters"`` is possible, with the order in which modules are registered.
-        after: the blocks after which it is cut, as paths relative to the module. Found out when the step is first
+        balance: cost that is balanced, measured on the reference model, so that earlier steps do not matter.
+            ``"parameters"``: number of elements; a parameter that a stage uses in several places counts once in it.
+            ``"flops"``: operations of the forward. Layers before the blocks count towards the first stage, layers
+            after them towards the last, up to the next cut. Without the schedule's example inputs only
+            ``"parameters"`` is possible, in the order in which modules are registered.
+        after: the blocks after which the model is cut, as paths relative to the module. Found when the step is first
             applied, and recorded: a saved schedule cuts there again.
 
     rewrite:
@@ -49,7 +52,7 @@ class PipelineSplit(Primitive):
     after: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     def cuts(self, path: str) -> tuple[str, ...]:
-        """The modules after which the model is cut, where the step was applied at ``path``, by their full paths."""
+        """Return the full paths of the modules after which this step, applied at ``path``, cuts."""
         if self.stages is None:
             return (path,)
         return tuple(f"{path}.{below}" if path else below for below in self.after or ())
@@ -65,6 +68,7 @@ class PipelineSplit(Primitive):
         return dataclasses.replace(self, after=balanced(node, self.stages, self.balance, others))
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
+        yield from unanswered_violations(node)
         if self.stages is not None:
             yield from self._list_violations(node, self.stages)
             return
@@ -107,11 +111,15 @@ class PipelineSplit(Primitive):
             edit.note(f"when stages are made, the model is cut after {', '.join(self.after)}")
 
 
-def _other_cuts(node: Node) -> tuple[str, ...]:
-    """Where the schedule cuts already."""
-    return tuple(
-        cut
-        for record in root_of(node).records_below()
+def cuts_of(records: Iterable[Record]) -> dict[str, Record]:
+    """Return the paths of the modules after which steps cut, each with its step."""
+    return {
+        path: record
+        for record in records
         if isinstance(record.primitive, PipelineSplit)
-        for cut in record.primitive.cuts(record.path)
-    )
+        for path in record.primitive.cuts(record.path)
+    }
+
+
+def _other_cuts(node: Node) -> tuple[str, ...]:
+    return tuple(cuts_of(root_of(node).records_below()))

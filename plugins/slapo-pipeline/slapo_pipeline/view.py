@@ -1,4 +1,4 @@
-"""Show the stages of a model: what each holds, computes and sends."""
+"""Show the stages of a model: modules, parameters, FLOPs and boundary messages."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from slapo_pipeline.private import pytree
 from slapo_runtime.stages.partition import Liveness, Partition, Stage, Value
 
 
-def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> Stages:
-    """The stages into which the steps of a schedule cut its model: ``print(slapo_pipeline.stages(sch))``.
+def stages(schedule: Schedule, batch: Any = None, *, full_output: bool = False) -> Stages:
+    """Return the stages of a schedule's model: ``print(slapo_pipeline.stages(sch))``.
 
-    Any mesh will do, or none; nothing is built, and the model may be on the meta device.
+    Works on any mesh, or none; nothing is built, and the model may be on the meta device.
 
     Args:
         schedule: with ``pipeline_split`` steps.
-        batch: what they are made for, as ``train_step`` takes it; None takes the schedule's example inputs.
-        whole_output: whether the last stage needs the whole output, as for ``build(loss=...)``. Without it, it needs
-            the loss, where the model computes one.
+        batch: as ``train_step`` takes it; None takes the schedule's example inputs.
+        full_output: whether the last stage needs the full output, as for ``build(loss=...)``; else it needs the loss,
+            where the model computes one.
 
     Raises:
         ArgumentError: there is no batch, or no step cuts the model.
-        TraceError: it cannot be cut there.
+        TraceError: the model cannot be cut there.
     """
-    found = slapo_core.stages(schedule, batch, whole_output=whole_output)
+    found = slapo_core.stages(schedule, batch, full_output=full_output)
     partition, liveness, inputs = found.partition, found.liveness, found.inputs
     flops, notes = _flops(schedule.model, inputs, partition)
     tied = {tie.name: tie.stages for tie in partition.ties}
@@ -74,7 +74,7 @@ def _flops(model: nn.Module, inputs: Mapping[str, Any], partition: Partition) ->
 
 
 def _ends(model: nn.Module, stage: Stage) -> tuple[str, str]:
-    """The paths of the first and of the last module that a stage holds whole."""
+    """Return the paths of a stage's first and last module, containers above a cut excepted."""
     held: list[str] = []
     known = dict(model.named_modules(remove_duplicate=False))
     for path, module in stage.module.named_modules():
@@ -97,7 +97,7 @@ def _full_shape(schedule: Schedule, name: str, parameter: torch.Tensor) -> tuple
 
 
 def _crossings(partition: Partition, liveness: Liveness, boundary: int) -> tuple[Crossing, ...]:
-    """What passes from stage ``boundary`` to the next one."""
+    """Return the values sent from stage ``boundary`` to the next."""
     return tuple(_crossing(partition.values[name], boundary) for name in liveness.sent(boundary))
 
 
@@ -115,7 +115,7 @@ def _crossing(value: Value, boundary: int) -> Crossing:
 
 
 def _output_producers(partition: Partition) -> Iterator[tuple[str, int]]:
-    """The pieces of the output by their names in it, each with the stage that makes it."""
+    """Yield the names of the output's values, each with the stage that makes it."""
     made = partition.output.assemble({name: name for name in partition.output.names})
     for name, value in _named("", made):
         if value in partition.values:
@@ -123,7 +123,7 @@ def _output_producers(partition: Partition) -> Iterator[tuple[str, int]]:
 
 
 def _named(name: str, part: Any) -> Iterator[tuple[str, str]]:
-    """Yield every text in nested values, with its path."""
+    """Yield every string in nested values, with its path."""
     if isinstance(part, str):
         yield name, part
         return
@@ -139,17 +139,17 @@ def _described(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value on its way from one stage to the next.
+    """A value sent from one stage to the next.
 
     Args:
         name: of the value.
-        shape: for the batch that the stages were made for.
+        shape: for the given batch.
         dtype: e.g. ``"float32"``.
-        nbytes: for the batch that the stages were made for.
+        nbytes: for the given batch.
         requires_grad: whether a gradient comes back.
-        producer: the stage that makes it; where it is not the one that sends it here, the sender relays it.
-        consumers: the stages that read it, of those still to come.
-        is_relayed: whether the sender only passes it on.
+        producer: the stage that makes it; any other sender relays it.
+        consumers: the later stages that read it.
+        is_relayed: whether the sender only relays it.
     """
 
     name: str
@@ -168,16 +168,15 @@ class StageView:
 
     Args:
         index: from 0.
-        first: path of the first module in it.
-        last: path of the last one; for all stages but the last one the module after which it is cut.
-        parameters: number of elements of the parameters that it uses, of their full sizes; ties count in each
-            stage that has them.
-        tied: names of the parameters among them that other stages use too.
-        flops: operations of the forward of this rank, for the batch: two for each multiplication and addition of
-            matrix products, convolutions and attention. None where they could not be counted.
+        first: path of its first module.
+        last: path of its last module, after which the model is cut, except in the last stage.
+        parameters: elements of its parameters in their full sizes; a tied one counts in each of its stages.
+        tied: names of its parameters that other stages use too.
+        flops: of this rank's forward of the batch: two for each multiplication and addition of matrix products,
+            convolutions and attention. None where they could not be counted.
         inputs: arguments of the model that it reads from the batch.
-        received: what it gets from the stage before.
-        sent: what it gives to the next one.
+        received: values from the stage before.
+        sent: values to the next stage.
     """
 
     index: int
@@ -196,14 +195,14 @@ class Stages:
     """The stages of a schedule; ``print`` it.
 
     Args:
-        partition: what the stages are, as dialects see them.
-        liveness: what passes between them.
+        partition: as dialects see it.
+        liveness: the values sent between stages, as dialects see it.
         model: the name of its class.
-        batch: what the stages were made for, e.g. ``{"input_ids": "(8, 128) int64"}``.
+        batch: shapes and dtypes, e.g. ``{"input_ids": "(8, 128) int64"}``.
         stages: in the order in which they run.
-        ties: the stages that use it, by the name of a parameter.
-        outputs: the stage that makes it, by the name of an output of the model, e.g. ``"loss"``.
-        notes: what could not be found out, and why.
+        ties: name of a tied parameter -> the stages that use it.
+        outputs: name of an output of the model, e.g. ``"loss"`` -> the stage that makes it.
+        notes: missing figures, each with the reason.
     """
 
     partition: Partition = field(repr=False)
@@ -216,11 +215,11 @@ class Stages:
     notes: tuple[str, ...] = ()
 
     def bytes_sent(self, stage: int) -> int:
-        """From a stage to the next one, forward, for the batch that the stages were made for."""
+        """Return the bytes that a stage sends forward to the next, for the given batch."""
         return sum(crossing.nbytes for crossing in self.stages[stage].sent)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data, without the partition's modules."""
+        """Return everything as plain data, without the partition's modules."""
         stages = [dataclasses.asdict(stage) for stage in self.stages]
         plain = {name: getattr(self, name) for name in ("model", "batch", "ties", "outputs", "notes")}
         return {**plain, "stages": stages}
@@ -230,15 +229,15 @@ class Stages:
 
 
 def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[str]) -> list[int]:
-    """Of the forward between the ends of the calls of the modules that are named.
+    """Return the forward's FLOPs between the ends of the calls of some modules.
 
     Args:
-        model: as it is now; a copy runs, which shares its parameters.
-        inputs: arguments of its forward, by parameter; their values do not matter.
-        cuts: paths, in the order in which the model calls them.
+        model: a copy runs, which shares the parameters.
+        inputs: arguments of the forward, by parameter; their values do not matter.
+        cuts: paths of the modules, in the order of their calls.
 
     Raises:
-        TraceError: the model raises without values.
+        TraceError: the model raises on tensors without values.
     """
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     mode = FakeMode() if device.type != "meta" else None
@@ -255,7 +254,7 @@ def flops_by_stage(model: nn.Module, inputs: Mapping[str, Any], cuts: Sequence[s
 
 
 def text_of(stages: Stages) -> str:
-    """A table of the stages; what passes each boundary; ties and output."""
+    """Return a table of the stages, the values sent at each boundary, ties and output."""
     batch = ", ".join(f"{name} {what}" for name, what in stages.batch.items())
     lines = [f"{len(stages.stages)} stages of {stages.model}, for {batch}", ""]
     heads = ("stage", "modules", "parameters", "forward FLOPs", "reads from the batch")
@@ -296,7 +295,7 @@ def _passing(crossing: Crossing) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> Iterator[str]:
-    """Rows of one text a column, in columns of one width."""
+    """Yield the rows as lines, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -61,7 +61,7 @@ def cuts_of(sch):
     return sch.records[-1].primitive.after
 
 
-def test_what_comes_before_and_after_counts_in_the_order_of_the_run():
+def test_layers_before_and_after_the_blocks_count_in_the_order_of_the_run():
     # The tied weight is four blocks large, and used before the first block and after the last one.
     sch = schedule(Language(vocabulary=BLOCK // 8 * 4))
     sch["body"].pipeline_split(stages=4)
@@ -90,10 +90,10 @@ def test_without_example_inputs_the_order_of_registration_counts(message: Messag
     assert cuts_of(sch) == ("layer.2",)
     with pytest.raises(slapo.PreconditionError) as caught:
         schedule(example_inputs=None)["body"].pipeline_split(stages=2, balance="flops")
-    message(caught, "at 'body'", "no example inputs", "create_schedule(model, example_inputs=")
+    message(caught, "at 'body'", "requires example inputs", "create_schedule(model, example_inputs=")
 
 
-def test_flops_count_what_the_blocks_compute():
+def test_flops_balance_the_computation_of_blocks():
     inner = (4, 4, 4, 100, 4, 4)
     sch = schedule(Language(inner))
     sch["body"].pipeline_split(stages=2, balance="flops")
@@ -108,7 +108,7 @@ def test_flops_count_what_the_blocks_compute():
 
 
 @pytest.mark.parametrize(("attention", "dropout"), [("sdpa", 0.0), ("sdpa", 0.1), ("eager", 0.1)])
-def test_flops_of_bert_are_those_of_the_formula(attention, dropout):
+def test_flops_of_bert_equal_the_formula(attention, dropout):
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -160,7 +160,7 @@ def test_steps_before_do_not_change_the_cut():
         sch.undo()
 
 
-def test_other_cuts_bound_what_counts():
+def test_earlier_cuts_bound_the_balanced_range():
     model = nn.ModuleDict({"a": Layers((16,) * 4), "b": Layers((16,) * 4)})
 
     class Both(nn.Module):

@@ -54,12 +54,12 @@ def test_more_stages_than_blocks(message: Messages):
     assert sch.records[-1].primitive.after == ("0", "1", "2")
 
 
-def test_no_blocks_and_several_lists(message: Messages):
+def test_containers_without_blocks_or_with_several_lists_are_refused(message: Messages):
     message(refusal(nn.Linear(4, 4), 2), "Linear", "no list of blocks")
     message(refusal(Two(), 2), "'first.layer' (4), 'second.layer' (4)", "sch['first.layer'].pipeline_split(stages=2)")
 
 
-def test_a_short_tail_of_plain_functions_is_no_rival_of_the_blocks():
+def test_a_short_list_without_parameters_does_not_compete_with_the_blocks():
     class Classifier(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -74,7 +74,7 @@ def test_a_short_tail_of_plain_functions_is_no_rival_of_the_blocks():
     assert sch.records[-1].primitive.after == ("stages.layer.0", "stages.layer.1")
 
 
-def test_numbers_that_make_no_sense(message: Messages):
+def test_wrong_arguments_are_refused_and_one_stage_is_not_cut(message: Messages):
     message(refusal(Stack(), 0), "stages=0", "1 or more")
     sch = slapo.create_schedule(Stack())
     with pytest.raises(slapo.ArgumentError, match="argument 'balance' must be"):

@@ -147,7 +147,7 @@ def test_untouched_paths_and_objects() -> None:
 
 
 @pytest.mark.parametrize("cuts", [["first"], ["middle"], ["first", "middle"]])
-def test_containers_that_calls_return_are_handed_on_whole(cuts: list[str]) -> None:
+def test_containers_returned_by_calls_cross_cuts(cuts: list[str]) -> None:
     torch.manual_seed(0)
     made = compare(Whole().double(), cuts, torch.rand(2, 3, 6, dtype=torch.float64))
     assert set(made.partition.output.names) == {"last_sum", "last_nested_0", "last_nested_1_0"}

@@ -126,7 +126,7 @@ def test_each_stage_may_be_of_another_copy(recorded: list[Any]) -> None:
     assert recorded == [schedule.model]
 
 
-def test_a_bound_stage_refuses_what_it_was_not_made_for() -> None:
+def test_a_bound_stage_refuses_other_calls() -> None:
     schedule, answers = cut_schedule(Model(), ["first", "second"]), Answers()
     asked(schedule, answers, schedule.model)
     other = copy.deepcopy(schedule.model)
@@ -167,7 +167,7 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_copy_is_asked_for_anew(name: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_copy_gets_new_stages(name: str, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "FACTOR", 2)
     schedule, answers = cut_schedule(Model(), ["first", "second"]), Answers()
     asked(schedule, answers, schedule.model)
@@ -198,7 +198,7 @@ def test_other_steps_are_asked_for_anew(recorded: list[Any]) -> None:
     assert len(recorded) == 2
 
 
-def test_what_looks_into_values_is_recorded_for_each_copy(recorded: list[Any]) -> None:
+def test_models_that_read_values_are_recorded_for_each_copy(recorded: list[Any]) -> None:
     schedule, answers = cut_schedule(Looks(), ["first", "second"]), Answers()
     asked(schedule, answers, schedule.model)
     asked(schedule, answers, copy.deepcopy(schedule.model))

@@ -39,7 +39,7 @@ def test_the_cut_is_the_best_of_all_on_up_to_twelve_blocks():
     assert compared == 234
 
 
-def test_what_several_blocks_of_a_stage_share_counts_once_in_it():
+def test_a_parameter_shared_by_blocks_of_a_stage_counts_once():
     random.seed(1)
     for _ in range(40):
         sizes = {key: random.randint(1, 100) for key in "abcdef"}

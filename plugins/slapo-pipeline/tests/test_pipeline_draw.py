@@ -11,7 +11,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import slapo_core as slapo
-from slapo_pipeline.timeline import SCHEDULES, PipelineCommands, Work, orders, simulate
+from slapo_pipeline.timeline import SCHEDULES, Action, PipelineCommands, orders, simulate
 from tests.messages import Messages
 
 
@@ -20,7 +20,7 @@ def run(*words):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_the_bubble_is_that_of_the_formula(schedule):
+def test_the_bubble_equals_the_formula(schedule):
     for pp in (1, 2, 3, 4, 7):
         for microbatches in (pp, pp + 1, 2 * pp, 13):
             for forward, backward in ((1, 2), (1, 1), (3, 0.5)):
@@ -34,19 +34,19 @@ def test_the_bubble_is_that_of_the_formula(schedule):
 def test_every_stage_does_everything_once_and_in_time(schedule):
     stages, microbatches = (4, 8) if schedule in ("gpipe", "1f1b") else (8, 8)
     found = simulate(orders(schedule, stages=stages, microbatches=microbatches))
-    ends = {box.work: box.end for box in found.boxes}
-    assert len(ends) == len(found.boxes)
+    ends = {each.action: each.end for each in found.actions}
+    assert len(ends) == len(found.actions)
     for stage in range(stages):
         for number in range(microbatches):
-            forward, whole = Work("F", stage, number), Work("B", stage, number)
-            parts = [Work("I", stage, number), Work("W", stage, number)]
-            done = [work for work in (whole, *parts) if work in ends]
+            forward, full = Action("F", stage, number), Action("B", stage, number)
+            parts = [Action("I", stage, number), Action("W", stage, number)]
+            done = [each for each in (full, *parts) if each in ends]
             assert forward in ends
-            assert done in ([whole], parts)
+            assert done in ([full], parts)
             assert ends[forward] < ends[done[0]]
             if stage:
-                assert ends[Work("F", stage - 1, number)] < ends[forward]
-    for one, other in zip(found.boxes, found.boxes[1:], strict=False):
+                assert ends[Action("F", stage - 1, number)] < ends[forward]
+    for one, other in zip(found.actions, found.actions[1:], strict=False):
         assert one.rank != other.rank or one.end <= other.start
     assert found.ranks == 4
     assert 0 < found.bubble < 3 / 11 + 1e-9  # none is worse than one stage a rank, run one after the other
@@ -63,7 +63,7 @@ def test_interleaving_and_splitting_the_backward_make_the_bubble_smaller():
 
 def test_ranks_that_wait_for_each_other_are_found():
     with pytest.raises(ValueError, match="waits for another one"):
-        simulate([[Work("B", 0, 0), Work("F", 0, 0)]])
+        simulate([[Action("B", 0, 0), Action("F", 0, 0)]])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_numbers_that_do_not_fit_are_refused(numbers, words, message: Messages):
     assert caught.value.hint
 
 
-def test_what_torch_refuses_is_said_in_its_own_words():
+def test_refusals_of_torch_keep_its_words():
     with pytest.raises(slapo.ArgumentError) as caught:
         orders(schedule="1f1b", stages=4, microbatches=3)
     assert str(caught.value).startswith("torch refuses 1f1b on 4 ranks: ")
@@ -114,7 +114,7 @@ def test_the_json_has_every_action_at_its_time():
     assert [action["kind"] for action in data["actions"] if action["rank"] == 1] == ["F", "B", "F", "B"]
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path: Path, message: Messages):
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path: Path, message: Messages):
     real = builtins.__import__
 
     def without(name, *arguments, **named):
@@ -126,7 +126,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path: Path,
     assert run("--microbatches", "4").exit_code == 0
     error = run("--microbatches", "4", "--out", str(tmp_path / "x.png")).exception
     message(error, "matplotlib", "pip install 'slapo-pipeline[draw]'")
-    with pytest.raises(slapo.ArgumentError, match="times are positive"):
+    with pytest.raises(slapo.ArgumentError, match="times must be positive"):
         raise run("--forward", "0").exception
 
 

@@ -107,7 +107,7 @@ X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED])
-def test_what_layers_put_into_a_container_crosses_the_cuts(kind: str) -> None:
+def test_values_that_layers_put_into_a_container_cross_cuts(kind: str) -> None:
     compare(Net(kind), ["layers.0", "layers.1"], X)
     flat = Net(kind)
     sch = slapo.create_schedule(flat, example_inputs=(X,))
@@ -180,7 +180,7 @@ class Noted(nn.Module):
 
 
 @pytest.mark.parametrize("is_called", [False, True])
-def test_what_hooks_put_into_a_context_variable_crosses_the_cuts(is_called: bool) -> None:
+def test_values_that_hooks_put_into_a_context_variable_cross_cuts(is_called: bool) -> None:
     model = Noted()
     if is_called:
         model(X)

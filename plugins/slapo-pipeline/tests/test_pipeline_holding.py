@@ -40,7 +40,7 @@ class Model(nn.Module):
         return h.view(rows, -1).to(self.table.dtype) / self.first.weight.shape[1]
 
 
-def test_a_stage_holds_what_it_runs() -> None:
+def test_a_stage_contains_the_modules_that_it_runs() -> None:
     torch.manual_seed(0)
     model = Model().double()
     made = compare(model, ["first"], torch.rand(6, 4, dtype=torch.float64))
@@ -62,7 +62,7 @@ def test_a_parameter_of_another_shape_is_found_on_every_rank(message: Messages) 
     message(caught, "'table' of shape (6, 4)", "(3, 4)")
 
 
-def test_above_a_cut_nothing_is_called(message: Messages) -> None:
+def test_a_module_above_a_cut_refuses_calls(message: Messages) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -74,4 +74,4 @@ def test_above_a_cut_nothing_is_called(message: Messages) -> None:
     made = cut(Outer(), ["inner.first"], torch.rand(6, 4))
     with pytest.raises(RuntimeError) as caught:
         made.partition.stages[0].module.get_submodule("inner")(torch.rand(6, 4))
-    message(caught, "Model", "above a cut")
+    message(caught, "Model", "above a pipeline cut")

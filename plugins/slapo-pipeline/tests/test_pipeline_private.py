@@ -46,20 +46,14 @@ def test_actions_of_a_schedule() -> None:
         private.schedule_actions("NoSuchSchedule", 2, 4, 1)
 
 
-def test_modules_keep_their_tensors_and_children_in_these_tables() -> None:
+def test_modules_name_the_buffers_that_state_dicts_leave_out() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     module[0].register_buffer("scratch", torch.zeros(1), persistent=False)
-    assert [*private.buffers_of(module[0])] == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
-    assert [*private.children_of(module)] == ["0"]
     assert private.non_persistent_buffers_of(module[0]) == {"scratch"}
 
 
 def test_modules_tell_their_hooks_and_whether_they_are_made_and_compiled() -> None:
     module = nn.BatchNorm1d(2)
-    assert [[*table] for table in private.tensors_of(module)] == [
-        ["weight", "bias"],
-        ["running_mean", "running_var", "num_batches_tracked"],
-    ]
     assert (private.is_initialized(module), private.is_initialized(nn.Module.__new__(nn.Module))) == (True, False)
     module.register_forward_hook(len)
     module.register_forward_pre_hook(abs)

@@ -77,10 +77,10 @@ def test_a_cut_is_refused_at_once(before: Callable[[Any], Any], words: tuple[str
     assert ("sch['inner.layers.*']" in text) is ("lies above" in text)
 
 
-def test_the_root_and_lists_are_no_places(message: Messages) -> None:
+def test_cuts_after_the_root_and_after_a_list_are_refused(message: Messages) -> None:
     with pytest.raises(PreconditionError) as caught:
         schedule()[""].pipeline_split()
-    message(caught, "the whole model")
+    message(caught, "after the root")
     with pytest.raises(PreconditionError) as caught:
         schedule()["inner.layers"].pipeline_split()
     message(caught, "never called", "sch['inner.layers'].pipeline_split(stages=2)")
@@ -89,7 +89,7 @@ def test_the_root_and_lists_are_no_places(message: Messages) -> None:
 AFTER: list[tuple[Callable[[Any], Any], tuple[str, ...]]] = [
     (lambda sch: sch["inner"].checkpoint(), ("'inner' lies above", "#1 pipeline_split() at 'inner.layers.0'")),
     (lambda sch: sch[""].checkpoint(), ("recomputes",)),
-    (lambda sch: sch["inner"].replace(Inner()), ("in its place", "replace it first")),
+    (lambda sch: sch["inner"].replace(Inner()), ("replaces it", "apply this step first")),
     (rewrite, ("rewrites", "sch['inner.layers.*']")),
 ]
 
@@ -107,7 +107,7 @@ def test_a_step_above_a_cut_is_refused_at_once(
     after(schedule_without)  # the control: it is the cut that refuses it
 
 
-def test_what_goes_together_with_a_cut() -> None:
+def test_steps_that_compose_with_a_cut_are_applied() -> None:
     torch.manual_seed(0)
     model = Model().double()
     x = X.double()
@@ -121,7 +121,7 @@ def test_what_goes_together_with_a_cut() -> None:
     assert "forward" in model.inner.__dict__, "it is traced as before"
 
 
-def test_hooks_that_come_later_are_found_when_stages_are_made(message: Messages) -> None:
+def test_hooks_added_later_are_refused_when_stages_are_made(message: Messages) -> None:
     model = Model()
     sch = schedule(model)
     sch["inner.layers.0"].pipeline_split()
@@ -140,7 +140,7 @@ def test_hooks_that_come_later_are_found_when_stages_are_made(message: Messages)
         (["inner"], {"times": 2}, "more than once"),
     ],
 )
-def test_what_only_a_run_shows_is_refused_when_stages_are_made(
+def test_cuts_that_only_a_run_shows_are_refused_when_stages_are_made(
     cuts: list[str], call: Any, word: str, message: Messages
 ) -> None:
     with pytest.raises(TraceError) as caught:

@@ -37,7 +37,7 @@ class Regions(Base):
 
 
 @pytest.mark.parametrize("cuts", [["a"], ["b"], ["c"], ["a", "b", "c"]])
-def test_regions_go_on_in_the_next_stage_and_end_there(cuts: list[str]) -> None:
+def test_regions_continue_in_the_next_stage(cuts: list[str]) -> None:
     torch.manual_seed(0)
     x = torch.rand(4, 4)
     made = compare(Regions(), cuts, x, loss=lambda out: out[0].sum())
@@ -110,7 +110,7 @@ def test_kinds_of_values() -> None:
 
 
 @pytest.mark.parametrize(("name", "was", "now"), [("steps", 3, 4), ("factor", 0.5, 0.25)])
-def test_a_number_that_a_module_returns_is_held_to_what_it_was(name: str, was: Any, now: Any) -> None:
+def test_a_number_returned_by_a_module_is_guarded(name: str, was: Any, now: Any) -> None:
     model = Kinds()
     x = torch.rand(3, 4)
     made = cut(model, ["b"], x)

@@ -100,19 +100,19 @@ def test_it_is_data():
     }
 
 
-def test_the_batch_given_counts_and_the_whole_output_may_be_wanted():
+def test_the_batch_given_counts_and_the_full_output_may_be_wanted():
     sch = schedule(example_inputs=None)
     sch["layer.0"].pipeline_split()
     sch["layer.1"].pipeline_split()
     two = {"ids": torch.zeros(2, 5, dtype=torch.int64)}
-    stages = slapo_pipeline.stages(sch, two, whole_output=True)
+    stages = slapo_pipeline.stages(sch, two, full_output=True)
     assert stages.batch == {"ids": "(2, 5) int64"}
     assert "layer_0" in stages.liveness.sent(1)  # the hidden states come along to a loss of the whole output
     assert "loss" not in stages.outputs
     assert set(slapo_pipeline.stages(sch, BATCH).liveness.sent(1)) == {"gt", "layer_1"}
 
 
-def test_evaluation_as_a_whole_is_looked_at_as_training_and_comes_back():
+def test_stages_restores_the_evaluation_mode():
     sch = schedule()
     sch.model.eval()
     sch["layer.0"].pipeline_split()
@@ -120,7 +120,7 @@ def test_evaluation_as_a_whole_is_looked_at_as_training_and_comes_back():
     assert not any(module.training for module in sch.model.modules())
 
 
-def test_sizes_are_those_of_the_untouched_model():
+def test_parameter_counts_equal_the_reference_model():
     sch = schedule(mesh={"tp": 2, "pp": 2})
     sch["layer.2"].shard(["weight", "bias"], axis=0)
     node = sch["layer.2"]
@@ -130,7 +130,7 @@ def test_sizes_are_those_of_the_untouched_model():
     assert _full_shape(sch, "layer.2.weight", node.module.weight) == (8, 8)
 
 
-def test_operations_that_cannot_be_counted_are_said_to_be_unknown():
+def test_flops_that_cannot_be_counted_are_shown_as_unknown():
     class Scaled(nn.Module):
         def forward(self, x):
             return x * float(x.max())
@@ -143,7 +143,7 @@ def test_operations_that_cannot_be_counted_are_said_to_be_unknown():
     assert "note: operations are not counted" in str(stages)
 
 
-def test_without_a_batch_or_a_cut_it_says_what_to_write(message: Messages):
+def test_stages_without_a_batch_or_a_cut_are_refused(message: Messages):
     sch = schedule(example_inputs=None)
     with pytest.raises(slapo.ArgumentError) as caught:
         slapo_pipeline.stages(sch)

@@ -116,7 +116,7 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("cls", "cuts"), RIGHT)
-def test_what_one_stage_writes_and_nobody_else_reads(cls: Any, cuts: list[str]) -> None:
+def test_writes_inside_one_stage_are_right(cls: Any, cuts: list[str]) -> None:
     torch.manual_seed(0)
     compare(cls().double(), cuts, torch.randn(3, 4, dtype=torch.float64))
 
@@ -191,7 +191,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("cls", "cuts", "words"), REFUSED)
-def test_what_a_stage_would_have_to_see_of_another_is_refused(
+def test_writes_visible_to_another_stage_are_refused(
     cls: Any, cuts: list[str], words: tuple[str, ...], message: Messages
 ) -> None:
     with pytest.raises(TraceError) as caught:
@@ -228,7 +228,7 @@ class ReadsStatistics(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["running_mean", "num_batches_tracked"])
-def test_what_a_module_writes_may_not_be_read_on_the_other_side(name: str, message: Messages) -> None:
+def test_a_buffer_written_in_one_stage_and_read_in_another_is_refused(name: str, message: Messages) -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     with pytest.raises(TraceError) as caught:
         cut(ReadsStatistics(name).double(), ["norm"], x)

@@ -90,7 +90,7 @@ def test_a_partition_of_a_third_party_replaces_the_default(fake_distributions: F
             slapo.verify(both, batch())
 
 
-def test_two_answers_are_an_error_that_says_how_to_name_one(message: Messages) -> None:
+def test_two_answers_to_a_hook_are_refused(message: Messages) -> None:
     schedule = cut(plugins=["cut-slapo", "acme-slapo", "beta-slapo", "slapo-pipeline"])
     with pytest.raises(HookError) as caught:
         slapo.verify(schedule, batch())
@@ -111,7 +111,7 @@ def test_a_schedule_saved_with_a_choice_is_replayed_without_it() -> None:
 
 
 @pytest.mark.slow
-def test_plugins_check_holds_the_two_hooks_to_what_they_say(fake_distributions: FakeEnvironment) -> None:
+def test_plugins_check_checks_partition_and_liveness(fake_distributions: FakeEnvironment) -> None:
     wrong = LIVENESS.replace("max(value.consumers", "min(value.consumers")
     always = "@hookimpl\ndef slapo_partition(schedule): return 1\n"
     silent = "@hookimpl\ndef slapo_liveness(partition): return None\n"

@@ -55,7 +55,7 @@ def test_stages_are_the_same_wherever_the_tensors_are() -> None:
         assert facts(without_memory(make(), places[:2]), cut, inputs) == whole
 
 
-def test_a_recording_lets_go_of_the_parameters() -> None:
+def test_a_recording_releases_the_parameters() -> None:
     """Also where an operation saves its own result: a rank gives up the tensors of other stages after it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh())
     facts(model, "1", {"input": torch.ones(2, 4)})

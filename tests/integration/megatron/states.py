@@ -248,7 +248,7 @@ def ends(directory: Path) -> dict[str, Any]:
     engine.close()
     after = different(engine.state_dict(), state)
     limited = build("megatron dp2")
-    limited._kept.limit = "with something new it keeps a state of its own"
+    limited._layout.limit = "with something new it keeps a state of its own"
     train(limited, 0, 1)
     unsaved = [said(limited.save, directory), said(limited.load, directory), said(limited.save_sharded, directory)]
     trained = different(limited.state_dict(), state)

@@ -1,1 +1,1 @@
-"""From a model with cuts to its stages: one recording, a straight line, cut after the modules that steps named."""
+"""Partition propagation: record the model once, and cut the flat graph after the marked modules."""

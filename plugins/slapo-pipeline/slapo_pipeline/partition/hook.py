@@ -1,4 +1,4 @@
-"""Answer the hook `slapo_partition`: one recording of the model, cut after the marked calls."""
+"""Answer the hook `slapo_partition`: record the model once, and cut it after the marked calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import fx, nn
 from slapo_core import TraceError, hookimpl
 from slapo_core.internals import forwards
 from slapo_graph.flat import FlatGraph, flat, graph_function, set_state, sets_variables
-from slapo_pipeline.partition.placement import Places, Uncuttable, title
+from slapo_pipeline.partition.placement import NodePlacement, Uncuttable, title
 from slapo_pipeline.partition.segments import Assembly, Segment, Segments, settle_shared_modules, settle_writes
-from slapo_pipeline.partition.stage import CutStage, Program, form, ties_of
+from slapo_pipeline.partition.stage import CutStage, StageProgram, signature, ties_of
 from slapo_pipeline.rules import above_violations
-from slapo_pipeline.split import PipelineSplit
+from slapo_pipeline.split import cuts_of
 from slapo_runtime.stages.partition import Output, Partition, Stage, Value
 
 if TYPE_CHECKING:
@@ -28,15 +28,11 @@ if TYPE_CHECKING:
 def slapo_partition(
     schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
-    """Return the stages between the cuts of :class:`PipelineSplit`.
+    """Return the stages between the cuts of :class:`slapo_pipeline.PipelineSplit`.
 
     Source: paper section 3.3.2, partition propagation.
     """
-    cuts: dict[str, Record] = {}
-    for record in schedule.records:
-        if isinstance(record.primitive, PipelineSplit):
-            for path in record.primitive.cuts(record.path):
-                cuts.setdefault(path, record)
+    cuts = cuts_of(schedule.records)
     if not cuts:
         return None
     _require_calls(schedule, cuts)
@@ -59,7 +55,7 @@ def slapo_partition(
 
 
 def _require_calls(schedule: Schedule, cuts: Mapping[str, Record]) -> None:
-    """Refuse hooks that came around modules above a cut."""
+    """Refuse hooks and wrappers of modules above a cut."""
     for path, record in cuts.items():
         for violation in above_violations(schedule.root[path]):
             raise TraceError(
@@ -68,7 +64,7 @@ def _require_calls(schedule: Schedule, cuts: Mapping[str, Record]) -> None:
 
 
 _OF_MODULES_BELOW = (", which uses the data pointer", ", and neither returned nor ")
-"""What a module does that stays whole."""
+"""Parts of messages about modules below the cuts, which no cut divides."""
 
 
 def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
@@ -76,11 +72,11 @@ def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
     first, *others = dict.fromkeys(map(str, cuts.values()))
     more = f" and {len(others)} more" if others else ""
     above = ", ".join(f"'{path}'" if path else "the root" for path in sorted(ancestors(cuts)))
-    hint = f"what lies above a cut is spread over stages ({above}): cut elsewhere, so that what does this stays whole"
+    hint = f"cut elsewhere, so that this code lies inside one stage: modules above a cut ({above}) are divided"
     if " sets self." in error.message:
-        hint = f"if it does so at its first call only, call the model once before; else: {hint}"
+        hint = f"if only the first call does so, call the model once before; else {hint}"
     elif "whose shape depends on values" in error.message:
-        hint = "do it in a module that lies in one stage, and return tensors of known shapes there, e.g. by index_add"
+        hint = "do it in a module inside one stage, and return tensors of known shapes, e.g. by index_add"
     elif error.hint is not None and any(part in error.message for part in _OF_MODULES_BELOW):
         hint = error.hint
     return TraceError(f"cannot cut the model ({first}{more}): {error.message}", location=error.location, hint=hint)
@@ -89,8 +85,8 @@ def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
 class _Cutting:
     def __init__(self, flat: FlatGraph, cuts: list[str], inputs: Mapping[str, Any]) -> None:
         self.flat, self.inputs = flat, inputs
-        self.places = Places(flat, cuts)
-        self.segments = Segments(flat, self.places)
+        self.placement = NodePlacement(flat, cuts)
+        self.segments = Segments(flat, self.placement)
         self._names: dict[fx.Node, str] = {}
         modules = dict(flat.module.named_modules())
         self._order = {path: number for number, path in enumerate(modules)}
@@ -121,23 +117,23 @@ class _Cutting:
     def _value(self, node: fx.Node) -> Value:
         tensor = self.flat.values[node]
         consumers = tuple(each.index for each in self.segments.segments if node in each.uses)
-        home = self.places.home(node)
+        home = self.placement.home(node)
         return Value(self.name(node), home, consumers, tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad))
 
-    def _program(self, segment: Segment, values: Mapping[str, Value]) -> Program:
+    def _program(self, segment: Segment, values: Mapping[str, Value]) -> StageProgram:
         called = {str(node.target) for node in segment.graph.nodes if node.op == "call_module"}
         made = {self.name(node): segment.known[node] for node in segment.makes}
         segment.graph.output(made)
         sources = [self._source(*segment.sources[node]) for node in segment.graph.nodes if node.op == "placeholder"]
         taken = {what for kind, what in sources if kind == "input"}
-        cuts = self.places.cuts
-        return Program(
+        cuts = self.placement.cuts
+        return StageProgram(
             graph_function(segment.graph),
             sources,
-            inputs={name: form(self.inputs[name]) for name in self.inputs if name in taken},
+            inputs={name: signature(self.inputs[name]) for name in self.inputs if name in taken},
             values={name: (values[name].shape, values[name].dtype) for name in map(self.name, segment.uses)},
             makes={name: (values[name].shape, values[name].dtype, values[name].requires_grad) for name in made},
-            called=tuple(sorted(called, key=self._order.__getitem__)),  # the model's order: what is above comes first
+            called=tuple(sorted(called, key=self._order.__getitem__)),  # in the model's order: ancestors first
             read=tuple(dict.fromkeys(str(node.target) for node in segment.graph.nodes if node.op == "get_attr")),
             lists=self._lists,
             last=cuts[segment.index] if segment.index < len(cuts) else None,
@@ -152,7 +148,7 @@ class _Cutting:
 
 
 def _bound(
-    flats: Sequence[FlatGraph], programs: Sequence[Program], values: Mapping[str, Value], output: Output
+    flats: Sequence[FlatGraph], programs: Sequence[StageProgram], values: Mapping[str, Value], output: Output
 ) -> Partition:
     """Bind programs to copies of one model, one graph per stage."""
     stages = tuple(
@@ -178,7 +174,7 @@ def _bound(
 
 
 def _containers(flat: FlatGraph, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield containers of modules that code above the cuts may iterate."""
+    """Yield the containers that code above the cuts may iterate."""
     called = {str(node.target) for node in flat.graph.nodes if node.op == "call_module"}
     inside = tuple(f"{path}." for path in called)
     for path, module in modules.items():
@@ -187,8 +183,8 @@ def _containers(flat: FlatGraph, modules: Mapping[str, nn.Module]) -> Iterator[s
             yield path
 
 
-def _holds_objects(program: Program) -> bool:
-    """Return whether a stage holds an object, possibly the model's own."""
+def _holds_objects(program: StageProgram) -> bool:
+    """Return whether a stage uses an object that may belong to the model."""
     return any(kind == "constant" and not isinstance(what, torch.Tensor) for kind, what in program.sources)
 
 
@@ -210,11 +206,11 @@ def recorded(root: nn.Module, inputs: Mapping[str, Any], cuts: Collection[str]) 
     """
     above = ancestors(cuts)
     with torch.enable_grad():
-        return flat(root, _called(root), _told_apart(inputs), lambda module, path: path not in above)
+        return flat(root, _called(root), _separated(inputs), lambda module, path: path not in above)
 
 
 def _called(root: nn.Module) -> Callable[..., Any]:
-    """Return what a call of the model computes: its class's forward, or an override of ``__call__`` around that."""
+    """Return the class's forward, or the class's override of ``__call__``."""
     forward = type(root).forward
     if not any(forwards.overrides_of_call(type(root))):
         return forward
@@ -227,8 +223,8 @@ def _called(root: nn.Module) -> Callable[..., Any]:
     return called
 
 
-def _told_apart(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Separate arguments that are one tensor object."""
+def _separated(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Give each argument a tensor object of its own."""
     seen: set[int] = set()
     found = {}
     for name, value in inputs.items():

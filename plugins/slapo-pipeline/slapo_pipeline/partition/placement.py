@@ -1,4 +1,4 @@
-"""Placement of the flat graph's nodes in stages."""
+"""Assign the flat graph's nodes to stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_given(node: fx.Node) -> bool:
 
 
 def is_constructor(node: fx.Node) -> bool:
-    """Makes a container of its arguments: a dataclass, a named tuple."""
+    """Return whether a node makes a container of its arguments: a dataclass, a named tuple."""
     return node.op == "call_function" and isinstance(node.target, type | MakeDefaultDict)
 
 
@@ -31,12 +31,12 @@ def is_part(node: fx.Node, flat: FlatGraph) -> bool:
     """Return whether a node takes an item out of a container."""
     if node.op != "call_function" or node.target not in (operator.getitem, getattr):
         return False
-    whole = node.args[0]
-    return isinstance(whole, fx.Node) and not isinstance(flat.values.get(whole), torch.Tensor)
+    container = node.args[0]
+    return isinstance(container, fx.Node) and not isinstance(flat.values.get(container), torch.Tensor)
 
 
 def is_light(node: fx.Node, flat: FlatGraph) -> bool:
-    """Computes no tensor: numbers, parts, containers, what is asked about a tensor."""
+    """Return whether a node computes no tensor: numbers, items, containers, sizes of a tensor."""
     if isinstance(flat.values.get(node), torch.Tensor):
         return is_part(node, flat)
     if node.op == "call_method":
@@ -50,7 +50,7 @@ def is_light(node: fx.Node, flat: FlatGraph) -> bool:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that receive a value, in containers too."""
+    """Yield the nodes that receive a value, also inside a container."""
     for user in node.users:
         if is_constructor(user):
             yield from readers(user)
@@ -61,9 +61,10 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 def title(node: fx.Node) -> str:
     """Return a name for a node's value."""
     takes_out = (operator.getitem, getattr)
-    whole = node.args[0] if node.op == "call_function" and node.target in takes_out else None
-    if isinstance(whole, fx.Node) and (whole.op == "call_module" or whole.target in takes_out):
-        return f"{title(whole)}_{''.join(letter if letter.isalnum() else '_' for letter in str(node.args[1]))}"
+    container = node.args[0] if node.op == "call_function" and node.target in takes_out else None
+    if isinstance(container, fx.Node) and (container.op == "call_module" or container.target in takes_out):
+        key = "".join(letter if letter.isalnum() else "_" for letter in str(node.args[1]))
+        return f"{title(container)}_{key}"
     return node.name
 
 
@@ -71,10 +72,10 @@ class Uncuttable(Exception):  # noqa: N818 - becomes a TraceError that names the
     """Signal a place where the model cannot be cut.
 
     Args:
-        path: of the module after which it was to be cut.
-        problem: why not.
-        hint: what to write instead.
-        location: of the model.
+        path: of the module after which the cut was asked.
+        problem: the reason.
+        hint: the corrected call.
+        location: file and line of the model.
     """
 
     def __init__(
@@ -84,18 +85,18 @@ class Uncuttable(Exception):  # noqa: N818 - becomes a TraceError that names the
         self.path, self.problem, self.hint, self.location = path, problem, hint, location
 
 
-class Places:
+class NodePlacement:
     """Assign each node a stage: calls where recorded, others as early as possible.
 
     Args:
         flat: the graph.
-        cuts: paths of modules after whose calls it is cut, in any order.
+        cuts: paths of the modules after whose calls the graph is cut, in any order.
 
     Attributes:
-        position: the stage in which a node was recorded.
-        order: the number of a node.
+        position: node -> the stage in which it was recorded.
+        order: node -> its number.
         cuts: paths, in the order in which their calls end.
-        count: of stages.
+        count: number of stages.
 
     Raises:
         Uncuttable: a module is not called, or several times, or nothing comes after it.
@@ -115,7 +116,7 @@ class Places:
                 if path in self.cuts:
                     raise Uncuttable(
                         path,
-                        "the forward calls it more than once, and it is not known after which call to cut",
+                        "the forward calls it more than once, so that the cut is ambiguous",
                         "cut after a module that is called once",
                         node.meta.get("location"),
                     )
@@ -163,25 +164,25 @@ class Places:
             self._made[node] = known
         return known
 
-    def part(self, whole: fx.Node, how: str, key: Any, value: Any) -> fx.Node:
+    def part(self, container: fx.Node, how: str, key: Any, value: Any) -> fx.Node:
         """Return the node that takes an item out of a call's result.
 
         Args:
-            whole: gives a container.
+            container: the call's node.
             how: ``"item"`` or ``"attribute"``.
-            key: of the part.
-            value: the part.
+            key: of the item.
+            value: the item.
         """
         function = operator.getitem if how == "item" else getattr
-        for user in whole.users:
-            if user.target is function and user.args == (whole, key):
+        for user in container.users:
+            if user.target is function and user.args == (container, key):
                 self.flat.values.setdefault(user, value)
                 return user
-        with self.flat.graph.inserting_after(whole):
-            made = self.flat.graph.call_function(function, (whole, key))
-        made.meta.update(location=whole.meta.get("location"))
+        with self.flat.graph.inserting_after(container):
+            made = self.flat.graph.call_function(function, (container, key))
+        made.meta.update(location=container.meta.get("location"))
         self.flat.values[made] = value
-        self.position[made], self.order[made] = self.position[whole], self.order[whole]
+        self.position[made], self.order[made] = self.position[container], self.order[container]
         return made
 
 
@@ -189,13 +190,13 @@ def made_object(value: Any, cut: str, how: str, node: fx.Node) -> Uncuttable:
     """Return the error for an object that stages would have to share.
 
     Args:
-        value: the object, or what stands for it.
+        value: the object or its fx node.
         cut: path of a cut.
-        how: what is done with it, e.g. ``"made before it and used after it"``.
-        node: where.
+        how: its use, e.g. ``"made before it and used after it"``.
+        node: whose location the error gives.
     """
     kind = type(object.__getattribute__(value, "_value") if isinstance(value, Opaque) else value).__name__
-    hint = "cut where only tensors pass, or keep it inside of a module that lies in one stage"
+    hint = "cut where only tensors pass, or keep it inside a module of one stage"
     if "Cache" in kind:
         hint = "training needs no cache: pass use_cache=False with the batch, or set model.config.use_cache = False"
     problem = f"the forward makes a {kind}, {how}, and only tensors and plain values can pass between stages"
@@ -224,11 +225,11 @@ class Constants:
 
     Args:
         flat: the graph.
-        places: of its nodes.
+        placement: of its nodes.
     """
 
-    def __init__(self, flat: FlatGraph, places: Places) -> None:
-        self.flat, self.places = flat, places
+    def __init__(self, flat: FlatGraph, placement: NodePlacement) -> None:
+        self.flat, self.placement = flat, placement
         self._written = {flat.storages.get(read) for reads in flat.writes.values() for read in reads}
         self._known: dict[tuple[fx.Node, bool], bool] = {}
         self._is_switched = any(getattr(node.target, "__name__", "") == "set_state" for node in flat.graph.nodes)
@@ -239,7 +240,7 @@ class Constants:
         return not value.requires_grad and (self._is(node, of_batch=False) or self._is(node, of_batch=True))
 
     def _is(self, node: fx.Node, *, of_batch: bool) -> bool:
-        """Whether it is computed of sizes alone; or ``of_batch``: a view of the batch, or a cast of it."""
+        """Return whether a node depends on sizes alone; with ``of_batch``, whether it views or casts the batch."""
         key = (node, of_batch)
         if key not in self._known:
             self._known[key] = self._find(node, of_batch)
@@ -250,7 +251,7 @@ class Constants:
         if not isinstance(value, torch.Tensor):
             if is_constructor(node) or is_part(node, self.flat):
                 return all(self._is(read, of_batch=of_batch) for read in node.all_input_nodes)
-            if not self.places.is_bound(node):
+            if not self.placement.is_bound(node):
                 return True  # a number
             return _name(node) in _VIEWS and self._reads(node, of_batch)  # split: a tuple
         if value.requires_grad or self.flat.storages.get(node) in self._written or node in self.flat.writes:

@@ -252,7 +252,7 @@ class StageAnswers(StagedModel):
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False) -> StageAnswers:
+def stages(schedule: Schedule, batch: Any = None, *, full_output: bool = False) -> StageAnswers:
     """Return the stages of a schedule, and the values sent between them.
 
     They are those of a training step: where every module is in evaluation mode, they are asked for in training mode.
@@ -260,7 +260,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
     Args:
         schedule: with cuts.
         batch: what they are made for, as ``train_step`` takes it; None takes the schedule's example inputs.
-        whole_output: whether the last stage needs the whole output, as for ``build(loss=...)``. Without it, it needs
+        full_output: whether the last stage needs the whole output, as for ``build(loss=...)``. Without it, it needs
             the loss, where the model computes one.
 
     Returns:
@@ -277,10 +277,10 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
             "stages need a batch: none was given, and the schedule has no example inputs",
             hint="stages(sch, {'input_ids': ids}), or create_schedule(model, example_inputs={'input_ids': ids})",
         )
-    inputs = bound_batch(schedule.model, batch, for_loss=whole_output)
+    inputs = bound_batch(schedule.model, batch, for_loss=full_output)
     with in_mode(list(schedule.model.modules()), training=True):
         found = staged(schedule, inputs)
-        if found is not None and not whole_output and found.partition.output.loss is not None:
+        if found is not None and not full_output and found.partition.output.loss is not None:
             found = needing(schedule, found, (found.partition.output.loss,))
     if found is None:
         raise ArgumentError(

@@ -1,6 +1,6 @@
-"""What the installed DeepSpeed reads of a configuration, and what it refuses: a key that it does not read is unknown.
+"""Find unknown keys of a configuration: keys that the installed DeepSpeed does not read.
 
-It reads a dictionary that records every key it is asked for, so that no table of DeepSpeed's keys is kept here.
+DeepSpeed parses a dictionary that records each read, so that no table of DeepSpeed's keys is needed here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from slapo_runtime.options import Options
 
 _READ_LATER = ("optimizer.params", "scheduler.params")
-"""The optimizer and the scheduler take them as arguments, and refuse others."""
+"""Arguments of the optimizer and the scheduler, which refuse unknown ones themselves."""
 
 
 def _noting(name: str) -> Any:
-    """Return a method of ``dict`` that notes the key it is asked for."""
+    """Return a method of ``dict`` that records its key as read."""
 
-    def method(self: Watched, key: str, *default: Any) -> Any:
+    def method(self: ReadRecorder, key: str, *default: Any) -> Any:
         self.last = str(key)
         self.read.add(self.last)
         return getattr(dict, name)(self, key, *default)
@@ -31,22 +31,22 @@ def _noting(name: str) -> Any:
 
 
 def _noting_all(name: str) -> Any:
-    """Return a method of ``dict`` that notes that everything is read."""
+    """Return a method of ``dict`` that records that all keys are read."""
 
-    def method(self: Watched) -> Any:
+    def method(self: ReadRecorder) -> Any:
         self.is_iterated = True
         return getattr(dict, name)(self)
 
     return method
 
 
-class Watched(dict[str, Any]):
-    """A dictionary that records which of its keys are read; so do those inside.
+class ReadRecorder(dict[str, Any]):
+    """A dictionary that records its read keys, as do the dictionaries inside.
 
     Attributes:
-        read: names of keys that were asked for, given or not.
-        is_iterated: whether all were read at once: by a loop, or by ``**``.
-        last: the key of the outermost one that was asked for last.
+        read: names of read keys, given or not.
+        is_iterated: whether all keys were read at once: by a loop, or by ``**``.
+        last: the last key that was read.
     """
 
     __getitem__, get, pop = _noting("__getitem__"), _noting("get"), _noting("pop")
@@ -54,26 +54,26 @@ class Watched(dict[str, Any]):
     __iter__, values, items = _noting_all("__iter__"), _noting_all("values"), _noting_all("items")
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__({key: Watched(one) if isinstance(one, Mapping) else one for key, one in values.items()})
+        super().__init__({key: ReadRecorder(one) if isinstance(one, Mapping) else one for key, one in values.items()})
         self.read: set[str] = set()
         self.is_iterated = False
         self.last = ""
         self._given = dict(dict.items(self))
 
     def keys(self) -> Any:
-        """Itself: a test for a key reads that one, a loop all."""
+        """Return the dictionary itself: a test for a key reads that key, a loop all keys."""
         return self
 
-    def __copy__(self) -> Watched:
+    def __copy__(self) -> ReadRecorder:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Watched:
+    def __deepcopy__(self, memo: Any) -> ReadRecorder:
         return self
 
     def unread(self, before: str = "") -> Iterator[tuple[str, list[str], set[str]]]:
-        """Give every key below which something was not read, with the names of that, and those that were read.
+        """Yield each section with unread keys: its prefix, the unread names, the read names.
 
-        A dictionary of which nothing was read, or all, is left to who took it: to a function, to pydantic.
+        A section with no or all keys read was passed on, to a function or to pydantic, which checks it.
         """
         if self.is_iterated or not self.read:
             return
@@ -81,17 +81,17 @@ class Watched(dict[str, Any]):
         if names:
             yield before, names, self.read
         for name, value in self._given.items():
-            if isinstance(value, Watched) and name in self.read and f"{before}{name}" not in _READ_LATER:
+            if isinstance(value, ReadRecorder) and name in self.read and f"{before}{name}" not in _READ_LATER:
                 yield from value.unread(f"{before}{name}.")
 
 
-def let_deepspeed_read(config: Options, device: str, without: str) -> None:
-    """Note what DeepSpeed itself refuses, in its words, and every key that it does not read.
+def refuse_by_deepspeed(config: Options, device: str, without: str) -> None:
+    """Note DeepSpeed's own refusals, in its words, and every key that it does not read.
 
     Args:
         config: filled in.
-        device: the type of the model's device.
-        without: a key that DeepSpeed is not shown: the total number of samples, which it would check by the number of
+        device: type of the model's device.
+        without: a key withheld from DeepSpeed: the total number of samples, which it would compare with the number of
             ranks of this process, which may have no group yet.
 
     Raises:
@@ -101,22 +101,22 @@ def let_deepspeed_read(config: Options, device: str, without: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
-    watched = Watched({key: copy.deepcopy(value) for key, value in config.values.items() if key != without})
+    recorder = ReadRecorder({key: copy.deepcopy(value) for key, value in config.values.items() if key != without})
     try:
         with quietly():
-            DeepSpeedConfig(watched)
+            DeepSpeedConfig(recorder)
     except ValidationError as error:
         for one in error.errors():
-            inside = one["loc"] if one["loc"][:1] and one["loc"][0] in config.values else (watched.last, *one["loc"])
+            inside = one["loc"] if one["loc"][:1] and one["loc"][0] in config.values else (recorder.last, *one["loc"])
             place = ".".join(map(str, inside))
             config.refuse(place, f"is refused by DeepSpeed: {one['msg']} (got {one['input']!r})")
         return
     except Exception as error:
         reason = f"is refused by DeepSpeed: {type(error).__name__}: {error}"
-        if watched.last not in config.values:  # it compares several
+        if recorder.last not in config.values:  # it compares several
             config.check("DeepSpeed")
             raise BuildError(f"{config.name} {reason}") from error
-        config.refuse(watched.last, reason)
+        config.refuse(recorder.last, reason)
         return
-    for key, names, known in watched.unread():
+    for key, names, known in recorder.unread():
         config.refuse_unknown(key.removesuffix("."), names, known, "DeepSpeed")
