@@ -39,7 +39,7 @@ def causal_attention(
     training: bool = True,
     groups: int = 1,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention(..., is_causal=True)`` for what the forms of ``fusion.causal_sdpa`` compute.
+    """Compute matches of ``fusion.causal_sdpa`` by ``F.scaled_dot_product_attention(..., is_causal=True)``.
 
     Args:
         query: (..., heads, length, size of a head).
@@ -120,15 +120,15 @@ class CausalScaledDotProductAttention(slapo.Pattern):
     once for each mask, by an assertion on the device. ``fusion.sdpa`` takes any mask.
 
     Keys and values that heads share are taken before they are repeated, as ``repeat_kv`` of transformers does it; torch
-    has fast kernels for these without a mask only. Otherwise its forms are those of ``fusion.sdpa`` with one mask, by a
-    constant scale.
+    has fast kernels for these without a mask only. Its other alternatives are the ones of ``fusion.sdpa`` that have one
+    mask and a constant scale.
     """
 
     name = "fusion.causal_sdpa"
     replacement = staticmethod(causal_attention)
     results_only = True
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def causal_scaled_dot_product_attention(
             query: Any,
             key: Any,

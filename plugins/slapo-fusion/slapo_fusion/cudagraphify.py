@@ -29,7 +29,7 @@ from slapo_fusion.private import (
     version_of,
 )
 
-# The form of a call: its arguments without the values of their tensors, as a dictionary's key.
+# The input signature of a call: its arguments without the values of their tensors, as a hashable key.
 
 _TENSOR = "tensor"
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -46,26 +46,26 @@ class _NotCapturable(Exception):  # noqa: N818 - caught where the path is known
         super().__init__(type(value).__name__)
 
 
-def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a hashable form of a value, and append its tensors to a list."""
+def _signature(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the hashable signature of a value, and append its tensors to a list."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
         tensors.append(value)
         return _TENSOR
     if kind is tuple or kind is list:
-        return (kind, *[_form(each, tensors) for each in value])
+        return (kind, *[_signature(each, tensors) for each in value])
     if kind is dict:
-        return (kind, *[(name, _form(each, tensors)) for name, each in value.items()])
+        return (kind, *[(name, _signature(each, tensors)) for name, each in value.items()])
     if kind in _CONSTANTS:
         return (kind, value)
     raise _NotCapturable(value)
 
 
-def _value(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the value of a form, with these tensors in it."""
-    if form is _TENSOR:
+def _value(signature: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the value of a signature, with these tensors in it."""
+    if signature is _TENSOR:
         return next(tensors)
-    kind, *parts = form
+    kind, *parts = signature
     if kind is dict:
         return {name: _value(each, tensors) for name, each in parts}
     if kind is tuple or kind is list:
@@ -140,7 +140,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
 
 
-# `Captured`: the forward of a module as CUDA graphs, one for each form of call.
+# `Captured`: the forward of a module as CUDA graphs, one for each input signature.
 
 _FEW_CALLS, _MOST_WASTED = 10, 2
 """A graph that is dropped after fewer calls is wasted; more such graphs in a row are refused."""
@@ -175,7 +175,7 @@ class Captured:
             return self.forward(module, *args, **kwargs)
         tensors: list[Tensor] = []
         try:
-            form = _form((args, kwargs), tensors)
+            signature = _signature((args, kwargs), tensors)
         except _NotCapturable as error:
             raise self._refusal(
                 f"the module is called with a {error}, which a graph cannot hold",
@@ -199,21 +199,21 @@ class Captured:
             )
         if self._state is None:
             self._state = _State(module)
-        graph = self.graphs.get(key := self._key(form, tensors, self._state))
+        graph = self.graphs.get(key := self._key(signature, tensors, self._state))
         if graph is not None and not graph.state.holds():
             self._count_dropped(graph)
             graph = None
         if graph is None:
             self.graphs = {key: kept for key, kept in self.graphs.items() if kept.state.change(modes=False) is None}
             self._state = _State(module)
-            key = self._key(form, tensors, self._state)
-            graph = self.graphs[key] = self._capture(module, form, tensors)
+            key = self._key(signature, tensors, self._state)
+            graph = self.graphs[key] = self._capture(module, signature, tensors)
         return graph(tensors)
 
-    def _key(self, form: Any, tensors: list[Tensor], state: _State) -> Any:
+    def _key(self, signature: Any, tensors: list[Tensor], state: _State) -> Any:
         about = tuple([(each.shape, each.dtype, each.requires_grad, each.device) for each in tensors])
         casts = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
-        return form, about, casts, state.flags()
+        return signature, about, casts, state.flags()
 
     def _count_dropped(self, graph: _Graph) -> None:
         """Refuse to go on where captures are dropped as soon as they are made."""
@@ -226,7 +226,7 @@ class Captured:
                 "attributes are set at every step",
             )
 
-    def _capture(self, module: nn.Module, form: Any, tensors: list[Tensor]) -> _Graph:
+    def _capture(self, module: nn.Module, signature: Any, tensors: list[Tensor]) -> _Graph:
         if len(self.graphs) >= self.most_shapes:
             raise self._refusal(
                 f"the module was called in more than {self.most_shapes} different combinations of shapes, types and "
@@ -241,7 +241,7 @@ class Captured:
             )
         samples = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in tensors)
         versions = list(map(version_of, samples))
-        held, kind = _Held(module, self.forward, form), self.device_type
+        held, kind = _Held(module, self.forward, signature), self.device_type
         casts = torch.autocast(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
@@ -284,23 +284,23 @@ class _Held(nn.Module):
     Args:
         module: whose forward.
         forward: takes the module first.
-        form: of the call, whose tensors the captured forward takes.
+        signature: of the call, whose tensors the captured forward takes.
     """
 
-    def __init__(self, module: nn.Module, forward: Forward, form: Any) -> None:
+    def __init__(self, module: nn.Module, forward: Forward, signature: Any) -> None:
         super().__init__()
-        self.module, self._run, self._form = module, forward, form
+        self.module, self._run, self._signature = module, forward, signature
         self.training = module.training
         self.state = _State(module)
         self.change: str | None = None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = _value(self._form, iter(tensors))
+        args, kwargs = _value(self._signature, iter(tensors))
         before = _State(self.module)
         output = self._run(self.module, *args, **kwargs)
         self.change = before.change()  # of the last run, which is the captured one
         leaves, self.spec = tree_flatten(output)
-        self.leaves = [_form(leaf, []) for leaf in leaves]
+        self.leaves = [_signature(leaf, []) for leaf in leaves]
         found = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         self.differentiable = [leaf.requires_grad for leaf in found]
         return found

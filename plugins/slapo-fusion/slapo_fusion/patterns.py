@@ -1,8 +1,8 @@
 """Ready patterns: operations that models write out, in the ways of transformers and plain PyTorch code.
 
-``sch.find("fusion.sdpa")`` uses one by its name; ``slapo patterns list`` shows all, ``slapo patterns show
-fusion.sdpa`` one with its forms. A pattern finds nothing inside of a module that is a call in the graph: trace with
-``flatten=True``.
+``sch.find("fusion.sdpa")`` uses one by its name; ``slapo patterns list`` lists them, ``slapo patterns show
+fusion.sdpa`` shows one with its alternatives. A pattern finds nothing inside of a module that is a call in the graph:
+trace with ``flatten=True``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Gelu(slapo.Pattern):
     name = "fusion.gelu"
     replacement = staticmethod(_gelu)
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda x: exact(x)
 
 
@@ -89,7 +89,7 @@ class GeluTanh(slapo.Pattern):
     name = "fusion.gelu_tanh"
     replacement = staticmethod(_gelu_tanh)
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda x: tanh_approximation(x)
 
 
@@ -102,7 +102,7 @@ class BiasGelu(slapo.Pattern):
 
     name = "fusion.bias_gelu"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda x, weight, bias: _any_gelu(slapo.patterns.any_of(x + bias, F.linear(x, weight, bias)))
 
 
@@ -122,7 +122,7 @@ class SwiGlu(slapo.Pattern):
 
     name = "fusion.swiglu"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda gate, up: _silu(gate) * up
 
 
@@ -134,7 +134,7 @@ class SwiGluProjections(slapo.Pattern):
 
     name = "fusion.swiglu_projections"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def swiglu(x: Any, gate_weight: Any, gate_bias: Any, up_weight: Any, up_bias: Any) -> Any:
             any_of = slapo.patterns.any_of
             gate = any_of(F.linear(x, gate_weight), F.linear(x, gate_weight, gate_bias))
@@ -160,7 +160,7 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     fine: torch.dtype | None = None,
 ) -> Tensor:
-    """``F.rms_norm`` over the last axis for what the forms of ``fusion.rms_norm`` compute, cast where they cast.
+    """Compute matches of ``fusion.rms_norm`` by ``F.rms_norm`` over the last axis, with their casts.
 
     Args:
         x: (..., features).
@@ -182,21 +182,21 @@ def rms_norm(
 class RmsNorm(slapo.Pattern):
     """RMSNorm written out: weight * (x * rsqrt(mean(x**2) + eps)), over the last axis.
 
-    The forms of LLaMA (normed in float32, cast back, then weighted), T5 (weighted in the type of the weight), Gemma and
-    OLMo (weighted in float32), with the reciprocal root in any of its spellings, and with a weight or none. ``x`` is
-    what enters the square, so a cast before it stays outside of the match, and ``weight`` is the factor as it stands:
-    for Gemma, which multiplies by ``1 + weight``, that sum.
+    As LLaMA (normed in float32, cast back, then weighted), T5 (weighted in the type of the weight), Gemma and OLMo
+    (weighted in float32) write it, with the reciprocal root in any of its spellings, and with a weight or none. ``x``
+    enters the square, so a cast before it stays outside of the match, and ``weight`` is the factor of the normed values:
+    for Gemma, the sum ``1 + weight``.
 
     The replacement casts where the model does: ``F.rms_norm`` with the weight where all is of one type, and without it,
     then the cast and the product, where not.
 
-    Not found: a mean over other axes, groups of features, values that are centerd first (that is LayerNorm).
+    Not found: a mean over other axes, groups of features, values that are centered first (that is LayerNorm).
     """
 
     name = "fusion.rms_norm"
     replacement = staticmethod(rms_norm)
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def rms_normed(x: Any, weight: Any, eps: Any = _CONSTANT, dtype: Any = _CONSTANT, fine: Any = _CONSTANT) -> Any:
             normed = _normed(x, eps, fine)
             return slapo.patterns.any_of(weight * normed.to(dtype), weight * normed, normed)
@@ -225,7 +225,7 @@ class BiasDropoutAddNorm(slapo.Pattern):
 
     name = "fusion.bias_dropout_add_norm"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def bias_dropout_add_norm(
             x: Any,
             bias: Any,
@@ -262,7 +262,7 @@ class Qkv(slapo.Pattern):
 
     name = "fusion.qkv"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def projections(
             x: Any, query: Any, query_bias: Any, key: Any, key_bias: Any, value: Any, value_bias: Any
         ) -> Any:
@@ -292,7 +292,7 @@ class Rotary(slapo.Pattern):
 
     name = "fusion.rotary"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def rotated(x: Any, cos: Any, sin: Any, first: Any, second: Any) -> Any:
             any_of = slapo.patterns.any_of
             source = any_of(x, x.to(torch.float32))
@@ -330,7 +330,7 @@ def attention(
     p: float = 0.0,
     training: bool = True,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` for what the forms of ``fusion.sdpa`` compute.
+    """Compute matches of ``fusion.sdpa`` by ``F.scaled_dot_product_attention``.
 
     Args:
         query: (..., queries, size of a head).
@@ -422,7 +422,7 @@ class ScaledDotProductAttention(slapo.Pattern):
     replacement = staticmethod(attention)
     results_only = True
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def scaled_dot_product_attention(
             query: Any,
             key: Any,

@@ -177,7 +177,7 @@ class TracedForward(RecordedForward):
         made = TracedForward(
             self.forward, self.tracer, self.leaves, path=self.path, pool=self.pool, beneath=self, rewrite=rewrite
         )
-        made.plans = self.plans  # the same list: a form of a call has the same key in both
+        made.plans = self.plans  # the same list: calls have the same keys in both
         made.example = self.example
         first = self.first
         if first is not None:

@@ -40,11 +40,11 @@ class Same:
     """
 
     def __init__(self, value: Any) -> None:
-        self.told = fingerprint(value, _Itself)
+        self.expected = fingerprint(value, _Itself)
 
     def holds(self, found: Any) -> bool:
         """Return whether ``found`` has the same tensors and values in the same positions."""
-        return bool(fingerprint(found, _Itself) == self.told)
+        return bool(fingerprint(found, _Itself) == self.expected)
 
     def __repr__(self) -> str:
         return "the same tensors"
@@ -121,16 +121,16 @@ def _settings(value: Any) -> Any:
     return tuple((name, part) for name, part in own.items() if type(part) in (*_SCALARS, float))
 
 
-def is_told(value: Any) -> bool:
+def has_full_fingerprint(value: Any) -> bool:
     """Return whether the fingerprint is complete: not of modules and objects, alone or in containers."""
     cls = type(value)
     if cls in _SCALARS or cls is float or isinstance(value, (*_BY_IDENTITY, torch.Tensor)):
         return True
     if isinstance(value, dict):
-        return all(is_told(key) and is_told(value[key]) for key in value)
+        return all(has_full_fingerprint(key) and has_full_fingerprint(value[key]) for key in value)
     if cls in (tuple, list, set, frozenset):
-        return all(map(is_told, value))
-    return isinstance(value, functools.partial) and is_told((value.func, value.args, value.keywords))
+        return all(map(has_full_fingerprint, value))
+    return isinstance(value, functools.partial) and has_full_fingerprint((value.func, value.args, value.keywords))
 
 
 def is_setting(value: Any) -> bool:
@@ -348,7 +348,7 @@ def call_key(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> tuple[Any
         values: of the forward's parameters, in their order.
     """
     return (
-        forms(values),
+        signatures(values),
         tuple([module.training for module in modules]),
         tuple(
             [
@@ -374,7 +374,7 @@ def surroundings() -> tuple[Any, ...]:
     )
 
 
-def form(value: Any) -> Any:
+def signature(value: Any) -> Any:
     """Return an argument's input signature: hashable, equal for calls that one recording is valid for.
 
     The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
@@ -391,14 +391,14 @@ def form(value: Any) -> Any:
         return (cls, value)
     parts = children(value)
     if parts is not None:
-        return (cls, tuple([(key, form(part)) for _, key, part in parts]))
+        return (cls, tuple([(key, signature(part)) for _, key, part in parts]))
     if cls is set:
         return (cls, frozenset(value)) if is_plain(value) else cls
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
 
 
-def call_form(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`forms`.
+def call_signature(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
+    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`signatures`.
 
     Args:
         values: of all arguments.
@@ -413,14 +413,14 @@ def call_form(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
             tensors.append(id(value))
             key.append((value.dtype, value.dim(), value.device))
         else:
-            key.append(_quick_form(value, tensors))
+            key.append(_quick_signature(value, tensors))
     if len(tensors) > 1 and len(set(tensors)) < len(tensors):
         key.append(tuple([tensors.index(tensor) for tensor in tensors]))
     return tuple(key)
 
 
-def _quick_form(value: Any, tensors: list[int]) -> Any:
-    """Return the form of a value, with the whole device of tensors; ``tensors`` get their identities."""
+def _quick_signature(value: Any, tensors: list[int]) -> Any:
+    """Return a value's signature with the full device of tensors; add their identities to ``tensors``."""
     cls = type(value)
     if cls is bool or cls is str:
         return value
@@ -428,16 +428,16 @@ def _quick_form(value: Any, tensors: list[int]) -> Any:
         tensors.append(id(value))
         return (value.dtype, value.dim(), value.device)
     if cls is tuple or cls is list:
-        return (cls, *[_quick_form(part, tensors) for part in value])
+        return (cls, *[_quick_signature(part, tensors) for part in value])
     if cls is int or cls is float:
         return cls
     _collect((value,), tensors)
-    return form(value)
+    return signature(value)
 
 
-def forms(values: tuple[Any, ...]) -> Any:
+def signatures(values: tuple[Any, ...]) -> Any:
     """Return the input signatures of a call's arguments, and which of their tensors are the same: ``f(x, x)``."""
-    own = tuple([form(value) for value in values])
+    own = tuple([signature(value) for value in values])
     tensors: list[int] = []
     _collect(values, tensors)
     if len(tensors) < 2 or len(set(tensors)) == len(tensors):
@@ -455,11 +455,11 @@ def _collect(values: Any, tensors: list[int]) -> None:
                 _collect([part for _, _, part in parts], tensors)
 
 
-def exact_form(value: Any) -> Any:
+def exact_signature(value: Any) -> Any:
     """Return an argument's signature with its sizes."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.storage_offset(), value.device, value.requires_grad, value.is_leaf)
     if value is MISSING or isinstance(value, int | float):
         return value
     parts = children(value)
-    return None if parts is None else tuple(exact_form(part) for _, _, part in parts)
+    return None if parts is None else tuple(exact_signature(part) for _, _, part in parts)

@@ -72,14 +72,14 @@ class Pattern(ABC):
 
             name = "fusion.bias_gelu"
 
-            def forms(self):
+            def alternatives(self):
                 yield lambda x, bias: F.gelu(x + bias)
                 yield lambda x, bias: F.gelu(x + bias, approximate="tanh")
 
     Attributes:
         name: the full name ``<namespace>.<name>``.
         replacement: what computes the same, called with the captures by name, for ``replace(match=...)`` without a new
-            module; None if there is none. It must be right for every form.
+            module; None if there is none. It must be right for every alternative.
         results_only: the replacement gives what the pattern returns, and no value inside of a match: one that the
             traced module gives out and does not use, such as the weights of an attention, is None then.
     """
@@ -89,8 +89,8 @@ class Pattern(ABC):
     results_only: ClassVar[bool] = False
 
     @abstractmethod
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         """The ways in which models write it; each is anything that ``find`` takes, all with the same captures.
 
-        Of two forms that match at one place, the earlier one counts.
+        Of two alternatives that match at one place, the earlier one counts.
         """

@@ -80,7 +80,7 @@ class Recorded:
 class Tracer(ABC):
     """Turns a module's forward into a graph: ``sch["encoder"].trace(tracer="acme")``.
 
-    A graph runs in place of the forward for the calls that it was asked for: one graph for every form of arguments
+    A graph runs in place of the forward for the calls that it was asked for: one graph for every signature of inputs
     (which are None, the types of others, the number of axes and dtype of tensors), mode (train, eval) and dtype of the
     parameters. Whatever else the graph takes for granted must be a guard or a flag, or be refused: a graph that
     computes something else than the forward is the one thing that must not happen.

@@ -157,7 +157,7 @@ class Snapshot:
         ties: pairs of places of one tensor.
 
     Attributes:
-        calls: what runs, by the modes and the form of a call.
+        calls: the variant to run, by modes and input signature.
         root: tells when it is freed.
     """
 
@@ -224,7 +224,7 @@ class Snapshot:
 
 
 class PreparedCall(NamedTuple):
-    """What runs for calls of one form.
+    """A variant prepared for calls of one input signature.
 
     Args:
         variant: the graph.

@@ -17,7 +17,7 @@ from slapo_core.observers import PATCHING, is_recording
 from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING, Parameters
 from slapo_graph.effects import observe
-from slapo_graph.guards import call_form, call_key, describe, exact_form, fingerprint, surroundings
+from slapo_graph.guards import call_key, call_signature, describe, exact_signature, fingerprint, surroundings
 from slapo_graph.leaves import Leaves, is_changed
 from slapo_graph.pool import Pool
 from slapo_graph.private import (
@@ -44,7 +44,7 @@ _CLOCK = itertools.count(1)
 class RecordedForward(forwards.ReplacedForward):
     """Run recorded graphs in place of a forward; takes the module first.
 
-    There is a graph for every form of arguments, mode and types that it was called with, and for other values of the
+    There is a graph for every signature of inputs, mode and dtype that it was called with, and for other values of the
     attributes and global names that the forward reads: a variant, recorded when it is first needed. A graph holds no
     module: the names in it are looked up in the one that is called, so that a copy of the model runs on itself.
 
@@ -71,7 +71,7 @@ class RecordedForward(forwards.ReplacedForward):
         self.parameters = Parameters(forward)
         self.specializations: dict[Any, list[Specialization]] = {}
         self.plans: list[Plan] = []
-        self.has_dropped = False  # a variant, for one of another form
+        self.has_dropped = False  # a variant, for one of another input signature
         self.recorded_anew = 0  # because an attribute or a global name had another value
         self._first: Specialization | None = None
         self._snapshots: dict[int, Snapshot] = {}  # by the id of a module
@@ -84,12 +84,12 @@ class RecordedForward(forwards.ReplacedForward):
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given: Any = (*args, *kwargs.values())
-        form, found = None, None
+        signature, found = None, None
         if not torch.compiler.is_compiling() and not (number_of_function_modes() and is_recording()):
-            form = (call_form(given, kwargs), surroundings())
+            signature = (call_signature(given, kwargs), surroundings())
             snapshot = self._snapshots.get(id(module))
             if snapshot is not None:
-                found = snapshot.calls.get((snapshot.modes(module), form))
+                found = snapshot.calls.get((snapshot.modes(module), signature))
         if found is not None and found.holds(module):
             variant = found.variant
             variant.used = next(_CLOCK)
@@ -98,8 +98,8 @@ class RecordedForward(forwards.ReplacedForward):
         else:
             values = self.parameters.bind(module, args, kwargs)
             variant, given = self.variant(module, values), [value for value in values if value is not MISSING]
-            if form is not None:
-                self._remember(module, variant, form, self.parameters.arranging(module, len(args), tuple(kwargs)))
+            if signature is not None:
+                self._remember(module, variant, signature, self.parameters.arranging(module, len(args), tuple(kwargs)))
         try:
             return variant.run(module, given)
         except GuardViolation as error:
@@ -113,8 +113,8 @@ class RecordedForward(forwards.ReplacedForward):
                 "lie below this decision",
             ) from None
 
-    def _remember(self, module: nn.Module, variant: Specialization, form: Any, arrange: Any) -> None:
-        """Note what runs for calls of a form, for as long as the modules are as they are now."""
+    def _remember(self, module: nn.Module, variant: Specialization, signature: Any, arrange: Any) -> None:
+        """Note which variant runs for calls of a signature, for as long as the modules stay the same."""
         modules = variant.plan.modules_of(module)
         if not self._has_snapshots or modules is None or variant.checks.violated(modules) is not None:
             return
@@ -131,7 +131,7 @@ class RecordedForward(forwards.ReplacedForward):
         if modes is not None:
             no_longer_called = tuple(map(module.get_submodule, variant.no_longer_called))
             state = autocast_state.state() if variant.has_regions else None
-            snapshot.calls[modes, form] = PreparedCall(
+            snapshot.calls[modes, signature] = PreparedCall(
                 variant, arrange, variant.checks.bound(modules), no_longer_called, state
             )
 
@@ -247,7 +247,7 @@ class RecordedForward(forwards.ReplacedForward):
     def _specialized(
         self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
     ) -> Specialization:
-        """A new variant; ``changed`` is what those of the same form were recorded with, and what it is now."""
+        """Return a new variant; ``changed``: a flag of the variants with this key, and its present value."""
         if len(self.variants) >= MOST_SPECIALIZATIONS:
             self._drop_one()
         self.recorded_anew += changed is not None
@@ -297,7 +297,7 @@ class RecordedForward(forwards.ReplacedForward):
             type(self.tracer),
             self.leaves,
             key[1:],
-            exact_form(values),
+            exact_signature(values),
             module_index.structure(module),
         )
 

@@ -23,7 +23,7 @@ NODES = 300
 
 def tried(pattern: Callable[..., Any], graph: fx.Graph) -> tuple[int, int]:
     """How many matches there are, and how many placements were tried."""
-    found, count = embeddings(pattern_of(pattern).forms, Indexed(graph, nn.Module()))
+    found, count = embeddings(pattern_of(pattern).alternatives, Indexed(graph, nn.Module()))
     return len(found), count
 
 
@@ -170,13 +170,13 @@ def test_the_count_sees_a_search_that_forgets_what_failed(monkeypatch: pytest.Mo
             pass
 
     before = tried(far_apart, built(braid))[1]
-    init = matcher.FormMatcher.__init__
+    init = matcher.AlternativeMatcher.__init__
 
     def forgetful(self: Any, *args: Any) -> None:
         init(self, *args)
         self._failed = Forgetful()
 
-    monkeypatch.setattr(matcher.FormMatcher, "__init__", forgetful)
+    monkeypatch.setattr(matcher.AlternativeMatcher, "__init__", forgetful)
     monkeypatch.setattr(matcher, "MOST_STEPS", 4 * before)
     with pytest.raises(ArgumentError):
         tried(far_apart, built(braid))

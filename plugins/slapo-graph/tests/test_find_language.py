@@ -131,7 +131,7 @@ def test_a_dropout_without_p_is_any_and_captures_p_and_mode(schedule: slapo.Sche
         "training_2": ("constant", False),
     }
     either = any_of(lambda x: F.dropout(F.gelu(x)), lambda x: F.dropout(F.relu(x)))
-    assert [dict(form.captures).keys() for form in pattern_of(either).forms] == [{"x", "p", "training"}] * 2
+    assert [dict(form.captures).keys() for form in pattern_of(either).alternatives] == [{"x", "p", "training"}] * 2
 
 
 def test_a_default_of_a_parameter_is_that_constant(schedule: slapo.Schedule) -> None:
@@ -151,7 +151,7 @@ def test_an_optional_step_is_taken_where_it_is() -> None:
     assert total(pattern, lambda x, y: F.dropout(x, 0.3) + y, X, Y) == 1
     schedule = traced(lambda x, y: (F.dropout(x, 0.3) + y, F.relu(x) + y), X, Y)
     assert found(schedule, pattern) == [("dropout", "add"), ("add_1",)]
-    assert [len(form.steps) for form in pattern_of(pattern).forms] == [2, 1]
+    assert [len(form.steps) for form in pattern_of(pattern).alternatives] == [2, 1]
     schedule = traced(lambda x: (F.dropout(F.gelu(x), 0.1), F.gelu(x)), X)
     at_the_end = lambda x: optional(F.dropout, F.gelu(x), any_constant())  # noqa: E731
     assert found(schedule, at_the_end) == [("gelu", "dropout"), ("gelu_1",)]
@@ -183,7 +183,7 @@ class Activation(slapo.Pattern):
 
     name = "mine.activation"
 
-    def forms(self) -> Iterator[Any]:
+    def alternatives(self) -> Iterator[Any]:
         yield lambda x: F.gelu(x)
         yield nn.SiLU()
 
@@ -193,7 +193,7 @@ class Uneven(slapo.Pattern):
 
     name = "mine.uneven"
 
-    def forms(self) -> Iterator[Any]:
+    def alternatives(self) -> Iterator[Any]:
         yield lambda x: F.gelu(x)
         yield lambda x, y: x + y
 
@@ -204,14 +204,14 @@ def load(name: str) -> Any:
 
 def test_a_pattern_of_a_plugin_is_found_by_its_name() -> None:
     pattern = pattern_of(any_of("mine.activation", F.relu), lambda name: Renamed if name == "mine.activation" else None)
-    assert [form.steps[0].target.name for form in pattern.forms] == ["gelu", "silu", "relu"]
-    assert pattern_of("mine.other", load).forms[0].steps[0].target.kind == "glob"
+    assert [form.steps[0].target.name for form in pattern.alternatives] == ["gelu", "silu", "relu"]
+    assert pattern_of("mine.other", load).alternatives[0].steps[0].target.kind == "glob"
 
 
 class Renamed(Activation):
     """GELU or SiLU, with the same captures."""
 
-    def forms(self) -> Iterator[Any]:
+    def alternatives(self) -> Iterator[Any]:
         yield lambda input: F.gelu(input)
         yield nn.SiLU()
 

@@ -85,7 +85,7 @@ def test_ranks_compare_a_pattern_by_one_line_that_tells_it_from_others() -> None
 def test_a_pattern_holds_no_live_object() -> None:
     model = Block()
     data = pickle.dumps(pattern_of(model))
-    assert b"Block" not in pickle.dumps(pattern_of(model).forms)
+    assert b"Block" not in pickle.dumps(pattern_of(model).alternatives)
     assert len(data) < 5000
 
 

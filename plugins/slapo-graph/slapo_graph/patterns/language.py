@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import module_calls_through
 from slapo_core.observers import PATCHING
-from slapo_graph.patterns.data import CanonicalCall, Items, Slice, Target, Wildcard
+from slapo_graph.patterns.data import CanonicalCall, Items, PatternTarget, Slice, Wildcard
 from slapo_graph.patterns.operations import (
     constant_kind,
     function_call,
@@ -297,7 +297,7 @@ class TracedCall:
         location: line of the pattern.
     """
 
-    def __init__(self, target: Target, arguments: dict[str, Any], is_commutative: bool, location: str) -> None:
+    def __init__(self, target: PatternTarget, arguments: dict[str, Any], is_commutative: bool, location: str) -> None:
         self.target, self.arguments = target, arguments
         self.is_commutative, self.location = is_commutative, location
 
@@ -305,7 +305,7 @@ class TracedCall:
         return self.target.name or self.target.kind
 
 
-class Alternatives:
+class OneOf:
     """A value that is one of several; the first is preferred."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
@@ -340,7 +340,7 @@ class PatternReader:
         return Proxy(self, Wildcard(name, kind, shape))
 
     def setting(self, name: str) -> Proxy:
-        """Any constant, captured in each form under ``name``, or the first of ``name_2``, ... that is free there."""
+        """Return a constant that each alternative captures as ``name``, or as ``name_2``, ... if that is taken."""
         return self.wildcard(f"{SETTING}{name} {id(self.fresh())}", "constant")
 
     def note_module(self, root: nn.Module) -> None:
@@ -426,7 +426,7 @@ class PatternReader:
         tensors = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )
-        call, _, _ = module_call(module, "", given, named, held=lambda name: self._tensor(tensors[name]))
+        call, _, _ = module_call(module, "", given, named, tensor_of=lambda name: self._tensor(tensors[name]))
         assert call is not None  # is_plain_module was asked
         for name in call.arguments.keys() & {"training", "self.training"}:  # a module follows the mode of its model
             call.arguments[name] = self.wildcard(f"_training_{id(self.fresh())}", "constant")
@@ -441,10 +441,10 @@ class PatternReader:
         elif call.operation in ("split", "split_with_sizes"):
             sizes = call.arguments.get("split_size_or_sections", call.arguments.get("split_size"))
             length = len(sizes) if isinstance(sizes, tuple) else None
-        return self._add(Target("call", call.operation), call.arguments, call.is_commutative, length)
+        return self._add(PatternTarget("call", call.operation), call.arguments, call.is_commutative, length)
 
     def _add(
-        self, target: Target, arguments: dict[str, Any], is_commutative: bool = False, length: int | None = None
+        self, target: PatternTarget, arguments: dict[str, Any], is_commutative: bool = False, length: int | None = None
     ) -> Proxy:
         file, line = model_location()
         made = TracedCall(target, arguments, is_commutative, f"{file}:{line}" if line else "")
@@ -454,15 +454,15 @@ class PatternReader:
     # -- the words of the language ----------------------------------------------------------------------------
 
     def any_op(self, values: tuple[Any, ...]) -> Proxy:
-        return self._add(Target("any"), {str(i): self.value(value) for i, value in enumerate(values)})
+        return self._add(PatternTarget("any"), {str(i): self.value(value) for i, value in enumerate(values)})
 
     def call_module(self, glob: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         given = {str(i): plain(self.value(value)) for i, value in enumerate(args)}
         given.update({name: plain(self.value(value)) for name, value in kwargs.items()})
-        return self._add(Target("module", glob), given)
+        return self._add(PatternTarget("module", glob), given)
 
     def any_of(self, values: tuple[Any, ...]) -> Proxy:
-        return Proxy(self, Alternatives(tuple(self.value(value) for value in values)))
+        return Proxy(self, OneOf(tuple(self.value(value) for value in values)))
 
     def capture(self, name: str, value: Any) -> Proxy:
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):

@@ -1,4 +1,4 @@
-"""Where the forms of a pattern match in a graph."""
+"""Where the alternatives of a pattern match in a graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from torch import fx
 
 from slapo_core.errors import ArgumentError
 from slapo_graph.arguments import MISSING
-from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Wildcard, parts
+from slapo_graph.patterns.data import (
+    Alternative,
+    Attribute,
+    Constant,
+    Items,
+    PatternStep,
+    Slice,
+    StepResult,
+    Wildcard,
+    parts,
+)
 from slapo_graph.patterns.index import Indexed, IndexedCall, values_in
 from slapo_graph.patterns.operations import same_on_every_axis
 from slapo_graph.patterns.schemas import defaults_of
@@ -51,7 +61,7 @@ def could_be(
         if isinstance(value, Attribute):
             return operand.shape is None or operand.shape == tuple(getattr(index.tensor(value), "shape", ()))
         return isinstance(value, fx.Node) and operand.kind == "value"
-    if isinstance(operand, Result):
+    if isinstance(operand, StepResult):
         return isinstance(value, fx.Node) and index.position[value] in candidates[operand.step]
     if isinstance(operand, Constant):
         return is_constant(value) and _equal(operand.value, value, name, found)
@@ -69,7 +79,7 @@ def could_be(
 
 def pairs_of(operand: Any, value: Any) -> Iterator[tuple[Any, Any]]:
     """The wildcards and results in ``operand``, each with what it stands for."""
-    if isinstance(operand, Wildcard | Result):
+    if isinstance(operand, Wildcard | StepResult):
         yield operand, value
     elif not isinstance(operand, Constant):
         ours, theirs = parts(operand) or (), parts(value) or ()
@@ -124,7 +134,7 @@ def _is_floating(found: IndexedCall) -> bool:
 # A step of a pattern beside a call of a graph: the target, and the arguments one by one.
 
 
-def has_target(step: Step, found: IndexedCall) -> bool:
+def has_target(step: PatternStep, found: IndexedCall) -> bool:
     """Whether ``found`` calls what ``step`` calls."""
     target = step.target
     if target.kind == "call":
@@ -144,7 +154,7 @@ def has_target(step: Step, found: IndexedCall) -> bool:
     return bool(target.predicate(found.node))
 
 
-def aligned(step: Step, found: IndexedCall) -> list[tuple[str, Any, Any]] | None:
+def aligned(step: PatternStep, found: IndexedCall) -> list[tuple[str, Any, Any]] | None:
     """The arguments of both, side by side: name, operand, value; None if they cannot be."""
     kind = step.target.kind
     if kind == "call":
@@ -170,7 +180,7 @@ def aligned(step: Step, found: IndexedCall) -> list[tuple[str, Any, Any]] | None
     return []
 
 
-def _by_name(step: Step, operation: str, given: dict[str, Any]) -> list[tuple[str, Any, Any]] | None:
+def _by_name(step: PatternStep, operation: str, given: dict[str, Any]) -> list[tuple[str, Any, Any]] | None:
     if len(step.arguments) == len(given):
         rows = [(name, operand, given.get(name, MISSING)) for name, operand in step.arguments]
         if all(row[2] is not MISSING for row in rows):
@@ -188,15 +198,17 @@ def _by_name(step: Step, operation: str, given: dict[str, Any]) -> list[tuple[st
     return rows
 
 
-# Steps of a form that could change places: searching for them in one order is enough.
+# Steps of an alternative that could change places: searching for them in one order is enough.
 
 
-def twins(form: Form, wildcards: list[frozenset[str]], consumers: list[list[int]]) -> dict[int, list[int]]:
+def twins(
+    alternative: Alternative, wildcards: list[frozenset[str]], consumers: list[list[int]]
+) -> dict[int, list[int]]:
     """For each step the others that it could change places with: nothing uses them, and they differ in wildcards only
     that no other step has."""
     count = Counter(name for names in wildcards for name in names)
     groups: dict[Any, list[int]] = {}
-    for number, step in enumerate(form.steps):
+    for number, step in enumerate(alternative.steps):
         if consumers[number]:
             continue
         own = {name: f"_own_{index}" for index, name in enumerate(_met(step)) if count[name] == 1}
@@ -205,7 +217,7 @@ def twins(form: Form, wildcards: list[frozenset[str]], consumers: list[list[int]
     return {number: [each for each in group if each != number] for group in groups.values() for number in group}
 
 
-def _met(step: Step) -> list[str]:
+def _met(step: PatternStep) -> list[str]:
     """The names of a step's wildcards in the order of its arguments."""
     pairs = (pair for _, operand in step.arguments for pair in pairs_of(operand, operand))
     return list(dict.fromkeys(operand.name for operand, _ in pairs if isinstance(operand, Wildcard)))
@@ -221,50 +233,50 @@ def _renamed(operand: Any, names: dict[str, str]) -> Any:
     return tuple(_renamed(part, names) for part in operand) if isinstance(operand, tuple) else operand
 
 
-# Exact matching of one form in one graph.
+# Exact matching of one alternative in one graph.
 
 MOST_STEPS = 300_000
 Pairs = tuple[tuple[Any, Any], ...]
 Embedding = tuple[tuple[int, ...], dict[str, Any]]
-"""One way in which a form stands in a graph: positions of nodes, one for each step, and what the wildcards are."""
+"""A place of an alternative in a graph: the position of each step's node, and the values of the wildcards."""
 
 
-class FormMatcher:
-    """Finds where one form stands in one graph.
+class AlternativeMatcher:
+    """Finds where one alternative stands in one graph.
 
     First, for each step, where it may stand if what its wildcards have in common did not matter (``candidates``); then
     exactly, and only there. A partial placement that failed is not tried again.
 
     Args:
-        form: of a pattern; the graph has each of its operations.
+        alternative: of a pattern; the graph has each of its operations.
         index: of the graph.
     """
 
-    def __init__(self, form: Form, index: Indexed) -> None:
-        self.form, self.index = form, index
+    def __init__(self, alternative: Alternative, index: Indexed) -> None:
+        self.alternative, self.index = alternative, index
         self.tried = 0
         self.candidates: dict[int, dict[int, list[Pairs]]] = {}
         self._failed: set[Any] = set()
         self._needed: dict[frozenset[int], tuple[int, list[str], list[int]]] = {}
         self._near: dict[tuple[Any, int], list[int]] = {}
         self._blocked = 0
-        self._consumers: list[list[int]] = [[] for _ in form.steps]
+        self._consumers: list[list[int]] = [[] for _ in alternative.steps]
         self._wildcards: list[frozenset[str]] = []
         self._operands: list[frozenset[int]] = []
-        for number, step in enumerate(form.steps):
+        for number, step in enumerate(alternative.steps):
             inner = [operand for _, each in step.arguments for operand, _ in pairs_of(each, each)]
             self._wildcards.append(frozenset(each.name for each in inner if isinstance(each, Wildcard)))
-            self._operands.append(frozenset(each.step for each in inner if isinstance(each, Result)))
+            self._operands.append(frozenset(each.step for each in inner if isinstance(each, StepResult)))
             for operand in self._operands[-1]:
                 self._consumers[operand].append(number)
         self.is_possible = self._narrow()
-        self._twins = twins(form, self._wildcards, self._consumers) if self.is_possible else {}
+        self._twins = twins(alternative, self._wildcards, self._consumers) if self.is_possible else {}
         self._sources = [number for number, operands in enumerate(self._operands) if not operands]
 
     # -- where each step may stand ----------------------------------------------------------------------------
 
     def _narrow(self) -> bool:
-        steps = self.form.steps
+        steps = self.alternative.steps
         for number, step in enumerate(steps):
             where = self.index.by_operation[step.target.name] if step.target.kind == "call" else self.index.calls
             self.candidates[number] = found = {}
@@ -281,7 +293,7 @@ class FormMatcher:
                     for orders in self.candidates[consumer].values()
                     for pairs in orders
                     for operand, value in pairs
-                    if isinstance(operand, Result) and operand.step == number
+                    if isinstance(operand, StepResult) and operand.step == number
                 }
                 kept = self.candidates[number]
                 self.candidates[number] = {position: kept[position] for position in kept if position in used}
@@ -289,7 +301,7 @@ class FormMatcher:
                 return False
         return True
 
-    def _orders(self, step: Step, found: IndexedCall) -> list[Pairs]:
+    def _orders(self, step: PatternStep, found: IndexedCall) -> list[Pairs]:
         """The ways in which the operands of ``step`` may stand for those of ``found``."""
         self.tried += 1
         if step.target.kind != "call" and not has_target(step, found):
@@ -325,7 +337,7 @@ class FormMatcher:
         self._bound: dict[str, Any] = {}
         self._used: set[int] = set()
         if self._solve(((step, position),)):
-            return tuple(self._placed[number] for number in range(len(self.form.steps))), dict(self._bound)
+            return tuple(self._placed[number] for number in range(len(self.alternative.steps))), dict(self._bound)
         return None
 
     def _solve(self, goals: tuple[tuple[int, int], ...]) -> bool:
@@ -333,7 +345,7 @@ class FormMatcher:
         while goals and self._placed.get(goals[0][0]) == goals[0][1]:
             goals = goals[1:]
         if not goals:
-            if len(self._placed) == len(self.form.steps):
+            if len(self._placed) == len(self.alternative.steps):
                 return True
             return self._solve_next()
         key = self._key(goals)
@@ -379,7 +391,7 @@ class FormMatcher:
 
     def _unify(self, pairs: Pairs, bound: list[str], further: list[tuple[int, int]]) -> bool:
         for operand, value in pairs:
-            if isinstance(operand, Result):
+            if isinstance(operand, StepResult):
                 position = self.index.position[value]
                 if self._placed.get(operand.step, position) != position:
                     return False
@@ -464,23 +476,23 @@ class FormMatcher:
         return number, goals, tuple([bound.get(name) for name in names]), tuple([placed[step] for step in steps])
 
 
-def positions_of(form: Form, steps: tuple[int, ...], index: Indexed) -> list[int]:
+def positions_of(alternative: Alternative, steps: tuple[int, ...], index: Indexed) -> list[int]:
     """Return the positions of all nodes of a match; of a module whose code is in the graph, all of its call.
 
     Args:
-        form: that matches.
+        alternative: that matches.
         steps: the position of each step.
         index: of the graph.
     """
     found = set(steps)
-    for step, position in zip(form.steps, steps, strict=True):
+    for step, position in zip(alternative.steps, steps, strict=True):
         call = index.calls[position]
         if call.inside and is_by_module(step, call):
             found.update(call.inside)
     return sorted(found)
 
 
-def is_by_module(step: Step, found: IndexedCall) -> bool:
+def is_by_module(step: PatternStep, found: IndexedCall) -> bool:
     """Whether ``step`` names the module that ``found`` calls, not the operation."""
     if step.target.kind == "module":
         return True
@@ -496,16 +508,20 @@ def _is_one_value(one: Any, other: Any) -> bool:
 # All places of a pattern in one graph, one after the other.
 
 
-def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
-    """Yield the places of a pattern's forms in a graph, none of them sharing a node with another.
+def embeddings(alternatives: Sequence[Alternative], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
+    """Yield the places of a pattern's alternatives in a graph, none of them sharing a node with another.
 
-    The first begins at the earliest possible node; of those that begin there, the one of the earliest form counts. The
-    next begins at the earliest node that still leaves one, and so on.
+    The first begins at the earliest possible node, and is of the earliest alternative that matches there. The next
+    begins at the earliest node that still leaves one, and so on.
 
     Returns:
-        the number of the form and the place, for each; how many placements were tried, which is what it costs.
+        the number of the alternative and the place, for each; how many placements were tried, which is what it costs.
     """
-    matchers = {number: FormMatcher(form, index) for number, form in enumerate(forms) if _may_be_there(form, index)}
+    matchers = {
+        number: AlternativeMatcher(alternative, index)
+        for number, alternative in enumerate(alternatives)
+        if _may_be_there(alternative, index)
+    }
     starts: dict[int, list[tuple[int, int]]] = {}
     for number, matcher in matchers.items():
         if matcher.is_possible:
@@ -518,13 +534,15 @@ def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, E
             continue
         for number, step in sorted(starts[position]):
             embedding = matchers[number].first_at(position, step, taken)
-            if embedding is not None and taken.isdisjoint(covered := positions_of(forms[number], embedding[0], index)):
+            if embedding is not None and taken.isdisjoint(
+                covered := positions_of(alternatives[number], embedding[0], index)
+            ):
                 taken.update(covered)
                 found.append((number, embedding))
                 break
     return found, sum(matcher.tried for matcher in matchers.values())
 
 
-def _may_be_there(form: Form, index: Indexed) -> bool:
-    """Whether the graph has each of the form's operations at all: what most forms of a long pattern end with."""
-    return all(step.target.kind != "call" or step.target.name in index.by_operation for step in form.steps)
+def _may_be_there(alternative: Alternative, index: Indexed) -> bool:
+    """Return whether the graph has each operation of an alternative: most alternatives end here."""
+    return all(step.target.kind != "call" or step.target.name in index.by_operation for step in alternative.steps)

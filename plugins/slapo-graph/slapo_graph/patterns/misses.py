@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from slapo_graph.arguments import MISSING
-from slapo_graph.patterns.data import Attribute, Constant, Form, Result, Step, Wildcard
+from slapo_graph.patterns.data import Alternative, Attribute, Constant, PatternStep, StepResult, Wildcard
 from slapo_graph.patterns.index import Indexed, IndexedCall
 from slapo_graph.patterns.matcher import aligned, could_be, has_target, is_constant, pairs_of
 
@@ -27,19 +27,19 @@ class _AnyPosition(dict[int, Any]):
         return True
 
 
-def nearest_miss(forms: tuple[Form, ...], index: Indexed) -> str | None:
+def nearest_miss(alternatives: tuple[Alternative, ...], index: Indexed) -> str | None:
     """Describe the closest candidate in one sentence; None for an empty graph.
 
     Args:
-        forms: of a pattern that does not match.
+        alternatives: of a pattern that does not match.
         index: of the graph.
     """
     if not index.calls:
         return None
-    found = [best for form in forms if (best := _Search(form, index).best()) is not None]
+    found = [best for alternative in alternatives if (best := _Search(alternative, index).best()) is not None]
     if found:
         return max(found, key=lambda best: best[0])[1]
-    wanted = dict.fromkeys(_shown(step) for form in forms for step in form.steps)
+    wanted = dict.fromkeys(_shown(step) for alternative in alternatives for step in alternative.steps)
     present = Counter(_called(found) for found in index.calls.values() if _called(found) not in ("getattr", "getitem"))
     in_place = [f"{name}_" for name in wanted if f"{name}_" in present]
     written = f"; write {_listed(in_place)} in the pattern: the model writes in place" if in_place else ""
@@ -50,29 +50,29 @@ def nearest_miss(forms: tuple[Form, ...], index: Indexed) -> str | None:
 
 
 class _Search:
-    """The closest place for one form."""
+    """The closest place for one alternative."""
 
-    def __init__(self, form: Form, index: Indexed) -> None:
-        self.form, self.index = form, index
+    def __init__(self, alternative: Alternative, index: Indexed) -> None:
+        self.alternative, self.index = alternative, index
         self.parts: dict[tuple[int, int], _Part] = {}
 
     def best(self) -> tuple[tuple[int, bool, int], str] | None:
         """How good the best place is (calls that fit, ...), and the sentence on it; None without any such call."""
         ranks = {
-            (len(self.part(number, position)[0]), number in self.form.outputs, -position): (number, position)
-            for number, step in enumerate(self.form.steps)
+            (len(self.part(number, position)[0]), number in self.alternative.outputs, -position): (number, position)
+            for number, step in enumerate(self.alternative.steps)
             for position, found in self.index.calls.items()
             if has_target(step, found)
         }
         return (max(ranks), self._sentence(*ranks[max(ranks)])) if ranks else None
 
     def part(self, number: int, position: int) -> _Part:
-        """How far the form fits from step ``number`` down, if that stands at ``position``."""
+        """How far the alternative fits from step ``number`` down, if that stands at ``position``."""
         if (number, position) not in self.parts:
-            self.parts[number, position] = self._part(self.form.steps[number], self.index.calls[position])
+            self.parts[number, position] = self._part(self.alternative.steps[number], self.index.calls[position])
         return self.parts[number, position]
 
-    def _part(self, step: Step, found: IndexedCall) -> _Part:
+    def _part(self, step: PatternStep, found: IndexedCall) -> _Part:
         if not has_target(step, found):
             return frozenset(), f"{_where(found)} calls {_called(found)}, where the pattern has {_shown(step)}"
         rows = aligned(step, found)
@@ -91,13 +91,13 @@ class _Search:
                 return frozenset(), self._operand(found, name, operand, value)
         nodes, difference = frozenset([found.position]), None
         for inner, other in (pair for _, operand, value in rows for pair in pairs_of(operand, value)):
-            if not isinstance(inner, Result):
+            if not isinstance(inner, StepResult):
                 continue
             position = self.index.position[other]
             if position in self.index.calls:
                 more, below = self.part(inner.step, position)
             else:
-                wanted = _shown(self.form.steps[inner.step])
+                wanted = _shown(self.alternative.steps[inner.step])
                 more, below = frozenset(), f"'{other.name}' is an argument of the module, the pattern has {wanted}"
             nodes, difference = nodes | more, difference or below
         return nodes, difference
@@ -107,10 +107,10 @@ class _Search:
         if not nodes:
             return str(difference)
         names = _listed([f"'{self.index.calls[each].node.name}'" for each in sorted(nodes)[:4]])
-        total = len(self.form.steps)
+        total = len(self.alternative.steps)
         verb = "is" if len(nodes) == 1 else "are"
         head = f"{len(nodes)} of {total} call{'s' if total > 1 else ''} of the pattern {verb} there ({names})"
-        if difference is None and number not in self.form.outputs:
+        if difference is None and number not in self.alternative.outputs:
             difference = self._users(number, self.index.calls[position])
         together = "an argument of the pattern would have to be different values, or is computed inside of the match"
         return f"{head}, but {difference or together}"
@@ -119,9 +119,9 @@ class _Search:
         """What is wrong with those who use a node."""
         wanted = [
             _shown(step)
-            for step in self.form.steps
+            for step in self.alternative.steps
             for _, operand in step.arguments
-            if any(inner == Result(number) for inner, _ in pairs_of(operand, operand))
+            if any(inner == StepResult(number) for inner, _ in pairs_of(operand, operand))
         ]
         users = [_called(self.index.calls[each]) for each in self.index.users.get(found.node, ())]
         used = _listed(users[:3]) or "nothing of the graph"
@@ -129,15 +129,15 @@ class _Search:
 
     def _operand(self, found: IndexedCall, name: str, operand: Any, value: Any) -> str:
         expected = _operand(operand)
-        if isinstance(operand, Result):
-            expected = f"the result of {_shown(self.form.steps[operand.step])}"
+        if isinstance(operand, StepResult):
+            expected = f"the result of {_shown(self.alternative.steps[operand.step])}"
         if isinstance(operand, Wildcard) and operand.shape is not None and isinstance(value, Attribute):
             shape = tuple(getattr(self.index.tensor(value), "shape", ()))
             return f"{value} has shape {shape}, the pattern's '{operand.name}' {operand.shape}"
         return f"{_where(found)} has {name}={_value(value)}, where the pattern has {expected}"
 
 
-def _arguments(step: Step, found: IndexedCall) -> str:
+def _arguments(step: PatternStep, found: IndexedCall) -> str:
     """Arguments that only one of both has."""
     if step.target.kind in ("any", "module"):
         count = len(found.values if step.target.kind == "any" else found.given)
@@ -163,7 +163,7 @@ def _called(found: IndexedCall) -> str:
     return f"the {found.class_name} '{found.path}'"
 
 
-def _shown(step: Step) -> str:
+def _shown(step: PatternStep) -> str:
     target = step.target
     if target.kind == "any":
         return "any call"
@@ -182,7 +182,7 @@ def _operand(operand: Any) -> str:
             return "any constant"
         kind = "a parameter" if operand.kind == "parameter" else "a value"
         return f"{kind} '{operand.name}'" if operand.name[0] != "_" else kind
-    if isinstance(operand, Result):
+    if isinstance(operand, StepResult):
         return "a value"
     return f"{len(operand)} values" if isinstance(operand, tuple) else "other parts"
 

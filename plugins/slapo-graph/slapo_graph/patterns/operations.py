@@ -16,7 +16,7 @@ from torch.nn import functional
 from slapo_core.internals import buffers_of, parameters_of
 from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.patterns.data import Attribute, CanonicalCall, Items, Slice
-from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
+from slapo_graph.patterns.functional import INPUT, Own, functional_call, input_of
 from slapo_graph.patterns.schemas import bind_function, bind_schema, defaults_of
 from slapo_graph.private import NN, VF, OpOverload, OpOverloadPacket, operator_name
 from slapo_graph.tracing.structure import is_plain
@@ -121,7 +121,7 @@ def constant_kind(value: Any) -> str:
 
 
 def operation_of(function: Callable[..., Any]) -> str:
-    """The canonical name of a function: ``"gelu"`` for every form of torch's own, else ``"module.name"``."""
+    """The canonical name of a function: ``"gelu"`` for every spelling of torch's own, else ``"module.name"``."""
     known = _OPERATORS.get(function)
     if known is not None:
         return known
@@ -307,7 +307,7 @@ def module_call(
     path: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    held: Callable[[str], Any] | None = None,
+    tensor_of: Callable[[str], Any] | None = None,
 ) -> tuple[CanonicalCall | None, tuple[str, ...], dict[str, Any]]:
     """What a call of a module below a graph's computes.
 
@@ -325,16 +325,16 @@ def module_call(
     names, given = forward_arguments(module, plain(args), {name: plain(value) for name, value in kwargs.items()})
     if not is_plain_module(module):
         return None, names, given
-    held = held or (lambda name: Attribute(f"{path}.{name}"))
+    tensor_of = tensor_of or (lambda name: Attribute(f"{path}.{name}"))
     cls = type(module)
     targets = (cls.__name__, path) if path else (cls.__name__,)
-    form, given_input = functional_form(module), input_of(module, args, kwargs)
-    if form is not None and given_input:
-        operands = [_operand(value, given_input[0], held) for value in form.args]
-        named = {name: _operand(value, given_input[0], held) for name, value in form.kwargs.items()}
-        call = function_call(form.function, tuple(operands), named, _kind)
+    single_call, given_input = functional_call(module), input_of(module, args, kwargs)
+    if single_call is not None and given_input:
+        operands = [_operand(value, given_input[0], tensor_of) for value in single_call.args]
+        named = {name: _operand(value, given_input[0], tensor_of) for name, value in single_call.kwargs.items()}
+        call = function_call(single_call.function, tuple(operands), named, _kind)
         return replace(call, names=(call.operation, *targets)), names, given
-    own = {f"self.{name}": held(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    own = {f"self.{name}": tensor_of(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
     for name, value in vars(module).items():
         if not name.startswith("_") and is_plain(value):
             own[f"self.{name}"] = plain(value)
@@ -342,10 +342,10 @@ def module_call(
     return CanonicalCall(operation, {**given, **own}, names=(operation, *targets)), names, given
 
 
-def _operand(value: Any, given: Any, held: Callable[[str], Any]) -> Any:
+def _operand(value: Any, given: Any, tensor_of: Callable[[str], Any]) -> Any:
     if value is INPUT:
         return given
-    return held(value.name) if isinstance(value, Own) else value
+    return tensor_of(value.name) if isinstance(value, Own) else value
 
 
 def _kind(value: Any) -> str:

@@ -174,7 +174,12 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     if matches:
         return Matches(matches, untraced=tuple(untraced))
     searched = traced.values()
-    globs = [step.target.name for form in made.forms for step in form.steps if step.target.kind == "glob"]
+    globs = [
+        step.target.name
+        for alternative in made.alternatives
+        for step in alternative.steps
+        if step.target.kind == "glob"
+    ]
     return Matches(
         untraced=tuple(untraced),
         closed=opaque_calls(searched),

@@ -15,7 +15,7 @@ from slapo_graph.effects import Effects
 from slapo_graph.guards import fingerprint
 from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.patterns.data import Attribute
-from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
+from slapo_graph.patterns.functional import INPUT, Own, functional_call, input_of
 from slapo_graph.protocol import Flag
 from slapo_graph.specialization import graph_function
 from slapo_graph.tracing.structure import is_plain
@@ -194,7 +194,7 @@ _REGIONS: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakVal
 
 
 @dataclass(frozen=True)
-class _Step:
+class _RegionCall:
     """One call of the region; in its arguments, slots and positions stand for values."""
 
     op: str
@@ -218,7 +218,7 @@ class _Writer:
         self.module = module
         self.slots: list[fx.Node | Attribute] = []
         self.used: set[fx.Node | Attribute] = set()
-        self.steps: list[_Step] = []
+        self.steps: list[_RegionCall] = []
         self.positions: dict[fx.Node, _Position] = {}
         self.flags: list[Flag] = []
         self.no_longer_called: list[str] = []
@@ -236,7 +236,7 @@ class _Writer:
         return self.positions[node] if node in self.positions else self.use(node)
 
     def copy(self, node: fx.Node) -> None:
-        self.steps.append(_Step("call_method", "clone", (self.use(node),), {}))
+        self.steps.append(_RegionCall("call_method", "clone", (self.use(node),), {}))
         self.positions[node] = _Position(len(self.steps) - 1)
 
     def add(self, node: fx.Node) -> None:
@@ -244,15 +244,15 @@ class _Writer:
         if node.op == "call_module":
             self._add_module(node, args, kwargs)
         else:
-            self.steps.append(_Step(node.op, node.target, args, kwargs))
+            self.steps.append(_RegionCall(node.op, node.target, args, kwargs))
         self.positions[node] = _Position(len(self.steps) - 1)
 
     def _add_module(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = str(node.target)
         below = self.module.get_submodule(path)
-        form, given = functional_form(below), input_of(below, args, kwargs)
-        if form is None or not given or form.name in _KEPT:
-            self.steps.append(_Step("call_method", "__call__", (self.use(Attribute(path)), *args), kwargs))
+        single_call, given = functional_call(below), input_of(below, args, kwargs)
+        if single_call is None or not given or single_call.name in _KEPT:
+            self.steps.append(_RegionCall("call_method", "__call__", (self.use(Attribute(path)), *args), kwargs))
             return
 
         def here(value: Any) -> Any:
@@ -262,10 +262,10 @@ class _Writer:
 
         self.no_longer_called.append(path)
         self.flags += settings_of([node], self.module)
-        named = {name: here(value) for name, value in form.kwargs.items()}
+        named = {name: here(value) for name, value in single_call.kwargs.items()}
         if "training" in named:  # the graph may be of another mode than the module is in now
             named["training"] = self.use(Attribute(f"{path}.training"))
-        self.steps.append(_Step("call_function", form.function, tuple(map(here, form.args)), named))
+        self.steps.append(_RegionCall("call_function", single_call.function, tuple(map(here, single_call.args)), named))
 
     def key(self, operands: tuple[Any, ...], results: tuple[_Position, ...]) -> Any:
         order = {operand: index for index, operand in enumerate(operands)}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from slapo_core.internals import forwards, module_index
-from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
+from slapo_graph.guards import ABSENT, Same, fingerprint, has_full_fingerprint, is_setting
 from slapo_graph.leaves import LeafRule, inlined_modules
 from slapo_graph.private import TABLES, FakeTensor, methods_put_on
 from slapo_graph.protocol import Flag, Location, Untraceable
@@ -236,7 +236,7 @@ class AttributeReads:
 
     def _note(self, path: HolderPath, name: str, found: Any) -> None:
         self._found[path, name] = fingerprint(found)
-        self._is_known = self._is_known and (id(found) in self._places or is_told(found))
+        self._is_known = self._is_known and (id(found) in self._places or has_full_fingerprint(found))
 
     def _hold(self, value: Any, path: HolderPath, reader: HolderPath) -> None:
         """Watch an object that is not a module: a configuration."""
@@ -396,7 +396,7 @@ def _is_compared(value: Any) -> bool:
         return False
     if isinstance(value, FunctionType):
         return is_followed(value.__code__.co_filename)
-    return is_told(value) and (not isinstance(value, _CONTAINERS) or len(value) <= _MOST_PARTS)
+    return has_full_fingerprint(value) and (not isinstance(value, _CONTAINERS) or len(value) <= _MOST_PARTS)
 
 
 def _functions_in(function: Any) -> Iterator[FunctionType | None]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from slapo_core.internals import module_index
 from slapo_graph import autocast_state
-from slapo_graph.guards import fingerprint, is_told
+from slapo_graph.guards import fingerprint, has_full_fingerprint
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
 from slapo_graph.tracing.reads import AttributeReads, HolderPath
 from slapo_graph.tracing.structure import children, is_plain, rebuild, tensors_in
@@ -41,13 +41,13 @@ class RepeatedCalls:
 
     def call(self, run: Callable[..., Any], path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``run(module, *args, **kwargs)`` on fake tensors."""
-        form = _form((args, kwargs), {})
-        if form is None:
+        signature = _signature((args, kwargs), {})
+        if signature is None:
             return run(module, *args, **kwargs)
         key = (
             module_index.structure(module),
             module_index.around(module),
-            form,
+            signature,
             autocast_state.state(),
             torch.is_inference_mode_enabled(),
         )
@@ -73,7 +73,7 @@ class RepeatedCalls:
         return result
 
 
-def _form(value: Any, memory: dict[int, int]) -> Any:
+def _signature(value: Any, memory: dict[int, int]) -> Any:
     """Return an argument's complete signature, with storages numbered by ``memory``; None if unknown."""
     if isinstance(value, torch.Tensor):
         if type(value) is not FakeTensor or value.layout is not torch.strided:
@@ -84,7 +84,7 @@ def _form(value: Any, memory: dict[int, int]) -> Any:
     if is_plain(value):
         return (type(value), repr(value))
     parts = children(value)
-    inner = None if parts is None else [(repr(key), _form(part, memory)) for _, key, part in parts]
+    inner = None if parts is None else [(repr(key), _signature(part, memory)) for _, key, part in parts]
     return None if inner is None or any(part is None for _, part in inner) else (type(value), tuple(inner))
 
 
@@ -118,7 +118,7 @@ def _fresh_copy(value: Any) -> Any:
 
 
 def _is_equal(found: Any, value: Any) -> bool:
-    return found is value or (is_told(value) and fingerprint(found) == fingerprint(value))
+    return found is value or (has_full_fingerprint(value) and fingerprint(found) == fingerprint(value))
 
 
 def _at(module: nn.Module, place: HolderPath, name: str) -> Any:
