@@ -182,10 +182,10 @@ def rms_norm(
 class RmsNorm(slapo.Pattern):
     """RMSNorm written out: weight * (x * rsqrt(mean(x**2) + eps)), over the last axis.
 
-    As LLaMA (normed in float32, cast back, then weighted), T5 (weighted in the type of the weight), Gemma and OLMo
-    (weighted in float32) write it, with the reciprocal root in any of its spellings, and with a weight or none. ``x``
-    enters the square, so a cast before it stays outside of the match, and ``weight`` is the factor of the normed values:
-    for Gemma, the sum ``1 + weight``.
+    As LLaMA (normed in float32, cast back, then weighted), T5 (weighted in the type of the weight), Gemma and
+    OLMo (weighted in float32) write it, with the reciprocal root in any spelling, with a weight or without. ``x``
+    enters the square, so a cast before it stays outside of the match, and ``weight`` is the factor of the normed
+    values: for Gemma, the sum ``1 + weight``.
 
     The replacement casts where the model does: ``F.rms_norm`` with the weight where all is of one type, and without it,
     then the cast and the product, where not.

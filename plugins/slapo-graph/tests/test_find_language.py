@@ -131,7 +131,9 @@ def test_a_dropout_without_p_is_any_and_captures_p_and_mode(schedule: slapo.Sche
         "training_2": ("constant", False),
     }
     either = any_of(lambda x: F.dropout(F.gelu(x)), lambda x: F.dropout(F.relu(x)))
-    assert [dict(form.captures).keys() for form in pattern_of(either).alternatives] == [{"x", "p", "training"}] * 2
+    assert [dict(alternative.captures).keys() for alternative in pattern_of(either).alternatives] == [
+        {"x", "p", "training"}
+    ] * 2
 
 
 def test_a_default_of_a_parameter_is_that_constant(schedule: slapo.Schedule) -> None:
@@ -151,7 +153,7 @@ def test_an_optional_step_is_taken_where_it_is() -> None:
     assert total(pattern, lambda x, y: F.dropout(x, 0.3) + y, X, Y) == 1
     schedule = traced(lambda x, y: (F.dropout(x, 0.3) + y, F.relu(x) + y), X, Y)
     assert found(schedule, pattern) == [("dropout", "add"), ("add_1",)]
-    assert [len(form.steps) for form in pattern_of(pattern).alternatives] == [2, 1]
+    assert [len(alternative.steps) for alternative in pattern_of(pattern).alternatives] == [2, 1]
     schedule = traced(lambda x: (F.dropout(F.gelu(x), 0.1), F.gelu(x)), X)
     at_the_end = lambda x: optional(F.dropout, F.gelu(x), any_constant())  # noqa: E731
     assert found(schedule, at_the_end) == [("gelu", "dropout"), ("gelu_1",)]
@@ -189,7 +191,7 @@ class Activation(slapo.Pattern):
 
 
 class Uneven(slapo.Pattern):
-    """Forms that do not go together."""
+    """Alternatives with different captures."""
 
     name = "mine.uneven"
 
@@ -204,7 +206,7 @@ def load(name: str) -> Any:
 
 def test_a_pattern_of_a_plugin_is_found_by_its_name() -> None:
     pattern = pattern_of(any_of("mine.activation", F.relu), lambda name: Renamed if name == "mine.activation" else None)
-    assert [form.steps[0].target.name for form in pattern.alternatives] == ["gelu", "silu", "relu"]
+    assert [alternative.steps[0].target.name for alternative in pattern.alternatives] == ["gelu", "silu", "relu"]
     assert pattern_of("mine.other", load).alternatives[0].steps[0].target.kind == "glob"
 
 
@@ -216,10 +218,10 @@ class Renamed(Activation):
         yield nn.SiLU()
 
 
-def test_forms_of_one_pattern_have_the_same_captures(message: Messages) -> None:
+def test_alternatives_of_a_pattern_have_the_same_captures(message: Messages) -> None:
     with pytest.raises(ArgumentError) as error:
         pattern_of("mine.uneven", load)
-    message(error, "'mine.uneven'", "form 2 has x and y, form 1 has x", "\n  hint: ")
+    message(error, "'mine.uneven'", "alternative 2 has x and y, alternative 1 has x", "\n  hint: ")
 
 
 def test_a_name_of_a_plugin_that_is_not_there_is_no_glob(schedule: slapo.Schedule) -> None:

@@ -148,17 +148,17 @@ def graph(x: torch.Tensor, y: torch.Tensor, dense: nn.Module) -> Any:
 LINE = graph.__code__.co_firstlineno
 
 MISSES: dict[str, tuple[Any, int | None]] = {
-    # a word of what is said: the pattern, and the line of the call that is named
-    "has silu": (lambda x, y: F.silu(x + y), 1),
-    "has mul": (lambda x, y: F.gelu(x * y), 1),
+    # a word of the message: the pattern, and the line of the call that the message names
+    "use in silu": (lambda x, y: F.silu(x + y), 1),
+    "wanted mul": (lambda x, y: F.gelu(x * y), 1),
     "dim=0": (lambda x: torch.softmax(x, -1), 2),
     "approximate='none'": (lambda x: F.gelu(x, approximate="tanh"), 2),
-    "has relu": (lambda x, y: F.gelu(F.relu(x) + y), 1),
+    "wanted relu": (lambda x, y: F.gelu(F.relu(x) + y), 1),
     "different values": (lambda x: F.gelu(x + x), None),
     "no call of erf": (torch.erf, None),
     "self.dense.weight": (nn.Linear(4, 8), None),
     "bias=self.dense.bias": (F.linear, 1),
-    "1 value": (lambda x, y: patterns.call_module("dense", x, y), 1),
+    "0=a value 'x'": (lambda x, y: patterns.call_module("dense", x, y), 1),
 }
 
 

@@ -154,8 +154,22 @@ def has_target(step: PatternStep, found: IndexedCall) -> bool:
     return bool(target.predicate(found.node))
 
 
-def aligned(step: PatternStep, found: IndexedCall) -> list[tuple[str, Any, Any]] | None:
-    """The arguments of both, side by side: name, operand, value; None if they cannot be."""
+Row = tuple[str, Any, Any]
+"""An argument: its name, the operand of the pattern, the value in the graph."""
+
+
+def argument_orders(step: PatternStep, found: IndexedCall) -> list[list[Row]]:
+    """Return the ways to pair the arguments of both: two if they commute, none if other arguments are given."""
+    rows = _aligned(step, found)
+    if rows is None:
+        return []
+    if not (step.is_commutative and found.call is not None and found.call.is_commutative):
+        return [rows]
+    (first, left, x), (second, right, y) = rows
+    return [rows, [(first, left, y), (second, right, x)]]
+
+
+def _aligned(step: PatternStep, found: IndexedCall) -> list[Row] | None:
     kind = step.target.kind
     if kind == "call":
         assert found.call is not None
@@ -180,7 +194,7 @@ def aligned(step: PatternStep, found: IndexedCall) -> list[tuple[str, Any, Any]]
     return []
 
 
-def _by_name(step: PatternStep, operation: str, given: dict[str, Any]) -> list[tuple[str, Any, Any]] | None:
+def _by_name(step: PatternStep, operation: str, given: dict[str, Any]) -> list[Row] | None:
     if len(step.arguments) == len(given):
         rows = [(name, operand, given.get(name, MISSING)) for name, operand in step.arguments]
         if all(row[2] is not MISSING for row in rows):
@@ -306,16 +320,9 @@ class AlternativeMatcher:
         self.tried += 1
         if step.target.kind != "call" and not has_target(step, found):
             return []
-        rows = aligned(step, found)
-        if rows is None:
-            return []
-        orders = [rows]
-        if step.is_commutative and found.call is not None and found.call.is_commutative:
-            (first, left, x), (second, right, y) = rows
-            orders.append([(first, left, y), (second, right, x)])
         return [
             tuple(pair for _, operand, value in order for pair in pairs_of(operand, value))
-            for order in orders
+            for order in argument_orders(step, found)
             if all(could_be(operand, value, name, found, self.index, self.candidates) for name, operand, value in order)
         ]
 
