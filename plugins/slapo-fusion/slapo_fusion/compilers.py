@@ -342,8 +342,7 @@ class Eager(Compiler):
     name = "eager"
 
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
-        if options:
-            raise ArgumentError(f"it has no option '{next(iter(options))}'", hint="leave options out")
+        _refuse_options(self, options)
         return region
 
 
@@ -358,9 +357,13 @@ class TorchScript(Compiler):
     deprecated = "PyTorch deprecates TorchScript: take 'inductor'"
 
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
-        if options:
-            raise ArgumentError(f"it has no option '{next(iter(options))}'", hint="leave options out")
+        _refuse_options(self, options)
         return _Scripted(region)
+
+
+def _refuse_options(compiler: Compiler, options: Mapping[str, Any]) -> None:
+    for name in options:
+        raise ArgumentError(f"compiler '{compiler.name}' has no option '{name}'", hint="leave out options=")
 
 
 def _compiled(region: Region, backend: Backend) -> Compiled:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
+from slapo_core.internals import buffers_of, parameters_of
 from slapo_fusion.bind import is_bound
-from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
+from slapo_fusion.private import check_input_axes, non_persistent_buffers_of
 
 # Modules of torch.nn with their arithmetic in pieces: the same parameters, more than one operation.
 #

@@ -22,12 +22,12 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core import ApplyError
+from slapo_core.internals import buffers_of
 from slapo_core.layout import accelerator, fork_rng
 from slapo_core.observers import dropout_is_off
 from slapo_fusion.private import (
     DeviceContext,
     FakeTensorMode,
-    buffers_of,
     compile_errors,
     dispatch_modes,
     function_modes,

@@ -48,8 +48,6 @@ __all__ = [
     "tree_unflatten",
 ]
 
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 assert_on_device: Callable[[torch.Tensor, str], None] = attrgetter("_assert_async")(torch)

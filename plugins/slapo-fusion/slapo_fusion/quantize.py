@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_fusion.private import parameters_of
+from slapo_core.internals import parameters_of
+from slapo_graph.match import name_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +77,7 @@ class Quantize(Primitive):
             yield Violation(f"'{left[0].path}' is not quantized")
 
     def _violations(self, node: Node) -> Iterator[Violation]:
-        where = f"'{node.path}'" if node.path else "the root"
+        where = name_of(node.path)
         if not node.path:
             yield Violation("the root of the model cannot be replaced", "quantize a Linear inside of a model")
         module: Any = node.module

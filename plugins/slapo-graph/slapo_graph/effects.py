@@ -21,7 +21,6 @@ from slapo_graph.autocast_state import set_state
 from slapo_graph.leaves import is_changed
 from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_of, storage_id, tree_map_only
 from slapo_graph.protocol import check
-from slapo_graph.tracing.given import MakeDefaultDict
 
 _TAGGED = ("aten", "prims", "_c10d_functional")
 """Namespaces whose operators have the tag of random numbers if they draw some; that of others may be missing."""
@@ -236,14 +235,10 @@ class Effects:
         return self._seen[node]
 
     def _find(self, node: fx.Node) -> SideEffects | None:
-        if (
-            is_inert(node)
-            or node.target in (operator.getitem, set_state)
-            or isinstance(node.target, type | MakeDefaultDict)
-        ):
+        if is_inert(node) or node.target in (operator.getitem, set_state) or isinstance(node.target, type):
             return node.meta.get("seen", SideEffects())
         draws = getattr(node.target, "slapo_draws", None)
-        if draws is not None:  # a region: what it writes to are values of its own
+        if draws is not None:  # a region, which writes to values of its own only; or a container that is made
             return SideEffects(draws=draws)
         seen: SideEffects | None = node.meta.get("seen")
         if node.op == "call_module":

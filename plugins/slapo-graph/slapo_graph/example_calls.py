@@ -16,6 +16,7 @@ from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.internals import copies, forwards
 from slapo_core.layout import fork_rng
 from slapo_graph.leaves import inlined_modules
+from slapo_graph.match import name_of
 from slapo_graph.private import TABLES, FakeTensor, SafeMetaTensors
 from slapo_graph.tracing.fake import FakeMode, with_tensors
 from slapo_graph.tracing.outside import Outside
@@ -64,7 +65,7 @@ class ExampleCalls:
         """
         if path in self._calls:
             return self._calls[path]
-        where = f"'{path}'" if path else "the root"
+        where = name_of(path)
         hint = "trace(example_inputs=...), with this module's arguments"
         if self._error is None:
             raise TraceError(f"the model does not call {where} on the example inputs", path=path, hint=hint)

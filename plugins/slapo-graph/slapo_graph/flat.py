@@ -25,13 +25,13 @@ from slapo_graph.leaves import inlined_modules
 from slapo_graph.private import write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_graph.specialization import graph_function
+from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.diagnostics import refusal
 from slapo_graph.tracing.fake import FakeMode
 from slapo_graph.tracing.given import MakeDefaultDict, contents_after, sets_variables
 from slapo_graph.tracing.outside import refusing_changes
 from slapo_graph.tracing.reads import GlobalNames
 from slapo_graph.tracing.session import buffers_restored
-from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.tracer import RecordTracer, after_first_call, recorded
 from slapo_graph.tracing.writer import Notes, empty_graph, module_end, placeholder
 from slapo_graph.variants import RecordedForward

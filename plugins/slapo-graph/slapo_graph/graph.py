@@ -16,6 +16,7 @@ from slapo_core.errors import ApplyError, ArgumentError, TraceError
 from slapo_core.internals import forwards
 from slapo_graph.example_calls import example_call
 from slapo_graph.leaves import Leaves, is_predefined
+from slapo_graph.match import name_of
 from slapo_graph.pool import Pool
 from slapo_graph.printing import printed
 from slapo_graph.protocol import Tracer
@@ -168,7 +169,7 @@ class TracedForward(RecordedForward):
         for pattern, members in by_pattern(matches):
             first = graph.first
             if first is None:
-                raise ApplyError(f"{self._where} has no recorded graph to rewrite", path=self.path)
+                raise ApplyError(f"{name_of(self.path)} has no recorded graph to rewrite", path=self.path)
             rewrite = rewrite_of(pattern, members, first.recorded, module, action)
             graph = graph._with(rewrite, module)
         return graph
@@ -208,7 +209,7 @@ class TracedForward(RecordedForward):
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
-            recorded, paths = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+            recorded, paths = applied(self.rewrite, variant.recorded, module, self.path, first=first)
             no_longer_called = tuple(dict.fromkeys((*variant.no_longer_called, *paths)))
             made = Specialization(recorded, plan, variant.surroundings, no_longer_called)
             variant.keep_rewritten(self.rewrite, module, made)
@@ -218,7 +219,7 @@ class TracedForward(RecordedForward):
 
     def take_up(self, change: forwards.ChangeBelow, node: Node, edit: Edit) -> None:
         below = change.path.removeprefix(f"{node.path}.") if node.path else change.path
-        where = f"'{node.path}'" if node.path else "the root"
+        where = name_of(node.path)
         own_graph = change.forward if isinstance(change.forward, TracedForward) else None
         if change.is_wrapped:
             child = change.node

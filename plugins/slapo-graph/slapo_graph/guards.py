@@ -20,7 +20,7 @@ from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING
 from slapo_graph.private import CHILDREN, is_any_autocast_enabled, tables_of
 from slapo_graph.protocol import Flag
-from slapo_graph.tracing.structure import children, is_plain
+from slapo_graph.structure import children, is_plain
 
 # Fingerprints of values.
 

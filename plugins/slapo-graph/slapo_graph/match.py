@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from slapo_core import Node
 
-__all__ = ["Match", "Pattern", "Region", "by_place"]
+__all__ = ["Match", "Pattern", "Region", "by_place", "name_of"]
+
+
+def name_of(path: str) -> str:
+    """Return the path of a module for messages."""
+    return f"'{path}'" if path else "the root"
+
 
 Region = Callable[..., Any]
 """What a match computes, as a pure function of its inputs: parameters and buffers are arguments like any other."""
@@ -44,8 +50,7 @@ class Match:
     captures: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        where = f"'{self.path}'" if self.path else "the root"
-        return f"match {self.index + 1} of {self.total} at {where}: {', '.join(self.nodes)}"
+        return f"match {self.index + 1} of {self.total} at {name_of(self.path)}: {', '.join(self.nodes)}"
 
 
 def by_place(node: Node, matches: Iterable[Match]) -> list[tuple[Node, list[Match]]]:

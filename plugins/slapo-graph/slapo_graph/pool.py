@@ -12,7 +12,7 @@ from slapo_core.internals import module_index
 from slapo_graph.guards import Checks
 from slapo_graph.protocol import Flag, Recorded
 from slapo_graph.specialization import Specialization
-from slapo_graph.tracing.structure import is_plain
+from slapo_graph.structure import is_plain
 
 
 class Pool:

@@ -6,7 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from slapo_graph.arguments import MISSING, Parameters
 from slapo_graph.effects import observe
 from slapo_graph.guards import call_key, call_signature, describe, exact_signature, fingerprint, surroundings
 from slapo_graph.leaves import Leaves, is_changed
+from slapo_graph.match import name_of
 from slapo_graph.pool import Pool
 from slapo_graph.private import (
     disable_dynamo,
@@ -31,10 +32,6 @@ from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.tracing.outside import refusing_changes
 from slapo_graph.tracing.reads import GlobalNames
 from slapo_graph.tracing.session import attributes_restored, buffers_restored, rng_restored
-
-if TYPE_CHECKING:
-    pass
-
 
 MOST_SPECIALIZATIONS = 16
 MOST_FOR_ATTRIBUTES = 8
@@ -105,8 +102,8 @@ class RecordedForward(forwards.ReplacedForward):
         except GuardViolation as error:
             guard = variant.recorded.guards[error.index]
             raise GuardError(
-                f"the graph of {self._where} was recorded with {guard.value} == {guard.expected!r}, and this call has "
-                f"{error.found!r}",
+                f"the graph of {name_of(self.path)} was recorded with {guard.value} == {guard.expected!r}, and this "
+                f"call has {error.found!r}",
                 path=self.path,
                 location=guard.location,
                 hint="the model decides there what to compute: call it as it was recorded, or trace only modules that "
@@ -194,7 +191,7 @@ class RecordedForward(forwards.ReplacedForward):
         return False
 
     def __repr__(self) -> str:
-        return f"<static graph of {self._where}, variants: {len(self.variants)}>"
+        return f"<static graph of {name_of(self.path)}, variants: {len(self.variants)}>"
 
     def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Specialization:
         """Return the graph for a call, recorded now if its signature is new.
@@ -220,8 +217,8 @@ class RecordedForward(forwards.ReplacedForward):
         hooked = next((path for path in found.no_longer_called if is_changed(module.get_submodule(path))), None)
         if hooked is not None:
             raise GuardError(
-                f"the graph of {self._where} does not call it any more since it was rewritten, and '{hooked}' got "
-                "hooks, or another forward: that would have no effect",
+                f"'{hooked}' got hooks or another forward, without effect: the rewritten graph of "
+                f"{name_of(self.path)} does not call it",
                 path=self.path,
                 hint="change the module first, and rewrite then",
             )
@@ -254,8 +251,8 @@ class RecordedForward(forwards.ReplacedForward):
         if changed is not None and self.recorded_anew == MOST_FOR_ATTRIBUTES:
             flag, found = changed
             warnings.warn(
-                f"{self._where} was recorded again {MOST_FOR_ATTRIBUTES} times because attributes changed that its "
-                f"forward reads, most recently {flag.name} from {describe(flag.expected)} to "
+                f"{name_of(self.path)} was recorded again {MOST_FOR_ATTRIBUTES} times because attributes changed that "
+                f"its forward reads, most recently {flag.name} from {describe(flag.expected)} to "
                 f"{describe(fingerprint(found))}: pass what varies as an argument, or trace a narrower node",
                 stacklevel=2,
             )
@@ -274,9 +271,9 @@ class RecordedForward(forwards.ReplacedForward):
                 del self.specializations[key]
         if not self.has_dropped:
             warnings.warn(
-                f"{self._where} exceeded the limit of {MOST_SPECIALIZATIONS} specializations: the least recently used "
-                "graph is dropped, and recorded again when needed; pass what varies as numbers or tensors, or trace "
-                "a narrower node",
+                f"{name_of(self.path)} exceeded the limit of {MOST_SPECIALIZATIONS} variants: the least recently used "
+                "one is dropped, and recorded again when needed; pass varying values as numbers or tensors, or trace a "
+                "narrower node",
                 stacklevel=2,
             )
         self.has_dropped = True
@@ -323,7 +320,3 @@ class RecordedForward(forwards.ReplacedForward):
                     refused.slapo_read = (*read, *names.flags)  # type: ignore[attr-defined]
                 raise refused from error
         return Specialization(recorded, plan, surroundings=names.flags)
-
-    @property
-    def _where(self) -> str:
-        return f"'{self.path}'" if self.path else "the root"

@@ -29,9 +29,9 @@ from slapo_graph.patterns.operations import (
     plain,
 )
 from slapo_graph.private import dropout_default
+from slapo_graph.structure import PLAIN
 from slapo_graph.tracing.diagnostics import Location, model_location
 from slapo_graph.tracing.recorder import autograd_functions
-from slapo_graph.tracing.structure import PLAIN
 from slapo_graph.tracing.targets import target_of
 
 # The words in which patterns are written, besides plain Python.

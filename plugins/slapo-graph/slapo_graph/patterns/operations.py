@@ -19,7 +19,7 @@ from slapo_graph.patterns.data import Attribute, CanonicalCall, Items, Slice
 from slapo_graph.patterns.functional import INPUT, Own, functional_call, input_of
 from slapo_graph.patterns.schemas import bind_function, bind_schema, defaults_of
 from slapo_graph.private import NN, VF, OpOverload, OpOverloadPacket, operator_name
-from slapo_graph.tracing.structure import is_plain
+from slapo_graph.structure import is_plain
 
 _IN_TORCH = {
     "truediv": "div",

@@ -10,7 +10,7 @@ from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.plugins.metadata import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_graph.example_calls import example_calls
 from slapo_graph.graph import graph_of
-from slapo_graph.match import Match
+from slapo_graph.match import Match, name_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -163,7 +163,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     for node in nodes:
         _collect(node, traced, untraced)
     if not traced:
-        where = ", ".join(f"'{node.path}'" if node.path else "the root" for node in nodes[:3])
+        where = ", ".join(name_of(node.path) for node in nodes[:3])
         first = nodes[0].path
         raise TraceError(
             f"nothing at or below {where} is traced: no graph to find {made} in",
@@ -247,11 +247,10 @@ def load_pattern(registry: Registry, name: str) -> Any:
 
 
 def _collect(node: Node, traced: dict[str, Node], untraced: dict[str, None]) -> None:
-    """Sort the modules at and below ``node`` into those with a graph, and the topmost that no graph covers."""
-    if graph_of(node) is not None:
-        traced.setdefault(node.path, node)
-    below = {each.path: each for each in node.walk() if graph_of(each) is not None}
-    traced.update({path: each for path, each in below.items() if path not in traced})
+    """Sort the modules at and below ``node`` into traced ones, and the topmost that no graph covers."""
+    for each in node.walk():
+        if graph_of(each) is not None:
+            traced.setdefault(each.path, each)
     _note_untraced(node, set(traced), untraced)
 
 

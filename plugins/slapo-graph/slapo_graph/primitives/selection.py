@@ -9,7 +9,7 @@ from slapo_core.errors import StaleError, TraceError
 from slapo_core.internals import journal
 from slapo_core.primitive import Selection, Selector, Violation
 from slapo_graph.graph import graph_of
-from slapo_graph.match import Match, by_place
+from slapo_graph.match import Match, by_place, name_of
 from slapo_graph.patterns.definition import pattern_of
 from slapo_graph.primitives.find import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
 from slapo_graph.primitives.match_replacement import MatchReplacement
@@ -40,7 +40,7 @@ class SelectedMatches(tuple[Match, ...], Selection):
             if not _lies_at(match, node):
                 return Violation(
                     f"{match} is not at or below this node",
-                    f"apply it at {_where(match.path)}, or at a common parent",
+                    f"apply it at {name_of(match.path)}, or at a common parent",
                 )
             again = _located(match, node.schedule)
             for each in again.nodes:
@@ -138,7 +138,7 @@ def _located(match: Match, schedule: Schedule) -> Match:
     node = schedule._core.tree.node(match.path)
     if graph_of(node) is None:
         raise StaleError(
-            f"{match} is not there: {_where(match.path)} is not traced any more, its trace was undone",
+            f"{match} is not there: {name_of(match.path)} is not traced any more, its trace was undone",
             path=match.path,
             hint="trace it again, and find the pattern again",
         )
@@ -156,7 +156,7 @@ def _located(match: Match, schedule: Schedule) -> Match:
     if len(present) == match.total:
         return present[match.index]
     raise StaleError(
-        f"{match} is not there: the pattern matched {match.total} places at {_where(match.path)} when it was "
+        f"{match} is not there: the pattern matched {match.total} places at {name_of(match.path)} when it was "
         f"found, and matches {len(present)} now",
         path=match.path,
         hint="find the pattern again",
@@ -182,7 +182,3 @@ def _rewrite_of(schedule: Schedule, module: nn.Module, nodes: Collection[str]) -
 
 def _lies_at(match: Match, node: Node) -> bool:
     return not node.path or match.path == node.path or match.path.startswith(f"{node.path}.")
-
-
-def _where(path: str) -> str:
-    return f"'{path}'" if path else "the root"

@@ -18,7 +18,7 @@ from slapo_graph.patterns.data import Attribute
 from slapo_graph.patterns.functional import INPUT, Own, functional_call, input_of
 from slapo_graph.protocol import Flag
 from slapo_graph.specialization import graph_function
-from slapo_graph.tracing.structure import is_plain
+from slapo_graph.structure import is_plain
 from slapo_graph.tracing.writer import empty_graph, placeholder
 
 # Where one call can stand for several nodes: what runs before it, and what after it.

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from slapo_core.errors import ApplyError, TraceError
 from slapo_graph.effects import Effects
-from slapo_graph.match import Match
+from slapo_graph.match import Match, name_of
 from slapo_graph.patterns.data import Attribute
 from slapo_graph.private import is_erased
 from slapo_graph.protocol import Recorded, check
@@ -220,7 +220,7 @@ def rewrite_of(
 
 
 def applied(
-    rewrite: Rewrite, recorded: Recorded, module: nn.Module, where: str, path: str, *, first: bool
+    rewrite: Rewrite, recorded: Recorded, module: nn.Module, path: str, *, first: bool
 ) -> tuple[Recorded, tuple[str, ...]]:
     """Rewrite the graph of one specialization.
 
@@ -228,8 +228,7 @@ def applied(
         rewrite: what is done.
         recorded: the variant.
         module: the traced one.
-        where: it stands, for messages.
-        path: of it.
+        path: of it, for messages.
         first: whether the rewrite is being made; else it is repeated.
 
     Raises:
@@ -237,7 +236,7 @@ def applied(
         TraceError: that happens in a variant that was recorded later, or the pattern matches another number of places.
     """
     places, miss = matches_in(rewrite.pattern, recorded, module)
-    name = rewrite.action.name
+    name, where = rewrite.action.name, name_of(path)
     if len(places) != rewrite.total:
         nearest = f"; closest candidate: {miss}" if miss else ""
         raise TraceError(

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.graph import magic_methods
 
 from slapo_core.errors import SlapoError, TraceError
+from slapo_graph.match import name_of
 from slapo_graph.protocol import Location, Tracer, Untraceable
 
 # Where in the model's source a recorded call was written.
@@ -101,7 +102,7 @@ def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
         tracer: that raised it.
         path: of the traced module.
     """
-    where = f"'{path}'" if path else "the root"
+    where = name_of(path)
     if isinstance(error, Untraceable):
         message = f"{where} cannot be traced (tracer '{tracer.name}'): it {error.problem}"
         cache = _CACHE_HINT if re.search(r"\bof a \w*Cache$|into a \w*Cache$", error.problem) else None

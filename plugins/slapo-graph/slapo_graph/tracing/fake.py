@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.internals import SafeFakeTensorMode
 from slapo_graph.private import GROUPED_MM, FakeTensor, disable_current_modes, tree_leaves
-from slapo_graph.tracing.structure import children, is_plain, rebuild
+from slapo_graph.structure import children, is_plain, rebuild
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 

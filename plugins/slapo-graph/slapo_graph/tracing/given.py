@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from slapo_graph.sizes import is_symbolic
+from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_graph.tracing.recording import Recording
-from slapo_graph.tracing.sizes import is_symbolic
-from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild
 
 # In the graph: what a call left in the containers that it was given, and the context variables that it was called with.
 
@@ -57,6 +57,8 @@ class MakeDefaultDict:
         cls: its class.
         factory: of missing values.
     """
+
+    slapo_draws = False
 
     def __init__(self, cls: type[defaultdict[Any, Any]], factory: Callable[[], Any] | None) -> None:
         self.cls, self.factory = cls, factory

@@ -17,9 +17,9 @@ from torch import nn
 
 from slapo_core.internals import module_index
 from slapo_graph.protocol import Location, Untraceable
+from slapo_graph.structure import Opaque
 from slapo_graph.tracing.diagnostics import first_line
 from slapo_graph.tracing.reads import GlobalNames, is_followed, is_source
-from slapo_graph.tracing.structure import Opaque
 
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
 _NO_HOLDERS = (

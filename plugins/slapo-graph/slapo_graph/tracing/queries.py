@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from slapo_graph.sizes import symbolic
+from slapo_graph.structure import concrete
 from slapo_graph.tracing.recording import Recording
-from slapo_graph.tracing.sizes import symbolic
-from slapo_graph.tracing.structure import concrete
 from slapo_graph.tracing.targets import attribute_of, is_method
 
 Query = Callable[[Recording, Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -21,10 +21,10 @@ from slapo_graph.guards import ABSENT, Same, fingerprint, has_full_fingerprint, 
 from slapo_graph.leaves import LeafRule, inlined_modules
 from slapo_graph.private import TABLES, FakeTensor, methods_put_on
 from slapo_graph.protocol import Flag, Location, Untraceable
+from slapo_graph.sizes import is_symbolic
+from slapo_graph.structure import Opaque, is_plain
 from slapo_graph.tracing.diagnostics import is_of_the_model
 from slapo_graph.tracing.session import attributes_restored, put_back
-from slapo_graph.tracing.sizes import is_symbolic
-from slapo_graph.tracing.structure import Opaque, is_plain
 
 HolderPath = tuple[str, ...]
 _DEPTH = 4

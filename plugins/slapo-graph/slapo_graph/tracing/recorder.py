@@ -32,6 +32,7 @@ from slapo_graph.private import (
     write_count,
 )
 from slapo_graph.protocol import Location, Untraceable
+from slapo_graph.structure import concrete, tensors_in
 from slapo_graph.tracing.diagnostics import model_location, raised_at
 from slapo_graph.tracing.given import Given
 from slapo_graph.tracing.outside import ACTIVE
@@ -39,7 +40,6 @@ from slapo_graph.tracing.queries import query_of
 from slapo_graph.tracing.recording import Recording
 from slapo_graph.tracing.repeated_calls import RepeatedCalls
 from slapo_graph.tracing.session import rng_restored
-from slapo_graph.tracing.structure import concrete, tensors_in
 from slapo_graph.tracing.targets import writes_to_first
 from slapo_graph.tracing.writer import module_end
 
@@ -182,20 +182,17 @@ class Regions:
         self.now = self.entry = autocast_state.state()
 
     def enter(self) -> None:
-        """Before a call is written."""
-        present = autocast_state.state()
-        if present == self.now:
-            return
-        self.now = present
-        grad, autocast, cache = present
-        self.recording.compute(autocast_state.set_state, (grad, autocast, cache))
+        """Switch to the present state, before a call is written."""
+        self._switch(autocast_state.state())
 
     def finish(self) -> None:
-        """At the end: the state of the beginning again."""
-        if self.now != self.entry:
-            self.now = self.entry
-            grad, autocast, cache = self.entry
-            self.recording.compute(autocast_state.set_state, (grad, autocast, cache))
+        """Switch back to the state of the beginning, at the end."""
+        self._switch(self.entry)
+
+    def _switch(self, state: autocast_state.State) -> None:
+        if self.now != state:
+            self.now = state
+            self.recording.compute(autocast_state.set_state, state)
 
 
 _SWITCHES = (set_grad_enabled,)

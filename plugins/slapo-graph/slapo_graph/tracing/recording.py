@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from slapo_core.internals import buffers_of, module_index, parameters_of
 from slapo_graph.private import FakeTensor, tree_leaves
-from slapo_graph.tracing.sizes import is_symbolic, symbolic
-from slapo_graph.tracing.structure import Opaque, children, is_plain, rebuild
+from slapo_graph.sizes import is_symbolic, symbolic
+from slapo_graph.structure import Opaque, children, is_plain, rebuild
 from slapo_graph.tracing.targets import target_of
 from slapo_graph.tracing.writer import GraphWriter, Notes, placeholder
 

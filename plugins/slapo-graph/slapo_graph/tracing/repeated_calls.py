@@ -13,8 +13,8 @@ from slapo_core.internals import module_index
 from slapo_graph import autocast_state
 from slapo_graph.guards import fingerprint, has_full_fingerprint
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
+from slapo_graph.structure import children, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.reads import AttributeReads, HolderPath
-from slapo_graph.tracing.structure import children, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.writer import Notes
 
 _Reads = tuple[tuple[HolderPath, str, Any], ...]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slapo_graph.tracing.sizes import hint_of, is_symbolic
+from slapo_graph.sizes import hint_of, is_symbolic
 
 PLAIN = (
     bool,
