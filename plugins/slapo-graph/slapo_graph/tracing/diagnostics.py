@@ -1,9 +1,8 @@
-"""Locations in the model, texts of values, and errors of recordings."""
+"""Locations in the model, and errors of recordings."""
 
 from __future__ import annotations
 
 import inspect
-import operator
 import os
 import re
 import sys
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
-from torch.fx.graph import magic_methods
 
 from slapo_core.errors import SlapoError, TraceError
 from slapo_graph.match import name_of
@@ -52,36 +49,6 @@ def first_line(function: Callable[..., Any]) -> Location | None:
     """Return the location of a function's source; None if it is not written in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
-
-
-# What a node of a graph computes, as the model's author might have written it; for messages.
-
-SIGNS = {
-    getattr(operator, name): template.split()[1]
-    for name, template in magic_methods.items()
-    if hasattr(operator, name) and template.startswith("{} ")
-}
-
-
-def expression(value: Any, *, depth: int = 6) -> str:
-    """``value`` (a node or a constant) in Python, e.g. ``"x.shape[1] > 4"``; deeper parts by their names only."""
-    if not isinstance(value, fx.Node):
-        return repr(value)
-    if depth == 0 or value.op in ("placeholder", "call_module", "output"):
-        return str(value)
-    if value.op == "get_attr":
-        return f"self.{value.target}"
-    parts = [expression(argument, depth=depth - 1) for argument in value.args]
-    if value.op == "call_method":
-        return f"{parts[0]}.{value.target}({', '.join(parts[1:])})"
-    if value.target in SIGNS and len(parts) == 2:
-        left, right = (f"({part})" if " " in part else part for part in parts)
-        return f"{left} {SIGNS[value.target]} {right}"
-    if value.target is operator.getitem:
-        return f"{parts[0]}[{parts[1]}]"
-    if value.target is getattr:
-        return f"{parts[0]}.{value.args[1]}"
-    return f"{getattr(value.target, '__name__', value.target)}({', '.join(parts)})"
 
 
 # The error for a module that cannot be traced.

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from slapo_graph.printing import expression
 from slapo_graph.private import storage_id
 from slapo_graph.protocol import Guard, Untraceable, check
-from slapo_graph.tracing.diagnostics import expression, model_location
+from slapo_graph.tracing.diagnostics import model_location
 
 
 def empty_graph() -> fx.Graph:
