@@ -11,6 +11,7 @@ from typing import Any
 
 from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
 from slapo_core.observers import goes_around
+from slapo_fusion.forwards import is_wrapped_by
 from slapo_fusion.kernels import (
     Bound,
     Kernel,
@@ -104,7 +105,7 @@ class Bind(Primitive):
                 )
             yield from self._unusable(node)
             return
-        if any(is_bound(wrapper) for wrapper in node.wrappers):
+        if is_wrapped_by(node, Bound):
             yield Violation("a kernel is bound to the module already", "undo that step, or leave this one out")
         elif not all(map(goes_around, node.wrappers)):
             yield Violation(
@@ -133,7 +134,7 @@ class Bind(Primitive):
         edit.wrap_forward(node, wrapper, active=reason is None, inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if self.match is None and not any(is_bound(wrapper) for wrapper in node.wrappers):
+        if self.match is None and not is_wrapped_by(node, Bound):
             yield Violation("no kernel is bound to the module's forward")
 
     @property
@@ -195,11 +196,6 @@ class Bind(Primitive):
         problem = differs(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
         if problem is not None:
             raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="fix the kernel")
-
-
-def is_bound(wrapper: Callable[..., Any]) -> bool:
-    """Return whether a wrapper binds a kernel to the forward."""
-    return isinstance(wrapper, functools.partial) and wrapper.func is Bound
 
 
 def _parameters(node: Node) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_fusion.compilers import Backend, Compiled, backend_problem
+from slapo_fusion.forwards import is_wrapped_by, missing_forward
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,8 @@ class Compile(Primitive):
         return Equivalence.RANDOM if self._backend.is_random else Equivalence.REORDERED
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        from torch import nn
-
-        if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
-            yield Violation(
-                f"{type(node.module).__name__} has no forward of its own: it is never called",
-                f"compile its children: sch['{node.path}.*'].compile()",
-            )
-        if any(_is_compiling(wrapper) for wrapper in node.wrappers):
+        yield from missing_forward(node, "compile", "compile")
+        if is_wrapped_by(node, Compiled):
             yield Violation("the module is compiled already", "remove this second call")
         problem = backend_problem(self._backend)
         if problem is not None:
@@ -88,13 +83,9 @@ class Compile(Primitive):
         )
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if not any(_is_compiling(wrapper) for wrapper in node.wrappers):
+        if not is_wrapped_by(node, Compiled):
             yield Violation("the module's forward is not compiled")
 
     @property
     def _backend(self) -> Backend:
         return Backend(self.backend, self.mode, tuple(dict(self.options).items()))
-
-
-def _is_compiling(wrapper: Callable[..., Any]) -> bool:
-    return isinstance(wrapper, functools.partial) and wrapper.func is Compiled

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.layout import fork_rng
 from slapo_core.observers import Forward
+from slapo_fusion.forwards import is_wrapped_by, missing_forward
 from slapo_fusion.function_modes import is_watched
 from slapo_fusion.private import (
     clone_all,
@@ -384,12 +385,8 @@ class Cudagraphify(Primitive):
     def preconditions(self, node: Node) -> Iterator[Violation]:
         if self.warmup < 1 or self.most_shapes < 1:
             yield Violation("warmup and most_shapes must be at least 1", "cudagraphify(warmup=3, most_shapes=4)")
-        if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
-            yield Violation(
-                f"{type(node.module).__name__} has no forward of its own: it is never called",
-                f"capture its children: sch['{node.path}.*'].cudagraphify()",
-            )
-        if any(_is_captured(wrapper) for wrapper in node.wrappers):
+        yield from missing_forward(node, "capture", "cudagraphify")
+        if is_wrapped_by(node, Captured):
             yield Violation("the module is captured already", "remove this second call")
         for below in node.walk():
             if below.path != node.path and has_backward_hooks(below.module):
@@ -405,9 +402,5 @@ class Cudagraphify(Primitive):
         edit.wrap_forward(node, wrapper, active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if not any(_is_captured(wrapper) for wrapper in node.wrappers):
+        if not is_wrapped_by(node, Captured):
             yield Violation("the module's forward is not captured")
-
-
-def _is_captured(wrapper: Callable[..., object]) -> bool:
-    return isinstance(wrapper, functools.partial) and wrapper.func is Captured

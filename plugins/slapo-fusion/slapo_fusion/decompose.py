@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.internals import buffers_of, parameters_of
-from slapo_fusion.bind import is_bound
+from slapo_fusion.forwards import is_wrapped_by
+from slapo_fusion.kernels import Bound
 from slapo_fusion.private import check_input_axes, non_persistent_buffers_of
 
 # Modules of torch.nn with their arithmetic in pieces: the same parameters, more than one operation.
@@ -146,7 +147,7 @@ class Decompose(Primitive):
             yield Violation(
                 "the module's forward was set outside of the schedule, and would be lost", "set it in a class instead"
             )
-        if any(is_bound(wrapper) for wrapper in node.wrappers):
+        if is_wrapped_by(node, Bound):
             yield Violation("a kernel bound by bind() runs in the place of its forward", "leave one of the two out")
 
     def apply(self, node: Node, edit: Edit) -> None:

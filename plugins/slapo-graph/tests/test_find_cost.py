@@ -14,7 +14,7 @@ from torch import fx, nn
 from slapo_core.errors import ArgumentError
 from slapo_graph.patterns import matcher
 from slapo_graph.patterns.definition import pattern_of
-from slapo_graph.patterns.index import Indexed
+from slapo_graph.patterns.index import indexed
 from slapo_graph.patterns.matcher import embeddings
 from tests.messages import Messages
 
@@ -23,7 +23,7 @@ NODES = 300
 
 def tried(pattern: Callable[..., Any], graph: fx.Graph) -> tuple[int, int]:
     """How many matches there are, and how many placements were tried."""
-    found, count = embeddings(pattern_of(pattern).alternatives, Indexed(graph, nn.Module()))
+    found, count = embeddings(pattern_of(pattern).alternatives, indexed(graph, nn.Module()))
     return len(found), count
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,14 +54,20 @@ class IndexedCall:
         return (*own, *(self.call.names if self.call is not None else ()))
 
 
-class Tables:
-    """The calls of a graph, and what they use; nothing in it is a module.
+class Indexed:
+    """The calls of a graph and their operands, looked up by operation and by operand.
 
     Args:
         graph: of a traced module.
-        module: that module.
-        state: what the tables depend on.
+        module: that module; it is not kept.
+        state: the settings that the tables depend on.
+
+    Attributes:
+        found: the matches by pattern, of patterns that ask for nothing else.
+        module: of :func:`indexed`.
     """
+
+    module: nn.Module
 
     def __init__(self, graph: fx.Graph, module: nn.Module, state: Any) -> None:
         self.state = state
@@ -84,6 +91,13 @@ class Tables:
             self._note_inlined(found, module)
             for value in dict.fromkeys((*found.values, *values_in(found.given.values()))):
                 self.users.setdefault(value, []).append(position)
+
+    def tensor(self, attribute: Attribute) -> Any:
+        """What ``attribute`` is in the module now; None if it is gone."""
+        found: Any = self.module
+        for name in attribute.path.split("."):
+            found = getattr(found, name, None)
+        return found
 
     def _call(self, node: fx.Node, position: int) -> IndexedCall:
         make: Any = function_call if node.op == "call_function" else method_call
@@ -121,35 +135,21 @@ class Tables:
         return "sequence" if isinstance(value, tuple | Slice | Items) else constant_kind(value)
 
 
-class Indexed:
-    """The calls of ``graph``, as they are for ``module``.
+def indexed(graph: fx.Graph, module: nn.Module) -> Indexed:
+    """Return the calls of a graph, as they are for a module.
 
-    They are kept with the graph, for as long as neither its nodes nor the settings of the modules that it calls change.
+    Kept with the graph, for as long as neither its nodes nor the settings of the modules that it calls change.
 
     Args:
         graph: of a traced module.
         module: that module.
     """
-
-    def __init__(self, graph: fx.Graph, module: nn.Module) -> None:
-        self.graph, self.module = graph, module
-        state = _state(graph, module)
-        tables = graph.__dict__.get(_KEPT)
-        if tables is None or tables.state != state:
-            tables = graph.__dict__[_KEPT] = Tables(graph, module, state)
-        self.calls: dict[int, IndexedCall] = tables.calls
-        self.by_operation: dict[str, list[int]] = tables.by_operation
-        self.users: dict[Any, list[int]] = tables.users
-        self.position: dict[fx.Node, int] = tables.position
-        self.reads: dict[Attribute, fx.Node] = tables.reads
-        self.found: dict[Any, Any] = tables.found  # by pattern, of those that ask for nothing else
-
-    def tensor(self, attribute: Attribute) -> Any:
-        """What ``attribute`` is in the module now; None if it is gone."""
-        found: Any = self.module
-        for name in attribute.path.split("."):
-            found = getattr(found, name, None)
-        return found
+    state, kept = _state(graph, module), graph.__dict__.get(_KEPT)
+    if kept is None or kept.state != state:
+        kept = graph.__dict__[_KEPT] = Indexed(graph, module, state)
+    made = copy.copy(kept)
+    made.module = module
+    return made
 
 
 def _state(graph: fx.Graph, module: nn.Module) -> Any:

@@ -26,7 +26,7 @@ from slapo_graph.patterns.data import (
     StepResult,
     Wildcard,
 )
-from slapo_graph.patterns.index import Indexed
+from slapo_graph.patterns.index import Indexed, indexed
 from slapo_graph.patterns.matcher import embeddings, pairs_of, positions_of
 
 # Patterns as what JSON can hold, and back.
@@ -211,7 +211,7 @@ class GraphPattern:
             graph: of a traced module.
             module: that module.
         """
-        index = Indexed(graph, module)
+        index = indexed(graph, module)
         known: list[MatchedNodes] | None = index.found.get(self)
         if known is None:
             found, _ = embeddings(self.alternatives, index)
@@ -224,7 +224,7 @@ class GraphPattern:
         """How what comes closest to the pattern in ``graph`` differs from it; None if nothing resembles it."""
         from slapo_graph.patterns.misses import nearest_miss
 
-        return nearest_miss(self.alternatives, Indexed(graph, module))
+        return nearest_miss(self.alternatives, indexed(graph, module))
 
     def to_data(self) -> Any:
         """As what JSON can hold.
