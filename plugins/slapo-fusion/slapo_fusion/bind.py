@@ -17,10 +17,10 @@ from slapo_fusion.kernels import (
     Kernel,
     NamedInputs,
     Unavailable,
-    differs,
-    found,
     has_backward,
     is_operator,
+    load_kernel,
+    shape_difference,
     without_values,
 )
 from slapo_graph.example_calls import example_call
@@ -184,7 +184,7 @@ class Bind(Primitive):
     def _compare_shapes(self, node: Node, kernel: Kernel, arguments: tuple[str, ...]) -> None:
         """Where the model's example inputs are known, an operator's wrong shape is an error now; else the first call
         tells."""
-        call = found(self.kernel)
+        call = load_kernel(self.kernel)
         if not is_operator(call):
             return  # a function may look at the memory of its tensors, and these have none
         try:
@@ -193,7 +193,7 @@ class Bind(Primitive):
             return
         forward = type(node.module).forward
         inputs = NamedInputs(forward, arguments)(node.module, args, kwargs)
-        problem = differs(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
+        problem = shape_difference(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
         if problem is not None:
             raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="fix the kernel")
 

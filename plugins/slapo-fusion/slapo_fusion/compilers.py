@@ -23,15 +23,15 @@ from slapo_core.observers import dropout_is_off
 from slapo_fusion.cudagraphify import own_gradients
 from slapo_fusion.function_modes import (
     Watchable,
-    aside,
     device_error,
     draws,
     drops,
     innermost,
     is_fake,
     is_watched,
-    put_back_on_error,
-    shown,
+    modes_disabled,
+    restored_on_error,
+    show_to_modes,
 )
 from slapo_fusion.private import (
     backend_names,
@@ -106,7 +106,7 @@ class Backend:
             of_mode = inductor_modes(self.mode) if self.mode is not None else {}
             settings = {"fallback_random": True, **of_mode, **dict(self.options)}
             compiled = compile_with_inductor(graph, inputs, settings)
-            return _owning(compiled) if settings.get("triton.cudagraphs") else compiled  # type: ignore[no-any-return]
+            return _with_own_gradients(compiled) if settings.get("triton.cudagraphs") else compiled  # type: ignore[no-any-return]
         if callable(self.backend) or self.backend == "eager":
             _refuse_second_derivatives(graph)
         if callable(self.backend):
@@ -121,7 +121,7 @@ class Backend:
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
 
 
-def _owning(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Copy gradients and losses out of the memory of CUDA graphs, which a later replay overwrites.
 
     ``AccumulateGrad`` keeps a parameter's first gradient as its ``grad``, without a copy.
@@ -200,7 +200,7 @@ class Compiled:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         if self.fullgraph or code not in _WITH_BREAKS:
             try:
-                with aside(), put_back_on_error(args):
+                with modes_disabled(), restored_on_error(args):
                     return self._run(True, args, kwargs)
             except RuntimeError as error:  # a graph break; or nothing was compiled, and it ran as it is
                 if self.fullgraph or device_error(error) is not None:
@@ -210,8 +210,8 @@ class Compiled:
         if drops(self.function, args, kwargs):
             if dropout_is_off():
                 return self.function(*args, **kwargs)
-            shown(self.function, args, kwargs)
-        with aside(shown=False):
+            show_to_modes(self.function, args, kwargs)
+        with modes_disabled(show=False):
             return self._run(False, args, kwargs)
 
     def __reduce__(self) -> Any:

@@ -152,7 +152,7 @@ class Captured:
     def __init__(self, forward: Forward, *, path: str, warmup: int, most_shapes: int) -> None:
         functools.update_wrapper(self, forward)
         self.forward, self.path, self.warmup, self.most_shapes = forward, path, warmup, most_shapes
-        self.graphs: dict[Any, _Graph] = {}
+        self.graphs: dict[Any, _CapturedGraph] = {}
         self._state: _State | None = None
         self._wasted = 0
 
@@ -203,7 +203,7 @@ class Captured:
         casts = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
         return signature, about, casts, state.flags()
 
-    def _count_dropped(self, graph: _Graph) -> None:
+    def _count_dropped(self, graph: _CapturedGraph) -> None:
         """Refuse to go on where captures are dropped as soon as they are made."""
         self._wasted = self._wasted + 1 if graph.calls < _FEW_CALLS else 0
         if self._wasted > _MOST_WASTED:
@@ -214,7 +214,7 @@ class Captured:
                 "attributes are set at every step",
             )
 
-    def _capture(self, module: nn.Module, signature: Any, tensors: list[Tensor]) -> _Graph:
+    def _capture(self, module: nn.Module, signature: Any, tensors: list[Tensor]) -> _CapturedGraph:
         if len(self.graphs) >= self.most_shapes:
             raise self._refusal(
                 f"the module was called in more than {self.most_shapes} different combinations of shapes, types and "
@@ -229,7 +229,7 @@ class Captured:
             )
         samples = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in tensors)
         versions = list(map(version_of, samples))
-        held, kind = _Held(module, self.forward, signature), self.device_type
+        captured, kind = _CapturedModule(module, self.forward, signature), self.device_type
         casts = torch.autocast(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
@@ -237,7 +237,7 @@ class Captured:
         try:
             with fork_rng(), buffers_restored(module), casts:
                 graphed = torch.cuda.make_graphed_callables(
-                    held, samples, num_warmup_iters=self.warmup, allow_unused_input=True
+                    captured, samples, num_warmup_iters=self.warmup, allow_unused_input=True
                 )
         except _NotCapturable as error:
             raise self._refusal(
@@ -246,9 +246,9 @@ class Captured:
             ) from None
         finally:
             _CAPTURING.reset(capturing)
-        if held.change is not None:
+        if captured.change is not None:
             raise self._refusal(
-                f"its forward sets {held.change}, which a replay does not",
+                f"its forward sets {captured.change}, which a replay does not",
                 "leave this module out, or capture modules inside",
             )
         if versions != list(map(version_of, samples)):
@@ -256,7 +256,7 @@ class Captured:
                 "its forward writes to one of its arguments, which a replay does not",
                 "capture a larger module, in which that argument is made",
             )
-        return _Graph(graphed, held, self._refusal)
+        return _CapturedGraph(graphed, captured, self._refusal)
 
     def _refusal(self, problem: str, hint: str) -> ApplyError:
         return ApplyError(f"cudagraphify at '{self.path}': {problem}", path=self.path, hint=hint)
@@ -266,7 +266,7 @@ class Captured:
         return functools.partial(Captured, **options), (self.forward,)
 
 
-class _Held(nn.Module):
+class _CapturedModule(nn.Module):
     """What torch captures: it writes its own forward into what it is given, and finds the parameters in it.
 
     Args:
@@ -294,7 +294,7 @@ class _Held(nn.Module):
         return found
 
 
-class _Graph:
+class _CapturedGraph:
     """One captured graph, whose results and gradients are copied out of its memory.
 
     What a replay writes, the next one overwrites. So results are cloned, and so are the gradients, all of them by one
@@ -302,9 +302,11 @@ class _Graph:
     that is overwritten before its backward is an error of that backward.
     """
 
-    def __init__(self, graphed: Callable[..., Any], held: _Held, refusal: Callable[[str, str], ApplyError]) -> None:
-        self._graphed, self._held, self._refusal = graphed, held, refusal
-        self.state = _State(held.module)
+    def __init__(
+        self, graphed: Callable[..., Any], captured: _CapturedModule, refusal: Callable[[str, str], ApplyError]
+    ) -> None:
+        self._graphed, self._held, self._refusal = graphed, captured, refusal
+        self.state = _State(captured.module)
         self.calls = self._live = 0  # the number of calls, and of the call whose activations are in memory
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -315,11 +317,14 @@ class _Graph:
             self._live = self.calls
             node.register_prehook(functools.partial(self._begin, self.calls))
             node.register_hook(own_gradients)
-        held = self._held
+        captured = self._held
         own = iter(
-            [(each if kept else each.detach()).clone() for each, kept in zip(found, held.differentiable, strict=True)]
+            [
+                (each if kept else each.detach()).clone()
+                for each, kept in zip(found, captured.differentiable, strict=True)
+            ]
         )
-        return tree_unflatten([_value(leaf, own) for leaf in held.leaves], held.spec)
+        return tree_unflatten([_value(leaf, own) for leaf in captured.leaves], captured.spec)
 
     def _begin(self, call: int, _: Any) -> None:
         if self._live != call:

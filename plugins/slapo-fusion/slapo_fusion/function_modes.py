@@ -66,14 +66,14 @@ def is_fake() -> bool:
 
 
 @contextlib.contextmanager
-def aside(*, shown: bool = True) -> Iterator[None]:
+def modes_disabled(*, show: bool = True) -> Iterator[None]:
     """Put the active torch-function modes aside.
 
     Args:
-        shown: whether compiled graphs show them what they draw.
+        show: whether compiled graphs show them their draws.
     """
     modes = [pop_function_mode() for _ in range(number_of_function_modes())][::-1]
-    before = _WATCHING.set(modes if shown else ())
+    before = _WATCHING.set(modes if show else ())
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def aside(*, shown: bool = True) -> Iterator[None]:
 _WATCHING: ContextVar[Sequence[Any]] = ContextVar("the modes that compiled graphs show what they draw", default=())
 
 
-def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def show_to_modes(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Run a function on copies, so that active modes see its calls."""
     modules = [below for each in args if isinstance(each, nn.Module) for below in each.modules()]
     buffers = [(buffers_of(module), dict(buffers_of(module))) for module in modules]
@@ -101,7 +101,7 @@ def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def put_back_on_error(args: Any) -> Iterator[None]:
+def restored_on_error(args: Any) -> Iterator[None]:
     """Restore buffers and RNG states after a ``RuntimeError``, unless the device or a peer failed."""
     buffers = [(each, each.clone()) for module in args if isinstance(module, nn.Module) for each in module.buffers()]
     device = accelerator()
@@ -148,10 +148,10 @@ def innermost(error: BaseException) -> BaseException:
 
 def drops(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Return whether a function applies dropout."""
-    looking = _Looking()
-    with aside(shown=False), looking:
-        shown(function, args, kwargs)
-    return looking.has_dropped
+    detector = _DropoutDetector()
+    with modes_disabled(show=False), detector:
+        show_to_modes(function, args, kwargs)
+    return detector.has_dropped
 
 
 class Watchable:
@@ -164,12 +164,15 @@ class Watchable:
     """
 
     def __init__(
-        self, captured: fx.GraphModule, compiled: Callable[..., Any], compile_still: Callable[[fx.GraphModule], Any]
+        self,
+        captured: fx.GraphModule,
+        compiled: Callable[..., Any],
+        compile_without_dropout: Callable[[fx.GraphModule], Any],
     ) -> None:
         self._captured = captured
         self._compiled = compiled
-        self._compile_still = compile_still
-        self._still: Callable[..., Any] | None = None
+        self._compile_without_dropout = compile_without_dropout
+        self._without_dropout: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         modes = _WATCHING.get()
@@ -178,16 +181,16 @@ class Watchable:
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
-            shown(self._captured, args, {})
+            show_to_modes(self._captured, args, {})
             is_off = dropout_is_off()
         if not is_off:
             return self._compiled(*args)
-        if self._still is None:
-            self._still = self._compile_still(without_dropout(self._captured))
-        return self._still(*args)
+        if self._without_dropout is None:
+            self._without_dropout = self._compile_without_dropout(without_dropout(self._captured))
+        return self._without_dropout(*args)
 
 
-class _Looking(TorchFunctionMode):
+class _DropoutDetector(TorchFunctionMode):
     """Notices whether anything is dropped."""
 
     has_dropped = False
@@ -207,8 +210,8 @@ def draws(graph: fx.GraphModule) -> bool:
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph without its dropout."""
-    still = copy.deepcopy(graph)
-    for part in _parts(still):
+    copied = copy.deepcopy(graph)
+    for part in _parts(copied):
         for node in list(part.graph.nodes):
             if not _is_dropping(node):
                 continue
@@ -220,7 +223,7 @@ def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
             else:
                 node.update_arg(_ATTENTION_DROPOUT, 0.0)
         part.recompile()
-    return still
+    return copied
 
 
 def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:

@@ -15,7 +15,7 @@ import torch
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
 from slapo_fusion.compilers import Compiled, Compiler, reason
-from slapo_fusion.function_modes import aside, device_error, drops, innermost, is_fake, is_watched
+from slapo_fusion.function_modes import device_error, drops, innermost, is_fake, is_watched, modes_disabled
 from slapo_fusion.kernels import run_without_values
 from slapo_fusion.private import StopRecomputation, compile_errors
 from slapo_graph.graph import graph_of
@@ -51,7 +51,7 @@ class Fused:
         if self._compiled is self.region or (is_unseen and drops(self.region, args, {})):
             return self.region(*args)
         try:
-            with aside(shown=False) if is_unseen else contextlib.nullcontext():
+            with modes_disabled(show=False) if is_unseen else contextlib.nullcontext():
                 return self._compiled(*args)
         except StopRecomputation:  # by which a checkpoint around ends its second run: no error
             raise
@@ -101,11 +101,11 @@ class Fused:
         )
 
     def __reduce__(self) -> Any:
-        return Fusing(self.compiler, self.options, self.where), (self.region,)
+        return FusedFactory(self.compiler, self.options, self.where), (self.region,)
 
 
 @dataclass(frozen=True)
-class Fusing:
+class FusedFactory:
     """Make a :class:`Fused` of a region; equal makers let layers share a graph.
 
     Args:
@@ -188,7 +188,7 @@ class Fuse(Primitive):
         for place, matches in by_place(node, self.match):
             graph: Any = graph_of(place)
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
-            transform = Fusing(compiler, options, where)
+            transform = FusedFactory(compiler, options, where)
             edit.set_forward(
                 place, graph.with_region_called(place.module, matches, transform, name=self.name_ or "fused")
             )

@@ -35,7 +35,7 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None:
     """Return shapes and dtypes of a function's output on fake tensors; None if it fails there."""
     try:
-        return of_output(run_without_values(function, args, kwargs))
+        return output_shapes(run_without_values(function, args, kwargs))
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -43,29 +43,29 @@ def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def run_without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return a function's output on fake tensors."""
     with SafeFakeTensorMode(), torch.no_grad():
-        args, kwargs = tree_map_only(Tensor, _like, (args, dict(kwargs)))
+        args, kwargs = tree_map_only(Tensor, _fake_like, (args, dict(kwargs)))
         return function(*args, **kwargs)
 
 
-def of_output(output: Any) -> Shapes:
+def output_shapes(output: Any) -> Shapes:
     """Shape and type of each tensor in an output."""
     return [(tuple(map(int, leaf.shape)), leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def differs(expected: Shapes | None, got: Shapes | None) -> str | None:
+def shape_difference(expected: Shapes | None, got: Shapes | None) -> str | None:
     """Return how two outputs differ; None if equal or unknown."""
     if expected is None or got is None or got == expected:
         return None
     return f"the kernel returns {_shown(got)}, the replaced code {_shown(expected)}"
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _fake_like(tensor: Tensor) -> Tensor:
     strides = tuple(map(int, tensor.stride()))
     return torch.empty_strided(tuple(map(int, tensor.shape)), strides, dtype=tensor.dtype, device=tensor.device)
 
 
-def _shown(found: Shapes) -> str:
-    return " and ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in found) or "no tensor"
+def _shown(shapes: Shapes) -> str:
+    return " and ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes) or "no tensor"
 
 
 # Kernels: where they come from, and what calling one must keep to.
@@ -84,7 +84,7 @@ class Unavailable(Exception):  # noqa: N818 - the reason why a kernel is not the
         self.reason, self.remedy = reason, remedy
 
 
-def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
+def load_kernel(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel: an operator by its name ``"namespace::name"``, or a function.
 
     Raises:
@@ -246,8 +246,8 @@ class Kernel:
         Raises:
             Unavailable: it cannot be had here.
         """
-        forward = found(self.kernel)
-        return forward if self.backward is None else WithBackward(forward, found(self.backward), self.where)
+        forward = load_kernel(self.kernel)
+        return forward if self.backward is None else WithBackward(forward, load_kernel(self.backward), self.where)
 
 
 class Bound:
@@ -295,7 +295,7 @@ class Bound:
         return self._named(args[0], args[1:], kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        problem = differs(without_values(self.function, args, kwargs), of_output(output))
+        problem = shape_difference(without_values(self.function, args, kwargs), output_shapes(output))
         if problem is not None:
             raise ApplyError(
                 f"{self.kernel.where}: {problem}",
@@ -325,9 +325,9 @@ class NamedInputs:
         return tuple([source(module, args, kwargs) for source in self._sources[form]])
 
     def _bind(self, count: int, keywords: Iterable[str]) -> list[_Source]:
-        places = [_Place(lambda module, args, kwargs, at=at: args[at]) for at in range(count)]
-        named = {name: _Place(lambda module, args, kwargs, name=name: kwargs[name]) for name in keywords}
-        call = inspect.signature(self._forward).bind(_Place(lambda module, args, kwargs: module), *places, **named)
+        places = [_Argument(lambda module, args, kwargs, at=at: args[at]) for at in range(count)]
+        named = {name: _Argument(lambda module, args, kwargs, name=name: kwargs[name]) for name in keywords}
+        call = inspect.signature(self._forward).bind(_Argument(lambda module, args, kwargs: module), *places, **named)
         call.apply_defaults()
         return [
             _source(call.arguments[name])
@@ -342,16 +342,16 @@ _Source = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Argument:
     source: _Source
 
 
 def _source(value: Any) -> _Source:
     """Return the source of a bound value: a place, the rest of the arguments, or a default."""
-    if isinstance(value, _Place):
+    if isinstance(value, _Argument):
         return value.source
-    if isinstance(value, tuple) and any(isinstance(each, _Place) for each in value):
+    if isinstance(value, tuple) and any(isinstance(each, _Argument) for each in value):
         return lambda *call: tuple(each.source(*call) for each in value)
-    if isinstance(value, dict) and any(isinstance(each, _Place) for each in value.values()):
+    if isinstance(value, dict) and any(isinstance(each, _Argument) for each in value.values()):
         return lambda *call: {name: each.source(*call) for name, each in value.items()}
     return lambda *call: value

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_fusion import Bind, build_kernels
-from slapo_fusion.bind import is_bound
-from slapo_fusion.kernels import NamedInputs, without_values
+from slapo_fusion.kernels import Bound, NamedInputs, without_values
 from tests.messages import Messages
 
 from .small import gradients, layers, traced
@@ -160,7 +159,7 @@ def test_verify_finds_a_kernel_that_is_off_unless_it_says_so() -> None:
 def test_what_goes_around_a_forward_goes_around_its_kernel() -> None:
     sch: Any = slapo.create_schedule(nn.Sequential(nn.Linear(6, 6)), example_inputs=torch.randn(2, 6))
     sch["0"].checkpoint().bind("aten::linear")
-    assert [is_bound(wrapper) for wrapper in sch["0"].wrappers] == [True, False]
+    assert [wrapper.func is Bound for wrapper in sch["0"].wrappers] == [True, False]
     slapo.verify(sch, torch.randn(2, 6))
 
 

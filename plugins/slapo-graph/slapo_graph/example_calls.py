@@ -78,7 +78,7 @@ class ExampleCalls:
 
 
 @dataclass
-class _Kept:
+class _KnownCalls:
     """What was found out about one schedule."""
 
     reference: ExampleCalls | None = None
@@ -86,7 +86,7 @@ class _Kept:
     steps: tuple[Record, ...] = ()  # these
 
 
-_KEPT: WeakKeyDictionary[Schedule, _Kept] = WeakKeyDictionary()
+_KNOWN_CALLS: WeakKeyDictionary[Schedule, _KnownCalls] = WeakKeyDictionary()
 """Results of runs: a cache, which goes with its schedule."""
 
 
@@ -100,11 +100,11 @@ def example_call(node: Node) -> Call:
         ArgumentError: the schedule has no example inputs.
     """
     schedule = _schedule_of(node)
-    kept = _KEPT.setdefault(schedule, _Kept())
-    if kept.reference is None:
+    known_calls = _KNOWN_CALLS.setdefault(schedule, _KnownCalls())
+    if known_calls.reference is None:
         with schedule.rewound(0) as model:
-            kept.reference = ExampleCalls(model, schedule.example_inputs)
-    return kept.reference.of(node.path)
+            known_calls.reference = ExampleCalls(model, schedule.example_inputs)
+    return known_calls.reference.of(node.path)
 
 
 def example_calls(node: Node) -> Iterator[Call]:
@@ -119,11 +119,11 @@ def example_calls(node: Node) -> Iterator[Call]:
         ArgumentError: the schedule has no example inputs.
     """
     schedule, path = _schedule_of(node), node.path
-    kept = _KEPT.setdefault(schedule, _Kept())
-    if kept.steps != schedule.records[: len(kept.steps)]:
-        kept.scheduled, kept.steps = {}, ()
-    if path in kept.scheduled:
-        yield kept.scheduled[path]
+    known_calls = _KNOWN_CALLS.setdefault(schedule, _KnownCalls())
+    if known_calls.steps != schedule.records[: len(known_calls.steps)]:
+        known_calls.scheduled, known_calls.steps = {}, ()
+    if path in known_calls.scheduled:
+        yield known_calls.scheduled[path]
     unknown = None
     try:
         yield example_call(node)
@@ -131,10 +131,10 @@ def example_calls(node: Node) -> Iterator[Call]:
         unknown = error
     ended = None
     if schedule.records:
-        kept.scheduled, ended = scheduled_calls(schedule.model, schedule.example_inputs)
-        kept.steps = schedule.records
-    if path in kept.scheduled:
-        yield kept.scheduled[path]
+        known_calls.scheduled, ended = scheduled_calls(schedule.model, schedule.example_inputs)
+        known_calls.steps = schedule.records
+    if path in known_calls.scheduled:
+        yield known_calls.scheduled[path]
     elif ended is not None:
         raise TraceError(
             f"the scheduled model does not run as far as '{path}': it raises {type(ended).__name__}: {ended}",
@@ -177,7 +177,7 @@ def reference_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
             devices = {tensor.device for tensor in tensors}
             device = devices.pop() if devices else torch.device("cpu")
             if not devices:
-                return _Placed(calls, device), None
+                return _PlacedCalls(calls, device), None
     with torch.no_grad():
         calls, error = _run(copied_model(model), args, kwargs, FakeMode())
     if error is None or any(tensor.is_meta for tensor in tensors):
@@ -200,7 +200,7 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
     """
     args, kwargs = call_with(example_inputs)
     copied, inlined = _own_forwards(model)
-    calls, error = _run(copied, args, kwargs, FakeMode(), unseen=inlined)
+    calls, error = _run(copied, args, kwargs, FakeMode(), unnoted=inlined)
     if error is None or any(tensor.is_meta for tensor in model.parameters()):
         return calls, error
     with_values, raised = _run_with_values(lambda: _own_forwards(model), args, kwargs)
@@ -234,7 +234,7 @@ def call_with(example_inputs: Any) -> Call:
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
 
 
-class _Placed(dict[str, Call]):
+class _PlacedCalls(dict[str, Call]):
     """Calls on the meta device, given out for the device of the model."""
 
     def __init__(self, calls: dict[str, Call], device: torch.device) -> None:
@@ -268,11 +268,11 @@ def _run_with_values(
 ) -> tuple[dict[str, Call], Exception | None]:
     """Run copies on the tensors themselves; in evaluation mode too, for what training leaves out by chance."""
     with fork_rng(), torch.no_grad():
-        copied, unseen = copy_model()
-        calls, error = _run(copied, args, kwargs, None, unseen)
+        copied, unnoted = copy_model()
+        calls, error = _run(copied, args, kwargs, None, unnoted)
         if error is None and copied.training:
-            copied, unseen = copy_model()
-            calls = {**_run(copied.eval(), args, kwargs, None, unseen)[0], **calls}
+            copied, unnoted = copy_model()
+            calls = {**_run(copied.eval(), args, kwargs, None, unnoted)[0], **calls}
     return calls, error
 
 
@@ -281,7 +281,7 @@ def _run(
     args: Any,
     kwargs: Any,
     mode: FakeMode | None,
-    unseen: Collection[nn.Module] = (),
+    unnoted: Collection[nn.Module] = (),
     own: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[dict[str, Call], Exception | None]:
     """Run a copy, on which stays what the forward sets; on fake tensors of ``mode``, or on the tensors themselves."""
@@ -294,7 +294,12 @@ def _run(
         return mode.from_tensor(tensor.to("meta") if on_meta else tensor, static_shapes=True)
 
     outside = Outside.of_call(copied, GlobalNames(type(copied).forward, copied.modules()), {})
-    with mode or contextlib.nullcontext(), caches_restored(copied), rng_restored(), _noting(copied, calls, unseen):
+    with (
+        mode or contextlib.nullcontext(),
+        caches_restored(copied),
+        rng_restored(),
+        _noted_calls(copied, calls, unnoted),
+    ):
         given, named = with_tensors((args, kwargs), own or copy_of)
         try:
             copied(*given, **named)
@@ -303,7 +308,7 @@ def _run(
         finally:
             torch.clear_autocast_cache()
             if mode is not None or own is not None:  # they may hold tensors without values
-                outside.put_back()
+                outside.restore()
     return calls, None
 
 
@@ -329,7 +334,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
 
 
 @contextlib.contextmanager
-def _noting(model: nn.Module, calls: dict[str, Call], unseen: Collection[nn.Module] = ()) -> Iterator[None]:
+def _noted_calls(model: nn.Module, calls: dict[str, Call], unnoted: Collection[nn.Module] = ()) -> Iterator[None]:
     def note(path: str) -> Callable[..., None]:
         def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path not in calls:  # a cache among them is filled afterwards: a copy of it
@@ -340,7 +345,7 @@ def _noting(model: nn.Module, calls: dict[str, Call], unseen: Collection[nn.Modu
     handles = [
         module.register_forward_pre_hook(note(path), prepend=True, with_kwargs=True)
         for path, module in model.named_modules()
-        if module not in unseen
+        if module not in unnoted
     ]
     try:
         yield

@@ -22,7 +22,7 @@ from slapo_graph.printing import printed
 from slapo_graph.protocol import Tracer
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, matches_in, rewrite_of
-from slapo_graph.specialization import Plan, Specialization
+from slapo_graph.specialization import Specialization, Structure
 from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.variants import RecordedForward
 
@@ -178,32 +178,34 @@ class TracedForward(RecordedForward):
         made = TracedForward(
             self.forward, self.tracer, self.leaves, path=self.path, pool=self.pool, beneath=self, rewrite=rewrite
         )
-        made.plans = self.plans  # the same list: calls have the same keys in both
+        made.structures = self.structures  # the same list: calls have the same keys in both
         made.example = self.example
         first = self.first
         if first is not None:
-            made._first = made._repeated(first, module, first.plan, first=True)
+            made._first = made._repeated(first, module, first.structure, first=True)
         with as_before(rewrite.action, module):
-            alike = [variant for variant in self.variants if variant.plan.modules_of(module) is not None]
+            alike = [variant for variant in self.variants if variant.structure.modules_of(module) is not None]
         for key, variants in self.specializations.items():
             for variant in variants:
                 if variant in alike:  # the others are recorded again if they are called
                     again = made._first if variant is first else None
-                    again = again or made._repeated(variant, module, variant.plan)
-                    if again.plan.modules_of(module) is not None:  # without a child that came with the rewrite
+                    again = again or made._repeated(variant, module, variant.structure)
+                    if again.structure.modules_of(module) is not None:  # without a child that came with the rewrite
                         made.specializations.setdefault(key, []).append(again)
         return made
 
-    def _new_variant(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Specialization:
+    def _new_variant(
+        self, module: nn.Module, values: tuple[Any, ...], structure: Structure, key: Any
+    ) -> Specialization:
         if self.beneath is None:
-            return super()._new_variant(module, values, plan, key)
+            return super()._new_variant(module, values, structure, key)
         assert self.rewrite is not None
         with as_before(self.rewrite.action, module):
             beneath = self.beneath.variant(module, values)
-        return self._repeated(beneath, module, plan)
+        return self._repeated(beneath, module, structure)
 
     def _repeated(
-        self, variant: Specialization, module: nn.Module, plan: Plan, *, first: bool = False
+        self, variant: Specialization, module: nn.Module, structure: Structure, *, first: bool = False
     ) -> Specialization:
         """Repeat the rewrite on a variant; ``plan`` is that of its calls, after the rewrite."""
         assert self.rewrite is not None
@@ -211,7 +213,7 @@ class TracedForward(RecordedForward):
         if made is None:
             recorded, paths = applied(self.rewrite, variant.recorded, module, self.path, first=first)
             no_longer_called = tuple(dict.fromkeys((*variant.no_longer_called, *paths)))
-            made = Specialization(recorded, plan, variant.surroundings, no_longer_called)
+            made = Specialization(recorded, structure, variant.surroundings, no_longer_called)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
@@ -395,8 +397,8 @@ def _split_rewrite(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Mo
     for graph, module in graphs:
         assert graph.first is not None
         counts.append(len(matches_in(rewrite.pattern, graph.first.recorded, module)[0]))
-    is_whole = len(rewrite.indices) == rewrite.total and len(set(rewrite.captured)) == 1
-    if sum(counts) != rewrite.total or not (is_whole or counts[0] == rewrite.total):
+    is_complete = len(rewrite.indices) == rewrite.total and len(set(rewrite.captured)) == 1
+    if sum(counts) != rewrite.total or not (is_complete or counts[0] == rewrite.total):
         raise TraceError(f"the rewrite '{rewrite.action.name}' cannot be repeated")
     if isinstance(getattr(rewrite.action, "new", None), str) and counts[0] != rewrite.total:
         raise TraceError(f"'{rewrite.action.name}' is a module of the graph around it")

@@ -31,7 +31,7 @@ def graph_function(graph: fx.Graph) -> Callable[..., Any]:
 # `Plan`: which modules below a traced one a graph was recorded with, found again quickly at every call.
 
 
-class Plan:
+class Structure:
     """Record the module structure that a graph assumes, without the modules.
 
     Args:
@@ -269,13 +269,13 @@ class Specialization:
     def __init__(
         self,
         recorded: Recorded,
-        plan: Plan,
+        structure: Structure,
         surroundings: tuple[Flag, ...] = (),
         no_longer_called: tuple[str, ...] = (),
     ) -> None:
-        self.recorded, self.plan, self.surroundings = recorded, plan, surroundings
+        self.recorded, self.structure, self.surroundings = recorded, structure, surroundings
         self.no_longer_called = no_longer_called
-        self.checks = Checks((*recorded.flags, *surroundings), plan.index)
+        self.checks = Checks((*recorded.flags, *surroundings), structure.index)
         self.code = graph_function(recorded.graph)
         self._rewritten: dict[Any, Specialization] = {}
         self.used = 0  # when it was called last, as a number that grows
@@ -291,7 +291,7 @@ class Specialization:
             found = None
         if found is None:
             return None
-        modules = found.plan.modules_of(module)
+        modules = found.structure.modules_of(module)
         return found if modules is not None and found.checks.violated(modules) is None else None
 
     def keep_rewritten(self, rewrite: Hashable, module: nn.Module, made: Specialization) -> None:

@@ -26,7 +26,7 @@ from slapo_graph.private import (
     number_of_function_modes,
 )
 from slapo_graph.protocol import Flag, GuardViolation, Tracer, Untraceable
-from slapo_graph.specialization import Plan, PreparedCall, Snapshot, Specialization
+from slapo_graph.specialization import PreparedCall, Snapshot, Specialization, Structure
 from slapo_graph.tracing.diagnostics import refusal
 from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.tracing.outside import refusing_changes
@@ -67,7 +67,7 @@ class RecordedForward(forwards.ReplacedForward):
         self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
         self.specializations: dict[Any, list[Specialization]] = {}
-        self.plans: list[Plan] = []
+        self.structures: list[Structure] = []
         self.has_dropped = False  # a variant, for one of another input signature
         self.recorded_anew = 0  # because an attribute or a global name had another value
         self._first: Specialization | None = None
@@ -112,13 +112,13 @@ class RecordedForward(forwards.ReplacedForward):
 
     def _remember(self, module: nn.Module, variant: Specialization, signature: Any, arrange: Any) -> None:
         """Note which variant runs for calls of a signature, for as long as the modules stay the same."""
-        modules = variant.plan.modules_of(module)
+        modules = variant.structure.modules_of(module)
         if not self._has_snapshots or modules is None or variant.checks.violated(modules) is not None:
             return
         snapshots, key = self._snapshots, id(module)
         snapshot = snapshots.get(key)
         if snapshot is None or snapshot.modes(module) is None:
-            snapshot = variant.plan.snapshot(modules)
+            snapshot = variant.structure.snapshot(modules)
             if snapshot is None:
                 self._has_snapshots = False
                 return
@@ -167,13 +167,13 @@ class RecordedForward(forwards.ReplacedForward):
     def select_variant(self, module: nn.Module) -> None:
         """Select the variant recorded for the module's present structure, if any, to represent the graph."""
         if not self.holds(module):
-            alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
+            alike = (variant for variant in self.variants if variant.structure.modules_of(module) is not None)
             self._first = next(alike, self._first)
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether the selected specialization matches the module."""
         first = self.first
-        return first is None or first.plan.modules_of(module) is not None
+        return first is None or first.structure.modules_of(module) is not None
 
     @property
     def first(self) -> Specialization | None:
@@ -204,14 +204,14 @@ class RecordedForward(forwards.ReplacedForward):
             TraceError: what is needed cannot be recorded, or what was done to the graph cannot be repeated there.
             GuardError: a module that a rewrite took out was hooked.
         """
-        key, plan, modules = self._key(module, values)
+        key, structure, modules = self._key(module, values)
         changed = None
         for found in self.specializations.get(key, ()):
             changed = found.checks.violated(modules)
             if changed is None:
                 break
         else:
-            return self._specialized(module, values, plan, key, changed)
+            return self._specialized(module, values, structure, key, changed)
         if not torch.compiler.is_compiling():
             found.used = next(_CLOCK)
         hooked = next((path for path in found.no_longer_called if is_changed(module.get_submodule(path))), None)
@@ -224,25 +224,30 @@ class RecordedForward(forwards.ReplacedForward):
             )
         return found
 
-    def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Plan, list[nn.Module]]:
+    def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Structure, list[nn.Module]]:
         """Return the signature of a call, the module's plan, and its modules."""
-        number, plan, modules = self._plan(module)
-        return (number, *call_key(modules, values)), plan, modules
+        number, structure, modules = self._structure(module)
+        return (number, *call_key(modules, values)), structure, modules
 
-    def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
-        for number, plan in enumerate(self.plans):
-            modules = plan.modules_of(module)
+    def _structure(self, module: nn.Module) -> tuple[int, Structure, list[nn.Module]]:
+        for number, structure in enumerate(self.structures):
+            modules = structure.modules_of(module)
             if modules is not None:
-                return number, plan, modules
-        plan = Plan(module, self.leaves)
-        modules = plan.modules_of(module)
+                return number, structure, modules
+        structure = Structure(module, self.leaves)
+        modules = structure.modules_of(module)
         assert modules is not None
-        self.plans.append(plan)
-        return len(self.plans) - 1, plan, modules
+        self.structures.append(structure)
+        return len(self.structures) - 1, structure, modules
 
     @disable_dynamo  # recording is not compiled: torch.compile breaks its graph here, once
     def _specialized(
-        self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
+        self,
+        module: nn.Module,
+        values: tuple[Any, ...],
+        structure: Structure,
+        key: Any,
+        changed: tuple[Flag, Any] | None,
     ) -> Specialization:
         """Return a new variant; ``changed``: a flag of the variants with this key, and its present value."""
         if len(self.variants) >= MOST_SPECIALIZATIONS:
@@ -256,7 +261,7 @@ class RecordedForward(forwards.ReplacedForward):
                 f"{describe(fingerprint(found))}: pass what varies as an argument, or trace a narrower node",
                 stacklevel=2,
             )
-        made = self._new_variant(module, values, plan, key)
+        made = self._new_variant(module, values, structure, key)
         self.specializations.setdefault(key, []).append(made)
         self._snapshots.clear()  # it may come before others
         return made
@@ -278,12 +283,14 @@ class RecordedForward(forwards.ReplacedForward):
             )
         self.has_dropped = True
 
-    def _new_variant(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Specialization:
+    def _new_variant(
+        self, module: nn.Module, values: tuple[Any, ...], structure: Structure, key: Any
+    ) -> Specialization:
         """Return a variant that another module has recorded, or else a new one."""
         exact = self._exact(module, values, key)
         found = self.pool.find(exact, module)
         if found is None:
-            found = self._recorded(module, values, plan)
+            found = self._recorded(module, values, structure)
             self.pool.add(exact, module, found)
         return found
 
@@ -298,14 +305,14 @@ class RecordedForward(forwards.ReplacedForward):
             module_index.structure(module),
         )
 
-    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Specialization:
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...], structure: Structure) -> Specialization:
         """A new variant for calls with ``values`` of the parameters."""
         named = zip(self.parameters.names, values, strict=True)
         arguments = {name: value for name, value in named if value is not MISSING}
-        modules = plan.modules_of(module)
+        modules = structure.modules_of(module)
         assert modules is not None
         with PATCHING:
-            names = GlobalNames(self.forward, modules[: len(plan.paths)])
+            names = GlobalNames(self.forward, modules[: len(structure.paths)])
             try:
                 with names.restored(), buffers_restored(module):
                     forward = refusing_changes(self.forward, names)
@@ -319,4 +326,4 @@ class RecordedForward(forwards.ReplacedForward):
                 if read is not None:
                     refused.slapo_read = (*read, *names.flags)  # type: ignore[attr-defined]
                 raise refused from error
-        return Specialization(recorded, plan, surroundings=names.flags)
+        return Specialization(recorded, structure, surroundings=names.flags)

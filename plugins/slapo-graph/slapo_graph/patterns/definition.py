@@ -370,10 +370,10 @@ def _first_line(function: Any) -> Location | None:
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
-def _line(error: Exception, home: Location | None) -> Location | None:
+def _line(error: Exception, start: Location | None) -> Location | None:
     """The last line of the pattern's own file that the error came through."""
     lines = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
-    return next((line for line in reversed(lines) if home is not None and line[0] == home[0]), home)
+    return next((line for line in reversed(lines) if start is not None and line[0] == start[0]), start)
 
 
 def _text(value: Any) -> str:

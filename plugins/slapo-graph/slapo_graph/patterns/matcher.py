@@ -121,8 +121,8 @@ def _rank(found: IndexedCall) -> int | None:
 def _is_shape(found: IndexedCall) -> bool:
     """Whether the call takes one length out of the shape of a tensor."""
     call = found.call
-    whole = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
-    return isinstance(whole, fx.Node) and whole.target is getattr and whole.args[1] == "shape"
+    shape = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
+    return isinstance(shape, fx.Node) and shape.target is getattr and shape.args[1] == "shape"
 
 
 def _is_floating(found: IndexedCall) -> bool:
@@ -472,13 +472,13 @@ class AlternativeMatcher:
     def _key(self, goals: tuple[tuple[int, int], ...]) -> Any:
         """All that the success of what is left depends on."""
         placed, bound = self._placed, self._bound
-        whole = frozenset(placed)
-        needed = self._needed.get(whole)
+        steps_placed = frozenset(placed)
+        needed = self._needed.get(steps_placed)
         if needed is None:
             left = [step for step in range(len(self._operands)) if step not in placed]
             names = sorted({name for step in left for name in self._wildcards[step]})
-            steps = sorted({operand for step in left for operand in self._operands[step]} & whole)
-            needed = self._needed[whole] = (len(self._needed), names, steps)
+            steps = sorted({operand for step in left for operand in self._operands[step]} & steps_placed)
+            needed = self._needed[steps_placed] = (len(self._needed), names, steps)
         number, names, steps = needed
         return number, goals, tuple([bound.get(name) for name in names]), tuple([placed[step] for step in steps])
 

@@ -84,7 +84,7 @@ _COMMUTATIVE = {
     "mul",
     "ne",
 }
-_HOMES = (torch, functional, NN, torch.Tensor, torch.functional, VF)
+_NAMESPACES = (torch, functional, NN, torch.Tensor, torch.functional, VF)
 
 
 def plain(value: Any) -> Any:
@@ -140,7 +140,7 @@ def operation_of(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def _name_in_torch(function: Callable[..., Any], name: str, module: str) -> str:
-    owned = any(getattr(home, name, None) is function for home in _HOMES)
+    owned = any(getattr(namespace, name, None) is function for namespace in _NAMESPACES)
     inner = inspect.unwrap(function)  # of what torch wraps: the function of x**2
     if owned or inspect.isbuiltin(inner) or inspect.ismethoddescriptor(inner):  # these have aten's names
         return _SYNONYMS.get(name, name)

@@ -39,7 +39,7 @@ _POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ReplacementArguments:
     """The arguments: names of captures, or numbers of inputs.
 
     Args:
@@ -51,7 +51,7 @@ class Arguments:
     keywords: tuple[tuple[str, str | int], ...] = ()
 
 
-def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> Arguments | Violation:
+def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> ReplacementArguments | Violation:
     """Map captures of ``match`` to parameters of ``function`` by name, else inputs by order.
 
     A parameter with a default gets the capture of its name, and else keeps its default.
@@ -83,7 +83,7 @@ def names_given(match: Match) -> list[str]:
     return [name for name, value in match.captures.items() if value not in inner]
 
 
-def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: str) -> Arguments | Violation:
+def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: str) -> ReplacementArguments | Violation:
     positional: list[str | int] = []
     keywords: list[tuple[str, str | int]] = []
     in_order = True  # until a default is kept
@@ -105,12 +105,12 @@ def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: st
         left = []
     if left:
         return _mismatch(parameters, captures, shown)
-    return Arguments(tuple(positional), tuple(keywords))
+    return ReplacementArguments(tuple(positional), tuple(keywords))
 
 
 def _by_order(
     parameters: list[inspect.Parameter], match: Match, captures: list[str], shown: str
-) -> Arguments | Violation:
+) -> ReplacementArguments | Violation:
     count = len(match.inputs)
     places = [each for each in parameters if each.kind in _POSITIONAL]
     required = [each for each in parameters if _is_required(each)]
@@ -127,7 +127,7 @@ def _by_order(
     )
     if not fits or constants or crossed:
         return _mismatch(parameters, names, shown)
-    return Arguments(tuple(range(count)))
+    return ReplacementArguments(tuple(range(count)))
 
 
 def _mismatch(parameters: list[inspect.Parameter], names: list[str], shown: str) -> Violation:
@@ -224,17 +224,17 @@ class MatchReplacement:
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _arguments(self, place: Node, match: Match) -> Arguments | Violation:
+    def _arguments(self, place: Node, match: Match) -> ReplacementArguments | Violation:
         function = self.new.forward if _is_module(self.new) else self.new
         if has_signature(function):
             return arguments_for(function, match, shown=self.shown)
         return self._in_order(match)
 
-    def _in_order(self, match: Match) -> Arguments | Violation:
+    def _in_order(self, match: Match) -> ReplacementArguments | Violation:
         """The one input of a match, for a function without a signature; the order of several is not known."""
         constants = [name for name in names_given(match) if isinstance(match.captures[name], tuple)]
         if len(match.inputs) < 2 and not constants:
-            return Arguments(tuple(range(len(match.inputs))))
+            return ReplacementArguments(tuple(range(len(match.inputs))))
         named = {value: name for name, value in match.captures.items() if isinstance(value, str)}
         inputs = [named.get(value, f"input_{number}") for number, value in enumerate(match.inputs)]
         call = f"write lambda {', '.join((*inputs, *constants))}: {self.shown}(...)"
@@ -246,15 +246,15 @@ class MatchReplacement:
             call if name is None else f"replace(match={name!r}), with what the pattern brings along; or {call}",
         )
 
-    def _groups(self, place: Node, matches: list[Match]) -> list[tuple[Arguments, list[Match]]]:
-        groups: dict[Arguments, list[Match]] = {}
+    def _groups(self, place: Node, matches: list[Match]) -> list[tuple[ReplacementArguments, list[Match]]]:
+        groups: dict[ReplacementArguments, list[Match]] = {}
         for match in matches:
             arguments = self._arguments(place, match)
-            assert isinstance(arguments, Arguments)  # or the preconditions had refused it
+            assert isinstance(arguments, ReplacementArguments)  # or the preconditions had refused it
             groups.setdefault(arguments, []).append(match)
         return list(groups.items())
 
-    def _trial(self, place: Node, match: Match, arguments: Arguments) -> Iterator[Violation]:
+    def _trial(self, place: Node, match: Match, arguments: ReplacementArguments) -> Iterator[Violation]:
         from slapo_graph.rewriting.trial import mismatch
 
         graph: Any = graph_of(place)

@@ -139,12 +139,12 @@ class PartsBack:
         before = [dict(slot) for slot in slots]
         try:
             for name in self.names:
-                whole = parameters_of(merged)[name]
-                assert whole is not None
-                shards = sum(self.sizes) // whole.shape[0]
-                values = whole.detach().split([size // shards for size in self.sizes])
+                full = parameters_of(merged)[name]
+                assert full is not None
+                shards = sum(self.sizes) // full.shape[0]
+                values = full.detach().split([size // shards for size in self.sizes])
                 for slot, value in zip(slots, values, strict=True):
-                    slot[name] = nn.Parameter(value, requires_grad=whole.requires_grad)
+                    slot[name] = nn.Parameter(value, requires_grad=full.requires_grad)
             yield
         finally:
             for slot, own in zip(slots, before, strict=True):

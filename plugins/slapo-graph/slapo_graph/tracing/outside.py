@@ -38,7 +38,7 @@ class Changed(Untraceable):
     """Recorded code changed an object outside of its graph."""
 
 
-class _Place:
+class _Contents:
     """One object, or names of a table, with the contents that it had.
 
     Args:
@@ -66,7 +66,7 @@ class Outside:
     """
 
     def __init__(self) -> None:
-        self._places: dict[Any, _Place] = {}
+        self._places: dict[Any, _Contents] = {}
         self._alive: list[Any] = []  # an id stands for one object only as long as that lives
         self.is_elsewhere = False
 
@@ -125,7 +125,7 @@ class Outside:
         if first is not None:
             raise Changed(f"changes {first.name} in place, which a graph would not do again", location, _HINT)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the contents from before the recording."""
         for place in self._places.values():
             if place.restore is not None and place.differs(place.original):
@@ -134,7 +134,7 @@ class Outside:
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: Any, this: Any, place: Callable[[], _Place]) -> bool:
+    def _add(self, key: Any, this: Any, place: Callable[[], _Contents]) -> bool:
         if key in self._places or len(self._places) >= _MOST:
             return False
         self._alive.append(this)
@@ -195,7 +195,7 @@ class Outside:
                 self._hold(next(iter(_contents_of_cell(cell)), None), where)
 
 
-def _of_container(value: Any, name: str) -> _Place:
+def _of_container(value: Any, name: str) -> _Contents:
     kind: Any = next(each for each in (collections.OrderedDict, *_CONTAINERS) if isinstance(value, each))
     if issubclass(kind, dict):
 
@@ -208,16 +208,16 @@ def _of_container(value: Any, name: str) -> _Place:
             for key, part in zip(before[:half], before[half:], strict=True):
                 kind.__setitem__(value, key, part)
 
-        return _Place(name, read, restore)
+        return _Contents(name, read, restore)
 
     def replace(before: Any) -> None:
         kind.clear(value)
         (kind.update if kind is set else kind.extend)(value, before)
 
-    return _Place(name, lambda: tuple(kind.__iter__(value)), replace)
+    return _Contents(name, lambda: tuple(kind.__iter__(value)), replace)
 
 
-def _of_attributes(value: Any, names: list[str], where: str) -> _Place:
+def _of_attributes(value: Any, names: list[str], where: str) -> _Contents:
     def restore(before: Any) -> None:
         for name, part in zip(names, before, strict=True):
             if part is not _ABSENT:
@@ -226,7 +226,7 @@ def _of_attributes(value: Any, names: list[str], where: str) -> _Place:
     def read() -> tuple[Any, ...]:
         return tuple(_attribute(value, name) for name in names)
 
-    return _Place(where, read, restore)
+    return _Contents(where, read, restore)
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -237,17 +237,17 @@ def _attribute(value: Any, name: str) -> Any:
         return _ABSENT
 
 
-def _of_name(table: dict[str, Any], name: str, where: str) -> _Place:
+def _of_name(table: dict[str, Any], name: str, where: str) -> _Contents:
     def restore(before: Any) -> None:
         if before[0] is _ABSENT:
             table.pop(name, None)
         else:
             table[name] = before[0]
 
-    return _Place(where, lambda: (table.get(name, _ABSENT),), restore)
+    return _Contents(where, lambda: (table.get(name, _ABSENT),), restore)
 
 
-def _of_class(cls: type) -> _Place:
+def _of_class(cls: type) -> _Contents:
     def read() -> tuple[Any, ...]:
         own = {name: value for name, value in vars(cls).items() if not name.startswith("_abc") and name[:2] != "__"}
         return (*own, *own.values())
@@ -263,15 +263,15 @@ def _of_class(cls: type) -> _Place:
             if vars(cls).get(name, _ABSENT) is not value:
                 setattr(cls, name, value)
 
-    return _Place(f"an attribute of the class {cls.__qualname__}", read, restore)
+    return _Contents(f"an attribute of the class {cls.__qualname__}", read, restore)
 
 
-def _of_cell(cell: CellType, where: str) -> _Place:
+def _of_cell(cell: CellType, where: str) -> _Contents:
     def restore(before: Any) -> None:
         for value in before:
             cell.cell_contents = value
 
-    return _Place(where, lambda: _contents_of_cell(cell), restore)
+    return _Contents(where, lambda: _contents_of_cell(cell), restore)
 
 
 def _contents_of_cell(cell: CellType) -> tuple[Any, ...]:
@@ -321,14 +321,14 @@ def refusing_changes(forward: Callable[..., Any], names: GlobalNames) -> Callabl
             out = run()
             outside.check()
         except Changed as error:
-            outside.put_back()
+            outside.restore()
             if error.location is None:
                 error.location = _line_of_change(run, outside) or first_line(forward)
             raise
         finally:
             is_running = False
             ACTIVE.reset(token)
-            outside.put_back()
+            outside.restore()
         return out
 
     return kept

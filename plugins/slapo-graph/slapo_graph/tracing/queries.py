@@ -90,7 +90,7 @@ def _device(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     device = func(*args)
     if device.type == "meta" and recording.meta_device is not None:
         device = recording.meta_device
-    return recording.know(torch.device(str(device)), recording.call(func, args, kwargs))
+    return recording.register(torch.device(str(device)), recording.call(func, args, kwargs))
 
 
 _PROPERTIES = (

@@ -24,7 +24,7 @@ from slapo_graph.protocol import Flag, Location, Untraceable
 from slapo_graph.sizes import is_symbolic
 from slapo_graph.structure import Opaque, is_plain
 from slapo_graph.tracing.diagnostics import is_of_the_model
-from slapo_graph.tracing.session import attributes_restored, put_back
+from slapo_graph.tracing.session import attributes_restored, restore
 
 HolderPath = tuple[str, ...]
 _DEPTH = 4
@@ -93,7 +93,7 @@ class AttributeReads:
                     raise refused
 
     @property
-    def seen(self) -> tuple[Flag, ...]:
+    def guarded(self) -> tuple[Flag, ...]:
         """What recorded code read, each attribute once; not the training mode, which decides between variants."""
         return tuple(flag for flag in self._flags() if (flag.path, flag.attribute) in self._by_code)
 
@@ -125,8 +125,8 @@ class AttributeReads:
                     self._watch(module, _place(path))
                 yield is_unchanged
             finally:
-                for restore in self._spied.values():
-                    restore()
+                for undo in self._spied.values():
+                    undo()
 
     def _watch(self, value: Any, path: HolderPath) -> None:
         if id(value) not in self._places and self._spy(type(value)):
@@ -178,10 +178,10 @@ class AttributeReads:
             original_set(this, name, new)
 
         read.slapo_original, write.slapo_original = original, original_set  # type: ignore[attr-defined]
-        restore = methods_put_on(cls, {"__getattribute__": read, "__setattr__": write})
-        if restore is not None:
-            self._spied[cls] = restore
-        return restore is not None
+        undo = methods_put_on(cls, {"__getattribute__": read, "__setattr__": write})
+        if undo is not None:
+            self._spied[cls] = undo
+        return undo is not None
 
     def _read(self, this: Any, name: str, found: Any) -> None:
         path = self._places.get(id(this))
@@ -193,7 +193,7 @@ class AttributeReads:
         if not self._is_paused():
             self._by_code.add((path, name))
         if hasattr(found, "__dict__") and not isinstance(found, _NO_HOLDERS):
-            self._hold(found, (*path, name), path)
+            self._watch_object(found, (*path, name), path)
         if (path, name) in self._found or (path, name) in self._written:
             return
         if name not in object.__getattribute__(this, "__dict__"):
@@ -238,7 +238,7 @@ class AttributeReads:
         self._found[path, name] = fingerprint(found)
         self._is_known = self._is_known and (id(found) in self._places or has_full_fingerprint(found))
 
-    def _hold(self, value: Any, path: HolderPath, reader: HolderPath) -> None:
+    def _watch_object(self, value: Any, path: HolderPath, reader: HolderPath) -> None:
         """Watch an object that is not a module: a configuration."""
         if len(path) - len(reader) > 1 or len(path) > _DEPTH + max(map(len, self._recorded)):
             return
@@ -284,12 +284,12 @@ class GlobalNames:
         self._tables = {id(vars(each)): vars(each) for each in holders if each is not None and is_source(each)}
         self.functions: list[FunctionType] = []
         self.tables: list[tuple[str, dict[str, Any], set[str]]] = []
-        seen: set[int] = set()
-        while waiting and len(seen) < _MOST_FUNCTIONS:
+        followed: set[int] = set()
+        while waiting and len(followed) < _MOST_FUNCTIONS:
             function = waiting.pop()
-            if function is None or id(function.__code__) in seen or not is_followed(function.__code__.co_filename):
+            if function is None or id(function.__code__) in followed or not is_followed(function.__code__.co_filename):
                 continue
-            seen.add(id(function.__code__))
+            followed.add(id(function.__code__))
             self.functions.append(function)
             names = _names(function.__code__)
             waiting += [_function(getattr(cls, name, None)) for cls in classes for name in names]
@@ -319,7 +319,7 @@ class GlobalNames:
         finally:
             for table in tables:
                 del table["type"]
-            changed = [key for key, held in self._values.items() if _put_back(key[2], *held)]
+            changed = [key for key, held in self._values.items() if _restore(key[2], *held)]
         if changed:
             owner, path, name = changed[0]
             raise Untraceable(f"changes the global name {'.'.join((owner, *path, name))}")
@@ -351,11 +351,11 @@ class GlobalNames:
             self._values[owner, path, name] = (table, value, expected, contents)
 
 
-def _put_back(name: str, table: dict[str, Any], value: Any, _: Any, contents: Any) -> bool:
+def _restore(name: str, table: dict[str, Any], value: Any, _: Any, contents: Any) -> bool:
     """Give a name its value and contents again; whether they had changed."""
     is_other = table.get(name) is not value
     table[name] = value
-    return (contents is not None and put_back(value, contents)) or is_other
+    return (contents is not None and restore(value, contents)) or is_other
 
 
 class _AnswersOutside(type):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from slapo_core.internals import is_data_pointer_error, module_calls_through
 from slapo_core.observers import Origin
 from slapo_graph import autocast_state
-from slapo_graph.effects import Observer
+from slapo_graph.effects import SideEffectObserver
 from slapo_graph.leaves import LeafRule, is_changed, is_predefined
 from slapo_graph.private import (
     DataDependentOutputException,
@@ -237,7 +237,7 @@ class Recorder(TorchFunctionMode):
         self._memory_of = memory_of
         self.recording = recording
         self.regions = Regions(recording)
-        self.alike: RepeatedCalls | None = None
+        self.repeated_calls: RepeatedCalls | None = None
         self.is_in_root = True
         self.given: Given | None = None  # of the call that runs now
         self._is_paused, self._thread = False, threading.get_ident()
@@ -275,7 +275,7 @@ class Recorder(TorchFunctionMode):
         write = functools.partial(self.recording.call, func, args, kwargs)
         out = self._record(run, args, kwargs, write, caller=caller, may_change=isinstance(func, ApplyFunction))
         if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
-            return self.recording.know(args[0], self.recording.node(out))
+            return self.recording.register(args[0], self.recording.node(out))
         return out
 
     def record_module(
@@ -283,10 +283,11 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a module below the recorded one, and write it down as one call."""
         is_observed = is_predefined(module)
-        alike = None if is_observed else self.alike
         run = functools.partial(call, module)
+        if self.repeated_calls is not None and not is_observed:
+            run = functools.partial(self._call_or_repeat, self.repeated_calls, call, path, module)
         return self._record(
-            run if alike is None else functools.partial(self._alike, alike, call, path, module),
+            run,
             args,
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),
@@ -296,11 +297,11 @@ class Recorder(TorchFunctionMode):
             may_change=not is_observed or is_changed(module),
         )
 
-    def _alike(self, alike: RepeatedCalls, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_or_repeat(self, repeated: RepeatedCalls, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.given is not None
         if self.given.has_variables:  # which the call may read and fill
             return call(*args[1:], **kwargs)
-        return alike.call(call, *args, **kwargs)
+        return repeated.call(call, *args, **kwargs)
 
     def _record(
         self,
@@ -326,7 +327,7 @@ class Recorder(TorchFunctionMode):
             rng_restored() if may_vary else contextlib.nullcontext(),
             outside.elsewhere() if outside is not None else contextlib.nullcontext(),
         ):
-            observer = Observer(self._memory_of)
+            observer = SideEffectObserver(self._memory_of)
             try:
                 with observer if is_observed else contextlib.nullcontext():
                     if given is None:
@@ -350,7 +351,7 @@ class Recorder(TorchFunctionMode):
                 changed.before_call(out)
             node = write()
             if is_observed:
-                node.meta["seen"] = observer.seen(args, kwargs, out)
+                node.meta["side_effects"] = observer.side_effects(args, kwargs, out)
             if notes is not None:
                 with self.paused():
                     written = [self.recording.node(one) for one, version in before if write_count(one) != version]

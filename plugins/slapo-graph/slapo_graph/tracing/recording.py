@@ -89,7 +89,7 @@ class Recording(GraphWriter):
 
     # -- values and their nodes -------------------------------------------------------------------------------
 
-    def know(self, value: Any, node: fx.Node) -> Any:
+    def register(self, value: Any, node: fx.Node) -> Any:
         """Remember that ``node`` gives ``value``; what code gets in its place (numbers that stay symbolic)."""
         self._alive.append(value)
         self._nodes[id(value)] = node
@@ -110,7 +110,7 @@ class Recording(GraphWriter):
     def give(self, value: Any, node: fx.Node) -> Any:
         """Every part of a result, each known by a node that takes it out of ``node``; what code gets to see."""
         if isinstance(value, torch.Tensor):
-            return self.know(value, node)
+            return self.register(value, node)
         if type(value) in (int, float):
             return symbolic(self, value, node)
         parts = children(value)
@@ -119,7 +119,7 @@ class Recording(GraphWriter):
             return value
         if parts is None:
             opaque = Opaque(value, self.refusal)
-            self.know(opaque, node)
+            self.register(opaque, node)
             return opaque
         taken = []
         for how, key, part in list(parts):
@@ -129,7 +129,7 @@ class Recording(GraphWriter):
                 below = self.compute(getattr, (node, key))
             taken.append(self.give(part, below))
         made = rebuild(value, taken)
-        return self.know(made, node)
+        return self.register(made, node)
 
     def known(self, value: Any) -> fx.Node | None:
         """The node that gives this very object, if any does."""
@@ -148,9 +148,9 @@ class Recording(GraphWriter):
         """Return whether a node gives ``value``, or the module holds it."""
         return id(value) in self._nodes or id(value) in self._held or id(value) in self._parts
 
-    def take(self, whole: fx.Node, key: Any) -> fx.Node:
+    def take(self, container: fx.Node, key: Any) -> fx.Node:
         """An item of a container that a node gives."""
-        return self.compute(operator.getitem, (whole, key))
+        return self.compute(operator.getitem, (container, key))
 
     def node(self, value: Any) -> Any:
         """What an argument is in the graph: a node, or a constant, or a container of such."""

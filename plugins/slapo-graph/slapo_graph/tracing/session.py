@@ -148,7 +148,7 @@ def is_unchanged(container: Any, before: Any) -> bool:
     return all(map(operator.is_, container, before))
 
 
-def put_back(container: Any, before: Any) -> bool:
+def restore(container: Any, before: Any) -> bool:
     """Restore a container from its copy; return whether it had changed."""
     if is_unchanged(container, before):
         return False
@@ -175,60 +175,60 @@ def attributes_restored(
         of_others: filled meanwhile: objects and names of attributes that other threads set, which stay.
     """
     own = {id(module) for module in recorded}
-    held: dict[int, _Held] = {}
+    saved: dict[int, _Saved] = {}
     for path, module in module_index.walk(root):
-        _hold(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, held)
+        _save(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, saved)
     completed = False
     try:
-        yield lambda: next(_changed(held, of_others), None) is None
+        yield lambda: next(_changed(saved, of_others), None) is None
         completed = True
     except Exception as error:
-        error.slapo_changes = _changes(_changed(held, of_others))  # type: ignore[attr-defined]
+        error.slapo_changes = _changes(_changed(saved, of_others))  # type: ignore[attr-defined]
         raise
     finally:
-        changed = list(_changed(held, of_others))
+        changed = list(_changed(saved, of_others))
         for value, before, _, _ in changed:
-            put_back(value, before)
+            restore(value, before)
     first = next((keys for _, _, keys, is_own in changed if is_own), None)
     if completed and first is not None:
         raise refuse(f"changes {_name(first)} in place, which a graph would not do again")
 
 
-_Held = tuple[Any, Any, tuple[Any, ...], bool]
+_Saved = tuple[Any, Any, tuple[Any, ...], bool]
 """A container, a copy of it, the keys by which it is reached, and whether it is part of a module that is recorded."""
 
 
-def _hold(value: Any, keys: tuple[Any, ...], is_own: bool, held: dict[int, _Held]) -> None:
+def _save(value: Any, keys: tuple[Any, ...], is_own: bool, saved: dict[int, _Saved]) -> None:
     """Note what is in a container, and in containers and objects in it."""
-    if id(value) in held:
+    if id(value) in saved:
         return
     before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
-    held[id(value)] = (value, before, keys, is_own)
+    saved[id(value)] = (value, before, keys, is_own)
     if keys[-1] in private.HOOK_TABLES:  # what a hook holds is not the model's
         return
     for key, part in before.items() if isinstance(before, dict) else enumerate(before):
         if isinstance(part, _CONTAINERS):
-            _hold(part, (*keys, key), is_own, held)
+            _save(part, (*keys, key), is_own, saved)
         elif not isinstance(part, _NO_HOLDERS) and type(getattr(part, "__dict__", None)) is dict:
-            _hold(part.__dict__, (*keys, key), is_own, held)
+            _save(part.__dict__, (*keys, key), is_own, saved)
 
 
-def _changed(held: dict[int, _Held], of_others: Collection[tuple[Any, str]]) -> Iterator[_Held]:
+def _changed(saved: dict[int, _Saved], of_others: Collection[tuple[Any, str]]) -> Iterator[_Saved]:
     for this, name in of_others:
         own = getattr(this, "__dict__", {})
         for table in (own, *(own.get(each, {}) for each in private.TABLES)):
-            before = held[id(table)][1] if id(table) in held else {}
+            before = saved[id(table)][1] if id(table) in saved else {}
             if name in table:
                 before[name] = table[name]
             else:
                 before.pop(name, None)
-    for each in held.values():
+    for each in saved.values():
         value, before, _, _ = each
         if (value or before) and not is_unchanged(value, before):  # most are tables of hooks, and empty
             yield each
 
 
-def _changes(changed: Iterable[_Held]) -> list[tuple[Any, dict[Any, Any]]] | None:
+def _changes(changed: Iterable[_Saved]) -> list[tuple[Any, dict[Any, Any]]] | None:
     """Return the tables of hooks with the hooks that came to them; None if anything else changed, too."""
     added = []
     for value, before, keys, _ in changed:

@@ -192,7 +192,7 @@ def record(
             recorder,
         ):
             if fake and notes is not None:
-                recorder.alike = RepeatedCalls(
+                recorder.repeated_calls = RepeatedCalls(
                     reads, notes, lambda: is_unchanged() and not (recorder.given and recorder.given.is_changed())
                 )
             try:
@@ -211,4 +211,4 @@ def record(
     reads.refuse_settings_of(str(node.target) for node in graph.nodes if node.op == "call_module")
     drop_unused(graph)
     graph.lint()
-    return Recorded(graph, tuple(recording.guards), reads.seen, tuple(recording.captured), reads.read)
+    return Recorded(graph, tuple(recording.guards), reads.guarded, tuple(recording.captured), reads.read)
