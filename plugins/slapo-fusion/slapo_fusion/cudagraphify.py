@@ -74,14 +74,14 @@ def _value(signature: Any, tensors: Iterator[Tensor]) -> Any:
     return parts[0]
 
 
-# `_State`: what a graph fixes of a module.
+# `_State`: the state of a module that a graph fixes.
 
 
 class _State:
     """Attributes, children, hooks, tensors and addresses of a module, as they are now.
 
     Args:
-        module: whose. Its own hooks are left out: they run around its forward.
+        module: without its own hooks, which run around its forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -99,7 +99,7 @@ class _State:
         self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
 
     def flags(self) -> Any:
-        """Return what may alternate between calls: modes of the modules, and which parameters are trained."""
+        """Return the flags that may alternate between calls: training modes, and trained parameters."""
         return tuple(map(_training, self._modules)), tuple(map(_requires_grad, self._parameters))
 
     def holds(self) -> bool:
@@ -109,7 +109,7 @@ class _State:
         return all(all(map(operator.is_, table.values(), values)) for table, values in self._filled)
 
     def change(self, *, modes: bool = True) -> str | None:
-        """Return what changed since, in words; None if nothing did.
+        """Return the first change in words; None if nothing changed.
 
         Args:
             modes: whether training and evaluation modes count.
@@ -140,10 +140,10 @@ class Captured:
     """Called like a forward: with the module first.
 
     Args:
-        forward: what is captured.
+        forward: to capture.
         path: of the module, for messages.
         warmup: runs before a capture.
-        most_shapes: that many are captured.
+        most_shapes: the limit of captures.
     """
 
     slapo_goes_around = True
@@ -177,7 +177,7 @@ class Captured:
             other = tensors[on_device.index(False)].device
             raise self._refusal(
                 f"the module is called with a tensor on {other} beside those on {self.device_type}",
-                "move all tensors to one device: a graph keeps what it read of another one at its capture",
+                "move all tensors to one device: a graph keeps the values of other devices from its capture",
             )
         if top_saved_tensors_hooks(False) is not None:
             raise self._refusal(
@@ -267,7 +267,7 @@ class Captured:
 
 
 class _CapturedModule(nn.Module):
-    """What torch captures: it writes its own forward into what it is given, and finds the parameters in it.
+    """The module for torch's capture, which sets its forward and reads its parameters.
 
     Args:
         module: whose forward.
@@ -297,9 +297,9 @@ class _CapturedModule(nn.Module):
 class _CapturedGraph:
     """One captured graph, whose results and gradients are copied out of its memory.
 
-    What a replay writes, the next one overwrites. So results are cloned, and so are the gradients, all of them by one
-    kernel: ``AccumulateGrad`` keeps the first gradient of a parameter as its ``grad``, without a copy. An activation
-    that is overwritten before its backward is an error of that backward.
+    A replay overwrites the results of the one before. So results are cloned, and so are the gradients, by one kernel:
+    ``AccumulateGrad`` keeps the first gradient of a parameter as its ``grad``, without a copy. Overwritten activations
+    are an error of their backward.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class _CapturedGraph:
     def _begin(self, call: int, _: Any) -> None:
         if self._live != call:
             raise self._refusal(
-                "a backward runs whose activations were overwritten: the module was called again, or this backward ran "
+                "the activations of this backward were overwritten: the module was called again, or this backward ran "
                 "already",
                 "call backward once after each forward, or leave this module out",
             )
@@ -337,37 +337,37 @@ class _CapturedGraph:
 
 
 def own_gradients(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-    """Copy the gradients of an autograd node, as its hook, out of the memory of a CUDA graph."""
+    """Copy the gradients of an autograd node, as its hook, out of a CUDA graph's memory."""
     copies = iter(clone_all([each for each in gradients if each is not None]))
     return tuple(None if each is None else next(copies) for each in gradients)
 
 
 @dataclass(frozen=True)
 class Cudagraphify(Primitive):
-    """Capture the module's forward and backward into CUDA graphs: for modules whose kernels are shorter than a launch.
+    """Capture the module's forward and backward into CUDA graphs, for kernels shorter than a launch.
 
-    Captured by ``torch.cuda.make_graphed_callables`` at the first training call with each combination of shapes, types,
+    ``torch.cuda.make_graphed_callables`` captures at the first training call with each combination of shapes, types,
     constants, autocast, modes and trained parameters. Arguments are tensors, numbers, strings, None, and tuples, lists
-    and dicts of these. Without gradients, on a CPU tensor, and while ``verify`` watches dropout, the forward runs as it
-    is. Where there is no CUDA device when the step is applied, it does nothing, and says so.
+    and dicts of these. Without gradients, on a CPU tensor, and while ``verify`` observes dropout, the forward runs as
+    it is. Without a CUDA device the step does nothing, with a note in its record.
 
     Modules captured inside of it become a part of its graph. Collectives are captured with it where their backend can
     be (NCCL): every rank must capture at the same call.
 
     Warm-up and capture leave buffers and RNG states as they were. Where parameters, buffers, attributes, children or
     hooks of the module were replaced or moved since, its graphs are dropped and captured again. A replay runs no Python
-    of the forward: what it reads besides its arguments and the module stays as it was at the capture.
+    of the forward: other values that it reads stay as they were at the capture.
 
     Results and gradients are copied out of the graph's memory (one kernel for each result, one for all gradients), so
-    that gradients may be accumulated and results kept. Activations are not: a module that is called several times
-    before its backward (shared weights, pipeline micro-batches, checkpointing around it) must not be captured. That
-    cannot be seen beforehand, and is refused at the backward whose activations are lost.
+    that gradients may be accumulated and results kept. Activations are not: do not capture a module that is called
+    several times before its backward (shared weights, pipeline micro-batches, checkpointing around it). The backward
+    whose activations were overwritten refuses it.
 
-    Of what is written here, only what runs without a GPU is tested: the CUDA path has not been run by the authors.
+    The CUDA path has not been run by the authors; tests cover the code that runs without a GPU.
 
     Args:
         warmup: runs before the capture, in which libraries choose their kernels; 11 under DistributedDataParallel.
-        most_shapes: after that many combinations of shapes, types and constants, another one is refused.
+        most_shapes: the limit of combinations of shapes, types and constants.
 
     Raises:
         PreconditionError: the module is captured already, is hooked below, or has no forward of its own.
@@ -396,7 +396,7 @@ class Cudagraphify(Primitive):
         for below in node.walk():
             if below.path != node.path and has_backward_hooks(below.module):
                 yield Violation(
-                    f"'{below.path}' has backward hooks, which a captured graph does not call", "remove them before"
+                    f"'{below.path}' has backward hooks, which a captured graph does not call", "remove the hooks first"
                 )
 
     def apply(self, node: Node, edit: Edit) -> None:

@@ -1,12 +1,11 @@
-"""Run compiled code under torch-function modes, such as those of ``verify``.
+"""Run compiled code under torch-function modes, e.g. of ``verify``.
 
-A torch-function mode sees what Python calls, and compiled code calls nothing; and behind a graph break, torch.compile
-(2.13) gives wrong values while a mode is active. So the modes are put aside while compiled code runs:
+A torch-function mode sees calls of Python, and compiled code makes none; and after a graph break, torch.compile (2.13)
+computes wrong values while a mode is active. So the modes are disabled while compiled code runs:
 
-- a compiled graph that draws for dropout is run once more as it was captured, on copies and for the modes' eyes only:
-  they see every draw. Then the compiled code itself gives the numbers, without its dropout if a mode turned that off.
-- of what is compiled in pieces, the same is done with the whole function; where a mode turned its dropout off, the
-  function runs uncompiled.
+- a compiled graph with dropout also runs as captured, on copies, so that the modes see every draw. The compiled code
+  computes the result, without its dropout if a mode disabled that.
+- a function with graph breaks is treated likewise as one; where a mode disabled its dropout, it runs uncompiled.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def is_fake() -> bool:
 
 @contextlib.contextmanager
 def modes_disabled(*, show: bool = True) -> Iterator[None]:
-    """Put the active torch-function modes aside.
+    """Disable the active torch-function modes while the block runs.
 
     Args:
         show: whether compiled graphs show them their draws.
@@ -102,7 +101,7 @@ def show_to_modes(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def restored_on_error(args: Any) -> Iterator[None]:
-    """Restore buffers and RNG states after a ``RuntimeError``, unless the device or a peer failed."""
+    """Restore buffers and RNG states after a ``RuntimeError``, unless a device or peer failed."""
     buffers = [(each, each.clone()) for module in args if isinstance(module, nn.Module) for each in module.buffers()]
     device = accelerator()
     generators: list[Any] = [torch] if device is None else [torch, torch.get_device_module(device)]
@@ -128,9 +127,9 @@ _OF_DEVICES = tuple(
 
 
 def device_error(error: BaseException) -> BaseException | None:
-    """Return the out-of-memory, accelerator or communication error behind an error; None if it is another.
+    """Return the memory, accelerator or communication error behind an error; None for others.
 
-    Nothing may run again after it: there is no memory, the context is lost, or other ranks wait elsewhere.
+    Nothing may run again after it: memory is exhausted, the context is lost, or other ranks wait elsewhere.
     """
     cause = innermost(error)
     return cause if isinstance(cause, _OF_DEVICES) else None
@@ -159,8 +158,8 @@ class Watchable:
 
     Args:
         captured: the graph, as torch calls.
-        compiled: what computes the same.
-        compile_still: makes the same of the graph without its dropout; called once, if ever.
+        compiled: the graph compiled.
+        compile_still: compiles the graph without its dropout; called at most once.
     """
 
     def __init__(
@@ -191,7 +190,7 @@ class Watchable:
 
 
 class _DropoutDetector(TorchFunctionMode):
-    """Notices whether anything is dropped."""
+    """Detect calls of dropout."""
 
     has_dropped = False
 
@@ -227,7 +226,7 @@ def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graph and those inside of it: what is checkpointed is a graph of its own."""
+    """Return the graph and the graphs in it, e.g. of checkpointed regions."""
     return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
 
 

@@ -1,4 +1,4 @@
-"""Ready patterns: operations that models write out, in the ways of transformers and plain PyTorch code.
+"""Ready patterns: operations that models write out, as transformers and plain PyTorch code do.
 
 ``sch.find("fusion.sdpa")`` uses one by its name; ``slapo patterns list`` lists them, ``slapo patterns show
 fusion.sdpa`` shows one with its alternatives. A pattern finds nothing inside of a module that is a call in the graph:
@@ -22,18 +22,18 @@ import slapo_core as slapo
 _ROOT = math.sqrt(2.0)
 _FACTOR = math.sqrt(2.0 / math.pi)
 _SHORTENED = 0.7978845608
-"""The factor as transformers' FastGELU has it: the last digit in float64 differs from that of torch's, no more."""
+"""The factor of transformers' FastGELU, whose last digit in float64 differs from torch's."""
 
 
 def exact(x: Any) -> Any:
-    """GELU by the error function, in the ways to write it out: transformers' ``gelu_python``, minGPT's predecessors."""
+    """Write GELU by the error function, as transformers' ``gelu_python`` does."""
     any_of = slapo.patterns.any_of
     erf = torch.erf(any_of(x / _ROOT, x * (1 / _ROOT), x * math.sqrt(0.5)))
     return _half_of(x, 1.0 + erf)
 
 
 def tanh_approximation(x: Any) -> Any:
-    """GELU by the hyperbolic tangent, written out: ``gelu_new``, ``gelu_fast`` and ``gelu_accurate`` of transformers.
+    """Write GELU by the hyperbolic tangent, as ``gelu_new``, ``gelu_fast`` and ``gelu_accurate`` of transformers do.
 
     OpenAI's GPT-2, minGPT and nanoGPT write the first of them.
     """
@@ -50,7 +50,7 @@ def tanh_approximation(x: Any) -> Any:
 
 
 def quick(x: Any) -> Any:
-    """CLIP's approximation of GELU, by a sigmoid."""
+    """Write CLIP's approximation of GELU, by a sigmoid."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -165,9 +165,9 @@ def rms_norm(
     Args:
         x: (..., features).
         eps: added to the mean square.
-        weight: what the normed values are multiplied by; of any shape that this takes.
-        dtype: that the normed values are cast to before.
-        fine: in which the mean square is computed, where it is not that of ``x``.
+        weight: factor of the normed values, of any shape that broadcasts.
+        dtype: of the normed values before the product.
+        fine: dtype of the mean square, if it differs from that of ``x``.
     """
     features = x.shape[-1:]
     one_type = (dtype is None or dtype == x.dtype) and (fine is None or fine == x.dtype)
@@ -212,7 +212,7 @@ def _normed(x: Any, eps: Any, fine: Any) -> Any:
     return any_of(x * any_of(torch.rsqrt(mean), torch.pow(mean, -0.5)), x / torch.sqrt(mean))
 
 
-# ``fusion.bias_dropout_add_norm``: what stands between two halves of a transformer layer.
+# ``fusion.bias_dropout_add_norm``: the operations between two halves of a transformer layer.
 
 
 class BiasDropoutAddNorm(slapo.Pattern):
@@ -254,7 +254,7 @@ class BiasDropoutAddNorm(slapo.Pattern):
 
 
 class Qkv(slapo.Pattern):
-    """Three linear layers of one value: query, key and value, in the order in which the model calls them.
+    """Three linear layers of one value: query, key and value, in the order of their calls.
 
     Each with a bias or without. The match has three outputs. ``merge`` makes one projection of them, by their paths:
     ``layer.merge(("self.query", "self.key", "self.value"))``.
@@ -287,7 +287,7 @@ class Rotary(slapo.Pattern):
     element. Queries and keys are a match each. Where only a part of each head is rotated, ``x`` is that part. The
     middle of a head is read outside of the match, wherever the model computes it.
 
-    Not found: rotations by complex numbers, and those in the other direction (``torch.cat((x2, -x1), dim=-1)``).
+    Not found: rotations by complex numbers, and in the other direction (``torch.cat((x2, -x1), dim=-1)``).
     """
 
     name = "fusion.rotary"
@@ -346,8 +346,8 @@ def attention(
         divisor: the scores are divided by it.
         factor: the same as ``scale``, computed by the model: a number, or a tensor such as each head's own.
         ratio: the same as ``divisor``.
-        p: how likely a weight is dropped.
-        training: whether any is.
+        p: the probability of dropping a weight.
+        training: whether to drop.
     """
     measure = scale / divisor * factor / ratio
     number = 1.0 if isinstance(measure, Tensor) else float(measure)
@@ -392,7 +392,7 @@ def _as_written(
     fill: float,
     dropped: float,
 ) -> Tensor:
-    """What the model computes, where torch's function has no arguments for it."""
+    """Compute attention as the model does, where torch's function lacks the arguments."""
     scores = query @ key * measure
     if mask is not None:
         scores = scores + mask
@@ -471,7 +471,7 @@ class ScaledDotProductAttention(slapo.Pattern):
 
 
 def softmax_weights(scores: Any, p: Any, training: Any) -> Any:
-    """Softmax, cast and dropout: not every combination of them, for each costs time in every search."""
+    """Write softmax, cast and dropout, in the combinations that models use."""
 
     def dropped(weights: Any) -> Any:
         return F.dropout(weights, p, training)

@@ -1,8 +1,8 @@
 """Side effects of graph nodes: RNG use, in-place writes, switched-off gradients.
 
 Two nodes may be swapped if neither reads what the other writes and not both use the RNG. The effects of torch's
-functions and modules are seen while they are recorded, in the schemas and tags of the operators that they call.
-Functions and modules of the model's author are taken to do everything.
+functions and modules are observed in recordings, by the schemas and tags of the operators that they call. Functions and
+modules of the model's author may have every effect.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_o
 from slapo_graph.protocol import check
 
 _TAGGED = ("aten", "prims", "_c10d_functional")
-"""Namespaces whose operators have the tag of random numbers if they draw some; that of others may be missing."""
+"""Namespaces whose operators that use the RNG have its tag; other namespaces may lack it."""
 
 _STATISTICS = ("running_mean", "running_var")
-"""Written by batch norms in training, which their schemas do not say."""
+"""Written by batch norms in training, without mention in their schemas."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class _Observing(fx.Interpreter):
 
 
 def observe(graph: fx.Graph, module: nn.Module, values: Sequence[Any]) -> None:
-    """Note the side effects of a graph whose tracer did not: without them, no match in it can become one call.
+    """Note the side effects in a graph of a tracer that does not; without them no match in it can become one call.
 
     Args:
-        graph: run once on tensors without values; what raises there is left as it is.
+        graph: run once on fake tensors, up to an error.
         module: the traced one.
         values: of the placeholders.
     """
@@ -122,12 +122,12 @@ def observe(graph: fx.Graph, module: nn.Module, values: Sequence[Any]) -> None:
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, list(values))
         with mode:
             _Observing(module, graph=graph).run(*fakes, enable_io_processing=False)
-    except Exception:  # noqa: BLE001 - then nothing is known of its nodes
+    except Exception:  # noqa: BLE001 - its nodes stay unknown
         return
 
 
 def _operands(value: Any) -> list[Any]:
-    """Return a call's arguments one by one, in the same order for values and for nodes."""
+    """Return a call's arguments one by one, values and nodes in the same order."""
     if isinstance(value, dict):
         value = tuple(value.values())
     elif isinstance(value, slice):
@@ -143,7 +143,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def is_inert(node: fx.Node) -> bool:
-    """Return whether ``node`` only reads what never changes during a run: a name, a size, a guard."""
+    """Return whether a node only reads a constant of the run: a name, a size, a guard."""
     if node.op in ("get_attr", "placeholder", "output"):
         return True
     if node.op == "call_method":
@@ -160,8 +160,8 @@ class Effects:
     """Analyze side effects of the nodes of one graph.
 
     Args:
-        graph: must not change meanwhile, but for the places of its nodes.
-        module: the traced module; what it calls is looked up there.
+        graph: must not change meanwhile, except the order of its nodes.
+        module: the traced one.
         fresh: nodes whose values are new memory, whatever they compute.
     """
 
@@ -192,7 +192,7 @@ class Effects:
         return found is None or found.draws
 
     def writes(self, node: fx.Node) -> frozenset[Any]:
-        """Return the memory that a node may write to, as named by :meth:`roots`, without its own."""
+        """Return the memory, without its own, that a node may write to; see :meth:`roots`."""
         return frozenset().union(*(self.roots(written) for written in self._written(node)))
 
     def reads(self, node: fx.Node) -> frozenset[Any]:
@@ -252,7 +252,7 @@ class Effects:
         return self._tried(node) if node.op == "call_function" and "side_effects" not in node.meta else found
 
     def _tried(self, node: fx.Node) -> SideEffects | None:
-        """Return the side effects of a rewrite's function, observed on fake tensors like its arguments."""
+        """Return the side effects of a rewrite's function, observed on fake tensors."""
         observer, target = SideEffectObserver(), cast("Callable[..., Any]", node.target)
         with SafeFakeTensorMode(allow_non_fake_inputs=False):
             try:

@@ -79,21 +79,21 @@ class ExampleCalls:
 
 @dataclass
 class _KnownCalls:
-    """What was found out about one schedule."""
+    """The known calls of one schedule."""
 
     reference: ExampleCalls | None = None
-    scheduled: dict[str, Call] = field(default_factory=dict)  # of a run with steps in force
+    scheduled: dict[str, Call] = field(default_factory=dict)  # of the last run with steps in force
     steps: tuple[Record, ...] = ()  # these
 
 
 _KNOWN_CALLS: WeakKeyDictionary[Schedule, _KnownCalls] = WeakKeyDictionary()
-"""Results of runs: a cache, which goes with its schedule."""
+"""Results of runs: a cache, freed with its schedule."""
 
 
 def example_call(node: Node) -> Call:
-    """Return arguments that a module is called with when the reference model runs on the schedule's example inputs.
+    """Return the arguments of a module in a run of the reference model on the example inputs.
 
-    They are tensors without values, from a run of the whole model on such; of several calls, those of the first.
+    Fake tensors, of the module's first call in a run of the entire model.
 
     Raises:
         TraceError: the model cannot run without values, or does not call this module.
@@ -108,11 +108,10 @@ def example_call(node: Node) -> Call:
 
 
 def example_calls(node: Node) -> Iterator[Call]:
-    """Yield candidates for the arguments of a module, for a primitive that tries them until one fits.
+    """Yield candidates for the arguments of a module, to be tried in their order.
 
-    That of the reference model, as :func:`example_call` gives it, and that of the model as the steps have made it so
-    far, where blocks may hand on shards. A run of the scheduled model takes place only if it is asked for, and serves
-    the modules after it, too.
+    First the reference model's, of :func:`example_call`; then the scheduled model's, whose blocks may pass on shards.
+    The scheduled model runs only if the second is asked for, once for all modules after it.
 
     Raises:
         TraceError: neither run calls this module.
@@ -156,17 +155,16 @@ def _schedule_of(node: Node) -> Schedule:
 
 
 def reference_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
-    """Run ``model`` once on tensors without values, and note the first call of every module.
+    """Run a model once on fake tensors, and note the first call of every module.
 
-    A model that needs values on its way (it branches on them, or picks by them) is run on the inputs themselves, if it
-    has values.
+    A model that needs values (to branch on, or as indices) runs on the inputs themselves, if it has values.
 
     Args:
         model: on any device, ``meta`` too; nothing in it is changed.
         example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
 
     Returns:
-        the arguments by path, as far as the run came; what ended it early, or None.
+        the arguments by path, as far as the run came; the error that ended it, or None.
     """
     args, kwargs = call_with(example_inputs)
     tensors = [*model.parameters(), *model.buffers()]
@@ -186,17 +184,16 @@ def reference_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
 
 
 def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
-    """Note the first call of every module of a scheduled model: without values, as far as it runs so, or with them.
+    """Note the first call of every module of a scheduled model, on fake tensors if it runs on these.
 
-    Graphs that no step rewrote are left out: those modules run their own forward. Calls of modules that are part of a
-    rewritten graph are not noted.
+    Modules with an unrewritten graph run their own forward. Calls inside of a rewritten graph are not noted.
 
     Args:
         model: on any device, ``meta`` too; nothing in it is changed.
         example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
 
     Returns:
-        the arguments by path, as far as the run came; what ended it early, or None.
+        the arguments by path, as far as the run came; the error that ended it, or None.
     """
     args, kwargs = call_with(example_inputs)
     copied, inlined = _own_forwards(model)
@@ -208,7 +205,7 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
 
 
 def _own_forwards(model: nn.Module) -> tuple[nn.Module, set[nn.Module]]:
-    """Return a copy without graphs that no step rewrote, and the modules within the rewritten ones."""
+    """Return a copy without unrewritten graphs, and the modules inlined in rewritten ones."""
     copied = copied_model(model)
     inlined: set[nn.Module] = set()  # a hook there would make another graph
     for module in copied.modules():
@@ -266,7 +263,7 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
 def _run_with_values(
     copy_model: Callable[[], tuple[nn.Module, Collection[nn.Module]]], args: Any, kwargs: Any
 ) -> tuple[dict[str, Call], Exception | None]:
-    """Run copies on the tensors themselves; in evaluation mode too, for what training leaves out by chance."""
+    """Run copies on real tensors; in evaluation mode too, for modules that training skips at random."""
     with fork_rng(), torch.no_grad():
         copied, unnoted = copy_model()
         calls, error = _run(copied, args, kwargs, None, unnoted)
@@ -284,7 +281,7 @@ def _run(
     unnoted: Collection[nn.Module] = (),
     own: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[dict[str, Call], Exception | None]:
-    """Run a copy, on which stays what the forward sets; on fake tensors of ``mode``, or on the tensors themselves."""
+    """Run a copy on fake tensors of ``mode``, or on real ones; it keeps the attributes that its forward sets."""
     on_meta = any(tensor.is_meta for tensor in copied.parameters())
     calls: dict[str, Call] = {}
 
@@ -303,7 +300,7 @@ def _run(
         given, named = with_tensors((args, kwargs), own or copy_of)
         try:
             copied(*given, **named)
-        except Exception as error:  # noqa: BLE001 - whoever needs a call that was not reached is told
+        except Exception as error:  # noqa: BLE001 - raised for calls that were not reached
             return calls, error
         finally:
             torch.clear_autocast_cache()
@@ -313,7 +310,7 @@ def _run(
 
 
 def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
-    """Copy the modules of a model; what cannot be copied (a lock, a process group) is shared.
+    """Copy the modules of a model; share objects that cannot be copied, e.g. locks and process groups.
 
     Args:
         model: any.

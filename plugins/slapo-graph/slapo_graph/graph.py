@@ -32,19 +32,21 @@ if TYPE_CHECKING:
 
 
 class TracedForward(RecordedForward):
-    """The graph of a traced module: what runs in place of its forward, and what steps made of it.
+    """The graph of a traced module, and the history of its rewrites.
 
-    A rewrite makes another graph of it, which repeats the rewrite in each variant of the one before. A step at a module
-    below has the graph recorded again, with all rewrites.
+    It runs in place of the module's forward.
+
+    A rewrite makes another graph, with the rewrite repeated in each variant. After a step at a module below, the graph
+    is recorded again, with all rewrites.
 
     Args:
-        forward: as of :class:`RecordedForward`, like the others.
+        forward: as of :class:`~slapo_graph.variants.RecordedForward`, like the next four.
         tracer: likewise.
         leaves: likewise.
         path: likewise.
         pool: likewise.
-        beneath: the graphs that these were made of.
-        rewrite: that made them of ``beneath``; both or neither.
+        beneath: the graph before the rewrite.
+        rewrite: of ``beneath``; both or neither.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class TracedForward(RecordedForward):
         self.beneath, self.rewrite = beneath, rewrite
 
     def __str__(self) -> str:
-        """As Python; of several variants, the one recorded first."""
+        """Return the variant recorded first, as Python."""
         first = self.first
         if first is None:
             return f"# {self!r}: recorded at its first call"
@@ -106,19 +108,19 @@ class TracedForward(RecordedForward):
     def with_region_called(
         self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
     ) -> TracedForward:
-        """Each match becomes one call of ``transform(region)``, in every variant of the graph.
+        """Replace each match by one call of ``transform(region)``, in every variant.
 
         Args:
             module: the traced module.
-            matches: of this graph, none of which shares a node with another.
-            transform: gives what runs instead of a region; called once for each distinct region, which all places
-                that compute the same then share. To pickle the model, it must be picklable.
+            matches: of this graph; no two share a node.
+            transform: returns the replacement of a region; called once for each distinct region, for all places
+                that compute the same. To pickle the model, it must be picklable.
             name: of the call in the printed graph.
 
         Raises:
-            ApplyError: a match cannot be taken out: a value leaves it and comes back, a tensor is written to in place
-                between its nodes, or random numbers would be drawn in another order. Modules with hooks or steps are
-                called by the region as before.
+            ApplyError: a match cannot become one call: it is not convex, a tensor is written to in place between
+                its nodes, or the RNG would be used in another order. The region calls modules with hooks or steps as
+                before.
         """
         return self._rewritten(module, matches, Outline(transform, name))
 
@@ -136,26 +138,26 @@ class TracedForward(RecordedForward):
         then: Callable[..., Any] | None = None,
         undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> TracedForward:
-        """Each match becomes one call of ``new``, in every variant of the graph.
+        """Replace each match by one call of ``new``, in every variant.
 
         Args:
             module: the traced module.
             matches: as for :meth:`with_region_called`.
             new: a function, or the path of a module below the traced one.
-            arguments: names of captures of the match, or numbers of its inputs, whose values are passed in this order.
+            arguments: names of captures, or numbers of inputs, passed by position.
             keywords: the same, by keyword.
             name: of the call in the printed graph.
-            results: names of captures of the match for which the results stand, in their order; empty: the values that
-                are used outside of the match, in the graph's order.
-            results_only: ``new`` gives the last value of a match; others become None where the traced module gives
-                them out, and are refused where it uses them.
-            then: called with what ``new`` gives, and gives the results.
-            undone: gives, for the traced module, a context in which what the matches call can run, for recording
-                another variant; None: it always can.
+            results: names of the captures that the results replace, in order; empty: the values used outside of the
+                match, in the graph's order.
+            results_only: ``new`` returns the last value of a match only; other outputs of the traced module become
+                None, and other uses are refused.
+            then: converts the output of ``new`` to the results.
+            undone: makes, for the traced module, a context in which the replaced modules can run, to record another
+                variant; None: they always can.
 
         Raises:
-            ApplyError: as for :meth:`with_region_called`; or a match has no such capture, or it calls a module with
-                hooks or steps.
+            ApplyError: as for :meth:`with_region_called`; or a match lacks a capture, or calls a module with hooks
+                or steps.
         """
         named = tuple((keywords or {}).items())
         outputs = {len(match.outputs) for match in matches}
@@ -187,7 +189,7 @@ class TracedForward(RecordedForward):
             alike = [variant for variant in self.variants if variant.structure.modules_of(module) is not None]
         for key, variants in self.specializations.items():
             for variant in variants:
-                if variant in alike:  # the others are recorded again if they are called
+                if variant in alike:  # others are recorded again at their next call
                     again = made._first if variant is first else None
                     again = again or made._repeated(variant, module, variant.structure)
                     if again.structure.modules_of(module) is not None:  # without a child that came with the rewrite
@@ -207,7 +209,7 @@ class TracedForward(RecordedForward):
     def _repeated(
         self, variant: Specialization, module: nn.Module, structure: Structure, *, first: bool = False
     ) -> Specialization:
-        """Repeat the rewrite on a variant; ``plan`` is that of its calls, after the rewrite."""
+        """Repeat the rewrite on a variant; ``structure`` is that of the modules after the rewrite."""
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
@@ -261,18 +263,17 @@ class TracedForward(RecordedForward):
     ) -> tuple[str, ...]:
         """Record again after steps at modules below, and repeat all rewrites.
 
-        Where the forward cannot run (between two steps that belong together, say) nothing is recorded: the next call
-        will, or another step before.
+        Where the forward cannot run, e.g. between two steps of a split, the next step or call records it.
 
         Args:
             module: the traced module.
-            calls: what it may be called with now, if not with what it was recorded with.
+            calls: further candidates for its arguments.
 
         Returns:
-            paths of modules that the graph calls no more since it was rewritten.
+            paths of modules that the rewritten graph no longer calls.
 
         Raises:
-            TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
+            TraceError: a rewrite cannot be repeated in the new graph.
         """
         self._snapshots.clear()
         self.select_variant(module)
@@ -314,15 +315,15 @@ class TracedForward(RecordedForward):
         Args:
             below: its path, relative to the traced module.
             child: the module.
-            call: gives what it is called with.
+            call: returns its arguments.
 
         Returns:
-            its graph, to run within the wrappers; None if its code is not recorded here, or cannot be.
+            its graph, to run within the wrappers; None if its code is not inlined here, or cannot be recorded.
         """
         first = self.first
         if first is None or not self.leaves.flatten or is_predefined(child) or self.leaves.names(child, below):
             return None
-        if not self.leaves(child, below):  # a graph can hold what is wrapped around it
+        if not self.leaves(child, below):  # a graph can hold its wrappers
             return None
         path = f"{self.path}.{below}" if self.path else below
         made = TracedForward(forwards.ModuleForward.of(child).bottom, self.tracer, Leaves(flatten=True), path=path)
@@ -339,7 +340,7 @@ class TracedForward(RecordedForward):
 
         Args:
             module: the traced one.
-            inner: of :meth:`graph_of_child`.
+            inner: from :meth:`graph_of_child`.
             child: the module of ``inner``, which is a call now.
 
         Returns:
@@ -379,7 +380,7 @@ class TracedForward(RecordedForward):
 
 
 def graph_of(node: Node) -> TracedForward | None:
-    """The static graph that runs as the module's forward; None if the module is not traced."""
+    """Return the graph that runs as a module's forward; None if the module is not traced."""
     graph = node.state.get("forward")
     if not isinstance(graph, TracedForward):
         return None
@@ -391,7 +392,7 @@ def _split_rewrite(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Mo
     """Split a rewrite among the graphs that now hold its matches.
 
     Raises:
-        TraceError: they are others than they were.
+        TraceError: the graphs have other matches than before.
     """
     counts = []
     for graph, module in graphs:

@@ -1,4 +1,4 @@
-"""What is compared at a call: the key by which a variant is found, and the attributes and global names that it read."""
+"""Guards of a call: the key of its variant, and checks of attributes and global names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ABSENT:
 
 
 class Same:
-    """The fingerprint of a global name that is, or holds, tensors: they must be the very same objects.
+    """The fingerprint of a global name that is or holds tensors; only the same objects match.
 
     Args:
         value: the object.
@@ -68,7 +68,7 @@ def _shape_and_type(tensor: torch.Tensor) -> Any:
 def fingerprint(value: Any, of_tensor: Callable[[torch.Tensor], Any] = _shape_and_type) -> Any:
     """Return the fingerprint by which a value is compared.
 
-    Copies of a model have equal fingerprints: objects count by their class, and tensors by shape and dtype.
+    Copies of a model have equal fingerprints: of objects their class, of tensors shape and dtype.
     """
     cls = type(value)
     if cls in _SCALARS:
@@ -107,7 +107,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _of_part(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """Snapshot an element of a container: its class, and the settings of objects, which have no guard there."""
+    """Return the fingerprint of an element of a container, with its class and the settings of objects."""
     found = fingerprint(value, of_tensor)
     if type(found) is tuple and found[:1] in ((object,), (nn.Module,)):
         found = (*found, _settings(value))
@@ -122,7 +122,7 @@ def _settings(value: Any) -> Any:
 
 
 def has_full_fingerprint(value: Any) -> bool:
-    """Return whether the fingerprint is complete: not of modules and objects, alone or in containers."""
+    """Return whether a fingerprint covers a value entirely; for modules and other objects it does not."""
     cls = type(value)
     if cls in _SCALARS or cls is float or isinstance(value, (*_BY_IDENTITY, torch.Tensor)):
         return True
@@ -180,7 +180,7 @@ class _Text(str):
 
 
 class Checks:
-    """The flags of a graph, grouped by the objects that have them, to be checked at every call.
+    """The flags of a graph, grouped by owner, to be checked at every call.
 
     Args:
         flags: of one recording.
@@ -214,7 +214,7 @@ class Checks:
 
 
 _Groups = list[tuple[Any, tuple[str, ...], tuple[tuple[str, Any, Flag], ...]]]
-"""The number of a module or another object, the names that lead from there to an owner, and the owner's flags."""
+"""The number of a module, or another object; the names from there to an owner; the owner's flags."""
 
 
 def _violated(groups: _Groups, modules: Sequence[nn.Module]) -> tuple[Flag, Any] | None:
@@ -235,14 +235,14 @@ def _violated(groups: _Groups, modules: Sequence[nn.Module]) -> tuple[Flag, Any]
 
 
 class BoundChecks:
-    """The checks of a graph at given modules: quick while the same objects are in the same places.
+    """The checks of a graph at given modules: quick while no object was replaced.
 
-    What may change in place (a list, a tensor) and what is not in the dictionary of an instance is compared as for any
+    Mutable values (a list, a tensor), and attributes outside of the instance's dictionary, are compared as for any
     modules.
 
     Args:
         groups: of :class:`Checks`.
-        modules: as of :meth:`Checks.violated`; the first one, the root of the others, is not held.
+        modules: as of :meth:`Checks.violated`; the first, their root, is not kept.
     """
 
     def __init__(self, groups: _Groups, modules: Sequence[nn.Module]) -> None:
@@ -303,11 +303,11 @@ class BoundChecks:
 
 _ABSENT = repeat(ABSENT)
 _Link = tuple[dict[str, Any], str, Any]
-"""A dictionary, a name, and what the dictionary has by that name; ABSENT if it has nothing."""
+"""A dictionary, a name, and its value there, or ABSENT."""
 
 
 def _links(owner: Any, holders: tuple[str, ...]) -> tuple[list[_Link] | None, Any]:
-    """Return the links by which names lead from an object to another one, and that one; None if one is computed."""
+    """Return the links by which names lead from one object to another, and the other; None if one is computed."""
     links: list[_Link] = []
     for name in holders:
         own = getattr(owner, "__dict__", {})
@@ -365,7 +365,7 @@ def call_key(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> tuple[Any
 
 
 def surroundings() -> tuple[Any, ...]:
-    """Return what decides outside of a model how a call computes; a part of the quick key."""
+    """Return the global modes that decide how a call computes, for the quick key."""
     return (
         torch.is_grad_enabled(),
         autocast_state.state() if is_any_autocast_enabled() else None,
@@ -375,10 +375,10 @@ def surroundings() -> tuple[Any, ...]:
 
 
 def signature(value: Any) -> Any:
-    """Return an argument's input signature: hashable, equal for calls that one recording is valid for.
+    """Return an argument's input signature, equal for calls that one recording serves.
 
-    The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
-    None; the shape of containers.
+    The type, number of axes and device of tensors; the kind of numbers, not their size; the values of strings, bools
+    and None; the structure of containers.
     """
     if value is None or value is MISSING:
         return value
@@ -398,7 +398,9 @@ def signature(value: Any) -> Any:
 
 
 def call_signature(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`signatures`.
+    """Return a key of a call that is quick to make.
+
+    Calls with equal keys bind alike and have equal :func:`signatures`.
 
     Args:
         values: of all arguments.
@@ -420,7 +422,7 @@ def call_signature(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, 
 
 
 def _quick_signature(value: Any, tensors: list[int]) -> Any:
-    """Return a value's signature with the full device of tensors; add their identities to ``tensors``."""
+    """Return a value's signature with full devices; add the identities of its tensors to ``tensors``."""
     cls = type(value)
     if cls is bool or cls is str:
         return value
@@ -436,7 +438,7 @@ def _quick_signature(value: Any, tensors: list[int]) -> Any:
 
 
 def signatures(values: tuple[Any, ...]) -> Any:
-    """Return the input signatures of a call's arguments, and which of their tensors are the same: ``f(x, x)``."""
+    """Return the input signatures of a call's arguments, and which tensors are the same: ``f(x, x)``."""
     own = tuple([signature(value) for value in values])
     tensors: list[int] = []
     _collect(values, tensors)

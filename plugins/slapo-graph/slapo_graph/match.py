@@ -1,4 +1,4 @@
-"""What one sees of the static graph of a traced module, and of what was found in it."""
+"""Matches and patterns, as users see them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def name_of(path: str) -> str:
 
 
 Region = Callable[..., Any]
-"""What a match computes, as a pure function of its inputs: parameters and buffers are arguments like any other."""
+"""The computation of a match, as a pure function of its inputs, parameters and buffers."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Match:
     Args:
         path: of the traced module, e.g. ``"encoder.layer.0.output"``.
         pattern: as data; finds the place again in another variant of the graph, or in another instance of the model.
-        index: which of the matches in this graph it is, from 0.
-        total: how many there are.
+        index: its number among the matches in this graph, from 0.
+        total: the number of matches in this graph.
         nodes: names of the graph's nodes that belong to it, in the graph's order.
-        inputs: names of the nodes whose values it reads, in the order of the pattern's arguments.
-        outputs: names of those of its nodes whose values are used outside of it, in the graph's order.
+        inputs: names of the nodes that it reads, in the order of the pattern's arguments.
+        outputs: names of its nodes that are used outside of it, in the graph's order.
         captures: by name: the name of a node, as :class:`str`, or ``("constant", value)``.
     """
 
@@ -54,11 +54,11 @@ class Match:
 
 
 def by_place(node: Node, matches: Iterable[Match]) -> list[tuple[Node, list[Match]]]:
-    """The traced nodes at or below ``node`` in which the matches lie, each with its own.
+    """Return the traced nodes at or below ``node`` that hold the matches, each with its own.
 
     Args:
         node: where a primitive is applied.
-        matches: what its field of matches holds then.
+        matches: of the primitive.
     """
     groups: dict[str, list[Match]] = {}
     for match in matches:
@@ -83,10 +83,10 @@ class Pattern(ABC):
 
     Attributes:
         name: the full name ``<namespace>.<name>``.
-        replacement: what computes the same, called with the captures by name, for ``replace(match=...)`` without a new
-            module; None if there is none. It must be right for every alternative.
-        results_only: the replacement gives what the pattern returns, and no value inside of a match: one that the
-            traced module gives out and does not use, such as the weights of an attention, is None then.
+        replacement: a function that computes the same of the captures by name, for ``replace(match=...)`` without a
+            new module; None if there is none. It must be right for every alternative.
+        results_only: the replacement returns only the pattern's result. Inner values that the traced module returns
+            without using them, e.g. attention weights, become None.
     """
 
     name: ClassVar[str]
@@ -95,7 +95,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def alternatives(self) -> Iterable[Any]:
-        """The ways in which models write it; each is anything that ``find`` takes, all with the same captures.
+        """Yield the spellings in models; each is anything that ``find`` takes, all with the same captures.
 
-        Of two alternatives that match at one place, the earlier one counts.
+        Where two alternatives match, the earlier one is taken.
         """

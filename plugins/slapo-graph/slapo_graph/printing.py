@@ -1,4 +1,4 @@
-"""A recorded graph as Python to read: what runs is generated from the same graph by torch.fx, with more names."""
+"""A recorded graph as readable Python; torch.fx generates the code that runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TRIVIAL = (operator.ge, operator.gt, operator.ne)
 
 
 def expression(value: Any) -> str:
-    """Return a node or constant as one expression, e.g. ``"x.shape[1] > 4"``; deeper parts by their names only."""
+    """Return a node or constant as one expression, e.g. ``"x.shape[1] > 4"``, down to a depth."""
     return _text(value, depth=6)
 
 
 def printed(recorded: Recorded) -> str:
-    """The graph as a function; reads of attributes, sizes and parts stand where they are used."""
+    """Return the graph as a function; reads of attributes, sizes and parts are inlined."""
     parameters = [str(node) for node in recorded.graph.nodes if node.op == "placeholder"]
     lines = [f"def forward({', '.join(['self', *parameters])}):"]
     for node in recorded.graph.nodes:
@@ -78,20 +78,20 @@ def _guard(node: fx.Node, guards: tuple[Guard, ...]) -> str | None:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether it is an argument of the call, or a part of one."""
+    """Return whether a node is an argument of the call, or a part of one."""
     while isinstance(value, fx.Node) and value.target is operator.getitem:
         value = value.args[0]
     return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 def _state(grad: Any, autocast: Any, cache: Any) -> str:
-    """A switch of gradients and autocast, as a comment: no ``with`` block begins and ends as they do."""
+    """Return a switch of gradients and autocast as a comment; it need not match a ``with`` block."""
     kinds = [f"{kind} {str(dtype)[6:]}" for kind, (on, dtype) in zip(DEVICES, autocast, strict=True) if on]
     return f"# from here: gradients {'on' if grad else 'off'}, autocast {', '.join(kinds) or 'off'}"
 
 
 def _is_read(node: fx.Node) -> bool:
-    """What stands where it is used, instead of a line of its own."""
+    """Return whether a node is printed at its uses, without a line of its own."""
     if node.op == "get_attr" or (node.op == "call_method" and node.target in ("size", "dim")):
         return True
     if node.op != "call_function":

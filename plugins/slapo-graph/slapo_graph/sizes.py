@@ -51,7 +51,7 @@ _ANSWERS_ON_SIZES = ("guard_size_oblivious", "int_", "statically_known_true")
 class SizeNode:
     """Hold the value and graph node of a SymInt, SymFloat or SymBool.
 
-    Arithmetic adds to the graph; whoever needs the plain number (a branch, a loop) leaves a guard there.
+    Arithmetic adds nodes to the graph; a use of the plain number (a branch, a loop) adds a guard.
 
     Args:
         recording: the one in progress; None after its end.
@@ -136,7 +136,7 @@ class SizeNode:
 
 
 class _Int(torch.SymInt):
-    """A symbolic number that says it is an ``int``, as the number is that the code gets when nothing is recorded."""
+    """A symbolic number whose class reads as ``int``."""
 
     __class__ = property(lambda self: int)  # type: ignore[assignment]
 

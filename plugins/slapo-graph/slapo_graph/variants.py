@@ -41,14 +41,14 @@ _CLOCK = itertools.count(1)
 class RecordedForward(forwards.ReplacedForward):
     """Run recorded graphs in place of a forward; takes the module first.
 
-    There is a graph for every signature of inputs, mode and dtype that it was called with, and for other values of the
-    attributes and global names that the forward reads: a variant, recorded when it is first needed. A graph holds no
-    module: the names in it are looked up in the one that is called, so that a copy of the model runs on itself.
+    There is a variant for every signature of inputs, mode and dtype, and for other values of the attributes and global
+    names that the forward reads, each recorded when it is first needed. A graph holds no module: names are looked up in
+    the called one, so that a copy of the model runs on itself.
 
     Args:
-        forward: the forward that is recorded; takes the module first.
+        forward: the recorded one; takes the module first.
         tracer: records it.
-        leaves: which modules below are called as they are.
+        leaves: which modules below stay calls.
         path: of the traced module, for messages.
         pool: recordings that equal modules share.
     """
@@ -72,7 +72,7 @@ class RecordedForward(forwards.ReplacedForward):
         self.recorded_anew = 0  # because an attribute or a global name had another value
         self._first: Specialization | None = None
         self._snapshots: dict[int, Snapshot] = {}  # by the id of a module
-        self._has_snapshots = True  # False: a class below computes what they compare
+        self._has_snapshots = True  # False: a class below computes a compared attribute
         self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
 
     @property
@@ -106,12 +106,11 @@ class RecordedForward(forwards.ReplacedForward):
                 f"call has {error.found!r}",
                 path=self.path,
                 location=guard.location,
-                hint="the model decides there what to compute: call it as it was recorded, or trace only modules that "
-                "lie below this decision",
+                hint="the model branches there: call it as it was recorded, or trace only modules below this branch",
             ) from None
 
     def _remember(self, module: nn.Module, variant: Specialization, signature: Any, arrange: Any) -> None:
-        """Note which variant runs for calls of a signature, for as long as the modules stay the same."""
+        """Note the variant for calls of a signature, while the modules stay the same."""
         modules = variant.structure.modules_of(module)
         if not self._has_snapshots or modules is None or variant.checks.violated(modules) is not None:
             return
@@ -137,10 +136,10 @@ class RecordedForward(forwards.ReplacedForward):
 
         Args:
             module: the traced module.
-            calls: positional and keyword arguments; a later one is asked for only where those before do not fit.
+            calls: positional and keyword arguments; a later one is requested only if the former ones do not fit.
 
         Raises:
-            TraceError: it cannot be recorded for any.
+            TraceError: none can be recorded.
             TypeError: the forward does not take these arguments.
         """
         refused: TraceError | None = None
@@ -165,7 +164,7 @@ class RecordedForward(forwards.ReplacedForward):
         return (self.forward,)
 
     def select_variant(self, module: nn.Module) -> None:
-        """Select the variant recorded for the module's present structure, if any, to represent the graph."""
+        """Select the variant recorded for the module's present structure to represent the graph."""
         if not self.holds(module):
             alike = (variant for variant in self.variants if variant.structure.modules_of(module) is not None)
             self._first = next(alike, self._first)
@@ -187,7 +186,7 @@ class RecordedForward(forwards.ReplacedForward):
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether steps rewrote the graph."""
+        """Return whether steps rewrote the graph."""
         return False
 
     def __repr__(self) -> str:
@@ -201,8 +200,8 @@ class RecordedForward(forwards.ReplacedForward):
             values: of the forward's parameters, in their order.
 
         Raises:
-            TraceError: what is needed cannot be recorded, or what was done to the graph cannot be repeated there.
-            GuardError: a module that a rewrite took out was hooked.
+            TraceError: the variant cannot be recorded, or a rewrite cannot be repeated in it.
+            GuardError: a module that a rewrite removed was hooked.
         """
         key, structure, modules = self._key(module, values)
         changed = None
@@ -220,12 +219,12 @@ class RecordedForward(forwards.ReplacedForward):
                 f"'{hooked}' got hooks or another forward, without effect: the rewritten graph of "
                 f"{name_of(self.path)} does not call it",
                 path=self.path,
-                hint="change the module first, and rewrite then",
+                hint="hook the module before the rewrite",
             )
         return found
 
     def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Structure, list[nn.Module]]:
-        """Return the signature of a call, the module's plan, and its modules."""
+        """Return the signature of a call, the structure of the module, and its modules."""
         number, structure, modules = self._structure(module)
         return (number, *call_key(modules, values)), structure, modules
 
@@ -263,7 +262,7 @@ class RecordedForward(forwards.ReplacedForward):
             )
         made = self._new_variant(module, values, structure, key)
         self.specializations.setdefault(key, []).append(made)
-        self._snapshots.clear()  # it may come before others
+        self._snapshots.clear()  # the new variant may precede others
         return made
 
     def _drop_one(self) -> None:
@@ -306,7 +305,7 @@ class RecordedForward(forwards.ReplacedForward):
         )
 
     def _recorded(self, module: nn.Module, values: tuple[Any, ...], structure: Structure) -> Specialization:
-        """A new variant for calls with ``values`` of the parameters."""
+        """Record a variant for calls with these values of the parameters."""
         named = zip(self.parameters.names, values, strict=True)
         arguments = {name: value for name, value in named if value is not MISSING}
         modules = structure.modules_of(module)

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Attribute:
-    """A parameter, buffer or tensor of the traced module, read where no node of the graph reads it.
+    """A parameter, buffer or tensor of the traced module that no node of the graph reads.
 
     Args:
         path: relative to the traced module, e.g. ``"dense.weight"``.

@@ -86,7 +86,7 @@ def alternatives_of(
     for call in reader.calls:
         if id(call) not in used:
             line = f" ({call.location})" if call.location else ""
-            raise reader.refusal(f"computes {call}{line} and does not use it", "return it, or what is computed from it")
+            raise reader.refusal(f"computes {call}{line} and does not use it", "return it, or a value computed from it")
     for name in (*names, *constants):
         if name not in wildcards:
             raise reader.refusal(f"does not use its argument '{name}'", "leave it out")
@@ -102,7 +102,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 class _AlternativeBuilder:
-    """Build one alternative: ``given`` selects a value at each choice point; later ones take the first."""
+    """Build one alternative, by the given choices; further choice points take their first value."""
 
     def __init__(self, reader: PatternReader, given: list[int], parameters: Set[str]) -> None:
         self.reader, self.given = reader, given
@@ -178,7 +178,7 @@ class _AlternativeBuilder:
         return found
 
     def _free(self, name: str) -> str:
-        """``name`` for a capture, or the first of ``name_2``, ... that the pattern does not use."""
+        """Return ``name`` for a capture, or the first unused one of ``name_2``, ..."""
         taken = {*self.reserved, *self._renamed.values()}
         numbered = (f"{name}_{number}" for number in itertools.count(2))
         return next(each for each in itertools.chain([name], numbered) if each not in taken)
@@ -191,18 +191,18 @@ class _AlternativeBuilder:
         return self._made.get(id(source))
 
 
-# From what users write to a pattern as data.
+# Patterns of users as data.
 
 Load = Callable[[str], type[Pattern] | Pattern | None]
 
 
 def pattern_of(value: Any, load: Load | None = None) -> GraphPattern:
-    """What ``find`` takes, as data.
+    """Return a pattern as data.
 
     Args:
         value: a function, ``functools.partial``, module, name of a pattern of a plugin, glob or regular expression over
             call targets, ``where(...)``, ``any_of(...)``, or a pattern as data already.
-        load: gives the pattern that a plugin registered under a name, None if there is none.
+        load: returns the pattern that a plugin registered under a name; None if there is none.
 
     Raises:
         ArgumentError: it is none of these, or cannot be traced.
@@ -295,7 +295,7 @@ def _of_function(function: Callable[..., Any], text: str) -> list[Alternative]:
 
 
 def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
-    """The parameters of a function; of one of torch's own, those that it cannot do without."""
+    """Return the parameters of a function; of torch's builtins, the required ones."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -314,7 +314,7 @@ def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
 
 
 def _arguments(reader: PatternReader, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:
-    """A wildcard for each parameter without a default; a default stays what it is."""
+    """Return a wildcard for each parameter without a default, and the defaults of the others."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
@@ -354,7 +354,7 @@ def _traced(reader: PatternReader, run: Callable[[], Any], signature: inspect.Si
     except Exception as error:
         raise reader.refusal(
             f"cannot be traced: it raises {type(error).__name__}: {error}",
-            "a pattern is called with values that stand for anything: torch functions, methods and operators only",
+            "a pattern is called with symbolic values: use torch functions, methods and operators only",
             _line(error, reader.location),
         ) from error
     names = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
@@ -363,7 +363,7 @@ def _traced(reader: PatternReader, run: Callable[[], Any], signature: inspect.Si
 
 
 def _first_line(function: Any) -> Location | None:
-    """Where a function begins."""
+    """Return the location of a function."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -371,7 +371,7 @@ def _first_line(function: Any) -> Location | None:
 
 
 def _line(error: Exception, start: Location | None) -> Location | None:
-    """The last line of the pattern's own file that the error came through."""
+    """Return the last line in the pattern's own file of an error's traceback."""
     lines = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
     return next((line for line in reversed(lines) if start is not None and line[0] == start[0]), start)
 

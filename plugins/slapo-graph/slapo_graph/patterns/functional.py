@@ -43,7 +43,7 @@ class FunctionalCall:
 
     @property
     def name(self) -> str:
-        """Of the function: ``"dropout"``."""
+        """Return the name of the function, e.g. ``"dropout"``."""
         return str(getattr(self.function, "__name__", ""))
 
 
@@ -110,7 +110,7 @@ class _FirstCall(TorchFunctionMode):
 
 
 def input_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the only argument of a call of ``module`` in a list; empty if there are others."""
+    """Return the only argument of a module's call in a list; empty if there are others."""
     if len(args) + len(kwargs) != 1:
         return []
     if args:

@@ -49,7 +49,7 @@ class IndexedCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a glob or regular expression over call targets may match."""
+        """Return the names that a glob or regular expression over call targets may match."""
         own = (self.path, self.class_name) if self.class_name is not None else ()
         return (*own, *(self.call.names if self.call is not None else ()))
 
@@ -93,7 +93,7 @@ class Indexed:
                 self.users.setdefault(value, []).append(position)
 
     def tensor(self, attribute: Attribute) -> Any:
-        """What ``attribute`` is in the module now; None if it is gone."""
+        """Return the present value of an attribute; None if it is gone."""
         found: Any = self.module
         for name in attribute.path.split("."):
             found = getattr(found, name, None)
@@ -112,7 +112,7 @@ class Indexed:
         return IndexedCall(node, position, call, values, type(below).__name__, path, parameters, given)
 
     def _note_inlined(self, found: IndexedCall, module: nn.Module) -> None:
-        """Note at the last node of an inlined module that it is a call of that module, if the graph has all of it."""
+        """Let the last node of an inlined module count as a call of it, if the graph has all of its nodes."""
         path, given, names = found.node.meta.get("inlined", ("", None, ()))
         if not names:
             return
@@ -166,7 +166,7 @@ def _module_at(module: nn.Module, path: Any) -> nn.Module:
 
 
 def _given(node: fx.Node) -> Any:
-    """The arguments of a call, with attributes for the nodes that read them."""
+    """Return the arguments of a call, with attributes in place of the nodes that read them."""
 
     def known(part: Any) -> Any:
         return Attribute(str(part.target)) if isinstance(part, fx.Node) and part.op == "get_attr" else part
@@ -175,7 +175,7 @@ def _given(node: fx.Node) -> Any:
 
 
 def values_in(operands: Any) -> Iterator[Any]:
-    """The nodes and attributes among ``operands``, also inside of containers."""
+    """Yield the nodes and attributes among operands, in containers too."""
     for operand in operands:
         if isinstance(operand, fx.Node | Attribute):
             yield operand

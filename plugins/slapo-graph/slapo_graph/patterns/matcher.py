@@ -1,4 +1,4 @@
-"""Where the alternatives of a pattern match in a graph."""
+"""The search for the alternatives of a pattern in a graph."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from slapo_graph.patterns.index import Indexed, IndexedCall, values_in
 from slapo_graph.patterns.operations import same_on_every_axis
 from slapo_graph.patterns.schemas import defaults_of
 
-# Whether an operand of a pattern may stand for an operand of a graph, whatever the wildcards are.
+# Single operands of a pattern and of a graph, compared without regard to the wildcards.
 
 
 _AXES = ("dim", "dim0", "dim1", "dims", "start_dim", "end_dim")
 _ONE_AXIS_MORE = ("diag_embed", "unsqueeze", "unsqueeze_")
-"""Operations whose axes are those of the result."""
+"""Operations whose axes count in the result."""
 _REPEATED = ("dilation", "kernel_size", "output_padding", "output_size", "padding", "stride")
 
 
 def is_constant(value: Any) -> bool:
-    """Whether no value of the graph is in it."""
+    """Return whether a value holds no value of the graph."""
     return value is not MISSING and not any(True for _ in values_in((value,)))
 
 
 def could_be(
     operand: Any, value: Any, name: str, found: IndexedCall, index: Indexed, candidates: Mapping[int, Any]
 ) -> bool:
-    """Whether ``operand`` of a step may stand for ``value``.
+    """Return whether an operand of a pattern may match a value, whatever the wildcards are.
 
     Args:
         operand: of the pattern.
@@ -53,7 +53,7 @@ def could_be(
         name: of the parameter.
         found: the call that has the value.
         index: of the graph.
-        candidates: positions where each earlier step may stand.
+        candidates: positions of each earlier step.
     """
     if isinstance(operand, Wildcard):
         if operand.kind == "constant":
@@ -78,7 +78,7 @@ def could_be(
 
 
 def pairs_of(operand: Any, value: Any) -> Iterator[tuple[Any, Any]]:
-    """The wildcards and results in ``operand``, each with what it stands for."""
+    """Yield the wildcards and results in ``operand``, each with its counterpart in ``value``."""
     if isinstance(operand, Wildcard | StepResult):
         yield operand, value
     elif not isinstance(operand, Constant):
@@ -119,23 +119,23 @@ def _rank(found: IndexedCall) -> int | None:
 
 
 def _is_shape(found: IndexedCall) -> bool:
-    """Whether the call takes one length out of the shape of a tensor."""
+    """Return whether a call reads one size of a tensor's shape."""
     call = found.call
     shape = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
     return isinstance(shape, fx.Node) and shape.target is getattr and shape.args[1] == "shape"
 
 
 def _is_floating(found: IndexedCall) -> bool:
-    """Whether all tensors that the call uses are known to be of floating point, so that 2 and 2.0 compute the same."""
+    """Return whether a call's tensors are known to be floating-point, so that 2 and 2.0 compute the same."""
     examples = [value.meta.get("example") if isinstance(value, fx.Node) else None for value in found.values]
     return bool(examples) and all(example is not None and example[1].is_floating_point for example in examples)
 
 
-# A step of a pattern beside a call of a graph: the target, and the arguments one by one.
+# A step of a pattern and a call of a graph: target and arguments.
 
 
 def has_target(step: PatternStep, found: IndexedCall) -> bool:
-    """Whether ``found`` calls what ``step`` calls."""
+    """Return whether a call has the target of a step."""
     target = step.target
     if target.kind == "call":
         return found.call is not None and found.call.operation == target.name
@@ -159,7 +159,7 @@ Row = tuple[str, Any, Any]
 
 
 def argument_orders(step: PatternStep, found: IndexedCall) -> list[list[Row]]:
-    """Return the ways to pair the arguments of both: two if they commute, none if other arguments are given."""
+    """Return the pairings of a step's and a call's arguments: two if they commute, none if they differ."""
     rows = _aligned(step, found)
     if rows is None:
         return []
@@ -212,14 +212,16 @@ def _by_name(step: PatternStep, operation: str, given: dict[str, Any]) -> list[R
     return rows
 
 
-# Steps of an alternative that could change places: searching for them in one order is enough.
+# Interchangeable steps of an alternative, which are searched in one order only.
 
 
 def twins(
     alternative: Alternative, wildcards: list[frozenset[str]], consumers: list[list[int]]
 ) -> dict[int, list[int]]:
-    """For each step the others that it could change places with: nothing uses them, and they differ in wildcards only
-    that no other step has."""
+    """Return for each step the steps that it could change places with.
+
+    Nothing uses them, and they differ only in wildcards of their own.
+    """
     count = Counter(name for names in wildcards for name in names)
     groups: dict[Any, list[int]] = {}
     for number, step in enumerate(alternative.steps):
@@ -232,7 +234,7 @@ def twins(
 
 
 def _met(step: PatternStep) -> list[str]:
-    """The names of a step's wildcards in the order of its arguments."""
+    """Return the names of a step's wildcards, in the order of its arguments."""
     pairs = (pair for _, operand in step.arguments for pair in pairs_of(operand, operand))
     return list(dict.fromkeys(operand.name for operand, _ in pairs if isinstance(operand, Wildcard)))
 
@@ -256,10 +258,10 @@ Embedding = tuple[tuple[int, ...], dict[str, Any]]
 
 
 class AlternativeMatcher:
-    """Finds where one alternative stands in one graph.
+    """Search the places of one alternative in one graph.
 
-    First, for each step, where it may stand if what its wildcards have in common did not matter (``candidates``); then
-    exactly, and only there. A partial placement that failed is not tried again.
+    First the candidates of each step, without regard to shared wildcards; then exact placements among these. A partial
+    placement that failed is not tried again.
 
     Args:
         alternative: of a pattern; the graph has each of its operations.
@@ -287,7 +289,7 @@ class AlternativeMatcher:
         self._twins = twins(alternative, self._wildcards, self._consumers) if self.is_possible else {}
         self._sources = [number for number, operands in enumerate(self._operands) if not operands]
 
-    # -- where each step may stand ----------------------------------------------------------------------------
+    # -- candidates of each step ------------------------------------------------------------------------------
 
     def _narrow(self) -> bool:
         steps = self.alternative.steps
@@ -316,7 +318,7 @@ class AlternativeMatcher:
         return True
 
     def _orders(self, step: PatternStep, found: IndexedCall) -> list[Pairs]:
-        """The ways in which the operands of ``step`` may stand for those of ``found``."""
+        """Return the pairings of a step's operands with a call's."""
         self.tried += 1
         if step.target.kind != "call" and not has_target(step, found):
             return []
@@ -326,18 +328,18 @@ class AlternativeMatcher:
             if all(could_be(operand, value, name, found, self.index, self.candidates) for name, operand, value in order)
         ]
 
-    # -- exactly ----------------------------------------------------------------------------------------------
+    # -- exact search------------------------------------------------------------------------------------------
 
     def starts(self) -> Iterator[tuple[int, int]]:
-        """Where a match may begin: position, and the step that stands there; not in any order."""
+        """Yield the possible first nodes of a match: position and step, in no order."""
         for number in self._sources:
             for position in self.candidates[number]:
                 yield position, number
 
     def first_at(self, position: int, step: int, taken: set[int]) -> Embedding | None:
-        """The first match whose earliest node is ``step`` at ``position``, and that has no node in ``taken``.
+        """Return the first match that begins with ``step`` at ``position`` and has no node in ``taken``.
 
-        To be asked with growing positions and a growing ``taken``.
+        Call it with growing positions and a growing ``taken``.
         """
         self._first, self._taken = position, taken
         self._placed: dict[int, int] = {}
@@ -348,7 +350,7 @@ class AlternativeMatcher:
         return None
 
     def _solve(self, goals: tuple[tuple[int, int], ...]) -> bool:
-        """Place ``goals`` and every step that is left; what it did stays only if that is possible."""
+        """Place ``goals`` and all other steps; undo it if that is impossible."""
         while goals and self._placed.get(goals[0][0]) == goals[0][1]:
             goals = goals[1:]
         if not goals:
@@ -408,14 +410,14 @@ class AlternativeMatcher:
                     return False
             else:
                 if isinstance(value, fx.Node) and self.index.position[value] in self._used:
-                    self._blocked += 1  # what goes into a match is computed outside of it
+                    self._blocked += 1  # an input of a match is computed outside of it
                     return False
                 self._bound[operand.name] = value
                 bound.append(operand.name)
         return True
 
     def _solve_next(self) -> bool:
-        """Go on with a step that is connected to what is placed."""
+        """Continue with a step connected to the placed ones."""
         key = self._key(())
         if key in self._failed:
             return False
@@ -429,7 +431,7 @@ class AlternativeMatcher:
         return False
 
     def _is_in_order(self, step: int, position: int) -> bool:
-        """Of steps that could change places, the earlier one stands earlier."""
+        """Return whether twins of this step are placed in their order."""
         return all(
             (twin < step) == (self._placed[twin] < position)
             for twin in self._twins.get(step, ())
@@ -437,7 +439,7 @@ class AlternativeMatcher:
         )
 
     def _connected(self) -> tuple[int, list[int]]:
-        """The step with the fewest places left, and these."""
+        """Return the step with the fewest remaining places, and these."""
         best: tuple[int, list[int]] | None = None
         for step in range(len(self._operands)):
             if step in self._placed:
@@ -470,7 +472,7 @@ class AlternativeMatcher:
         return found
 
     def _key(self, goals: tuple[tuple[int, int], ...]) -> Any:
-        """All that the success of what is left depends on."""
+        """Return everything that decides whether the remaining steps can be placed."""
         placed, bound = self._placed, self._bound
         steps_placed = frozenset(placed)
         needed = self._needed.get(steps_placed)
@@ -484,7 +486,7 @@ class AlternativeMatcher:
 
 
 def positions_of(alternative: Alternative, steps: tuple[int, ...], index: Indexed) -> list[int]:
-    """Return the positions of all nodes of a match; of a module whose code is in the graph, all of its call.
+    """Return the positions of all nodes of a match; for an inlined module, of its entire call.
 
     Args:
         alternative: that matches.
@@ -500,7 +502,7 @@ def positions_of(alternative: Alternative, steps: tuple[int, ...], index: Indexe
 
 
 def is_by_module(step: PatternStep, found: IndexedCall) -> bool:
-    """Whether ``step`` names the module that ``found`` calls, not the operation."""
+    """Return whether a step matches a call by its module, not by its operation."""
     if step.target.kind == "module":
         return True
     return step.target.kind in ("glob", "regex") and not has_target(step, replace(found, class_name=None))
@@ -512,17 +514,17 @@ def _is_one_value(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-# All places of a pattern in one graph, one after the other.
+# All places of a pattern in one graph.
 
 
 def embeddings(alternatives: Sequence[Alternative], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
-    """Yield the places of a pattern's alternatives in a graph, none of them sharing a node with another.
+    """Return the places of a pattern's alternatives in a graph; no two share a node.
 
     The first begins at the earliest possible node, and is of the earliest alternative that matches there. The next
     begins at the earliest node that still leaves one, and so on.
 
     Returns:
-        the number of the alternative and the place, for each; how many placements were tried, which is what it costs.
+        the number of the alternative and the place, for each; the number of placements tried, as the cost.
     """
     matchers = {
         number: AlternativeMatcher(alternative, index)

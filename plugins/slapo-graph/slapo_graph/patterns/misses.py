@@ -57,7 +57,7 @@ class _Search:
         self.partials: dict[tuple[int, int], _Partial] = {}
 
     def best(self) -> tuple[tuple[int, bool, int], str] | None:
-        """Return the rank of the best place (number of matching calls, ...) and its description; None without one."""
+        """Return the rank and the description of the best place; None without one."""
         ranks = {
             (len(self.partial(number, position)[0]), number in self.alternative.outputs, -position): (number, position)
             for number, step in enumerate(self.alternative.steps)
@@ -67,7 +67,7 @@ class _Search:
         return (max(ranks), self._sentence(*ranks[max(ranks)])) if ranks else None
 
     def partial(self, number: int, position: int) -> _Partial:
-        """Return how much of the alternative matches from step ``number`` down, with that step at ``position``."""
+        """Return the part that matches from step ``number`` down, with that step at ``position``."""
         if (number, position) not in self.partials:
             self.partials[number, position] = self._partial(number, position)
         return self.partials[number, position]

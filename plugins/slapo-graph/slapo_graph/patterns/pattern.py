@@ -1,4 +1,4 @@
-"""`GraphPattern`: what ``find`` looks for, as plain data, and where a graph has it."""
+"""`GraphPattern`: a pattern as plain data, and its matches in a graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slapo_graph.patterns.data import (
 from slapo_graph.patterns.index import Indexed, indexed
 from slapo_graph.patterns.matcher import embeddings, pairs_of, positions_of
 
-# Patterns as what JSON can hold, and back.
+# Patterns as JSON data, and back.
 
 _CLASSES: dict[str, type[Any]] = {
     "Form": Alternative,
@@ -65,14 +65,14 @@ _CONSTANTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
         for name, kind in _KINDS.items()
     },
 }
-"""Constants that JSON has no form for: their class, and how they become text and back."""
+"""Constants that JSON lacks: their class, and the conversions to text and back."""
 
 
 def to_data(value: Any) -> Any:
-    """Dictionaries, lists, text and numbers for an alternative, or for a part of one.
+    """Return an alternative, or a part of one, as JSON data.
 
     Raises:
-        SerializationError: it holds what cannot be named.
+        SerializationError: it holds an object without a name.
     """
     if isinstance(value, Constant):
         return {"constant": _constant(value.value)}
@@ -114,7 +114,7 @@ def _function(predicate: Callable[..., Any]) -> str:
 
 
 def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> tuple[tuple[Alternative, ...], str]:
-    """Forms and text of a saved pattern.
+    """Return the alternatives and the text of a saved pattern.
 
     Raises:
         ReplayError: it is none.
@@ -124,7 +124,7 @@ def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> 
         if not alternatives or not all(
             isinstance(alternative, Alternative) and alternative.steps for alternative in alternatives
         ):
-            raise TypeError("it has no alternatives, or one of them no steps")
+            raise TypeError("no alternatives, or one without steps")
         return alternatives, str(data["text"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ReplayError(
@@ -163,13 +163,13 @@ class MatchedNodes:
     """A match in one graph, by its nodes; a :class:`~slapo_graph.match.Match` has their names.
 
     Args:
-        nodes: that belong to it, in the graph's order.
-        inputs: the values it reads, in the order of the pattern's arguments. A parameter or buffer of the traced module
-            that no earlier node of the graph reads (a module of torch.nn reads it) is an
+        nodes: of the match, in the graph's order.
+        inputs: the values that it reads, in the order of the pattern's arguments. A parameter or buffer that no
+            earlier node of the graph reads (a module of torch.nn reads it) is an
             :class:`~slapo_graph.patterns.data.Attribute`.
-        outputs: those of its nodes whose values are used outside of it, in the graph's order.
+        outputs: its nodes that are used outside of it, in the graph's order.
         captures: by name: a value as in ``inputs``, or a plain constant.
-        captured_first: the names of what was captured where a rewrite of the match was made; None if it is being made.
+        captured_first: names of the captures at the place where the rewrite was first made; None there.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -180,7 +180,7 @@ class MatchedNodes:
 
     @property
     def captured(self) -> frozenset[str]:
-        """The names of what the match captures and does not compute itself."""
+        """Return the names of captures that the match does not compute itself."""
         inside = set(self.nodes)
         return frozenset(
             name for name, value in self.captures.items() if not (isinstance(value, fx.Node) and value in inside)
@@ -189,12 +189,12 @@ class MatchedNodes:
 
 @dataclass(frozen=True)
 class GraphPattern:
-    """A pattern without live objects (but the function of a ``where``): comparable, hashable, to be saved.
+    """A pattern as data: comparable, hashable, serializable; live objects are only the functions of ``where``.
 
     Args:
-        alternatives: the alternatives; of two that begin at one node the earlier one counts.
-        text: how messages call it.
-        name: under which a plugin provides it; None if none does.
+        alternatives: of two that begin at one node, the earlier one is taken.
+        text: its name in messages.
+        name: of a plugin's pattern; None for others.
     """
 
     alternatives: tuple[Alternative, ...]
@@ -202,7 +202,7 @@ class GraphPattern:
     name: str | None = field(default=None, compare=False)
 
     def matches(self, graph: fx.Graph, module: nn.Module) -> list[MatchedNodes]:
-        """Where ``graph`` has the pattern; no node is in two matches.
+        """Return the matches in ``graph``; no node is in two of them.
 
         The first match begins at the earliest possible node, and is of the earliest alternative that matches there. The
         next begins at the earliest node that still leaves one, and so on.
@@ -221,13 +221,13 @@ class GraphPattern:
         return list(known)
 
     def nearest_miss(self, graph: fx.Graph, module: nn.Module) -> str | None:
-        """How what comes closest to the pattern in ``graph`` differs from it; None if nothing resembles it."""
+        """Describe the closest candidate in ``graph``; None if nothing resembles the pattern."""
         from slapo_graph.patterns.misses import nearest_miss
 
         return nearest_miss(self.alternatives, indexed(graph, module))
 
     def to_data(self) -> Any:
-        """As what JSON can hold.
+        """Return the pattern as JSON data.
 
         Raises:
             SerializationError: it has a predicate that is not a function at the top level of a module.
@@ -236,11 +236,11 @@ class GraphPattern:
 
     @classmethod
     def from_data(cls, data: Any, find_function: Any = None) -> GraphPattern:
-        """The pattern that :meth:`to_data` saved.
+        """Return the pattern that :meth:`to_data` saved.
 
         Args:
             data: as read from JSON.
-            find_function: gives a predicate by its name, ``"module:name"``; imports nothing.
+            find_function: returns a predicate by its name, ``"module:name"``; imports nothing.
 
         Raises:
             ReplayError: it is not a pattern.
@@ -250,7 +250,7 @@ class GraphPattern:
 
     @cached_property
     def slapo_described(self) -> str:
-        """The pattern as ranks compare it: some have hundreds of alternatives, and every layer a step with it."""
+        """Return a digest by which ranks compare the pattern, which may have hundreds of alternatives."""
         digest = hashlib.sha256(describe(self.alternatives).encode()).hexdigest()
         return f"<{self.text}, sha256 {digest[:16]}>"
 
@@ -266,7 +266,7 @@ class GraphPattern:
 
     @cached_property
     def _is_of_graphs(self) -> bool:
-        """Whether layers that share a graph have the same matches: nothing else is asked."""
+        """Return whether the matches depend on the graph alone, so that layers that share it share them."""
         steps = [step for alternative in self.alternatives for step in alternative.steps]
         inner = [each for step in steps for _, operand in step.arguments for each, _ in pairs_of(operand, operand)]
         return all(step.target.kind != "where" for step in steps) and not any(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def changes_lost(place: Node, match: Match) -> Iterator[Violation]:
-    """Refuse matches whose replacement would lose wrappers or hooks of steps, on any mesh size."""
+    """Refuse matches whose replacement would drop wrappers or hooks of steps."""
     inside = set(match.nodes)
     graph: Any = graph_of(place)
     called = [str(each.target) for each in graph.fx_graph.nodes if each.op == "call_module" and each.name in inside]
@@ -29,8 +29,8 @@ def changes_lost(place: Node, match: Match) -> Iterator[Violation]:
                 continue
             by = " and ".join(map(str, below.records)) or "a step at another module"
             yield Violation(
-                f"{match} calls '{below.path}', which was changed by {by}, and would be called no more",
-                "replace first, change then; or match what lies around it",
+                f"{by} changed '{below.path}', a module that {match} calls; this replacement would drop the change",
+                f"call replace() before that step, or choose a match that does not contain '{below.path}'",
             )
 
 
@@ -57,8 +57,8 @@ def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> 
     A parameter with a default gets the capture of its name, and else keeps its default.
 
     Args:
-        function: called instead of the match; it has a signature.
-        match: of which it gets inputs and captured constants.
+        function: the replacement; it has a signature.
+        match: the source of inputs and captured constants.
         shown: the name of ``function``, for messages.
     """
     captures = names_given(match)
@@ -69,7 +69,7 @@ def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> 
 
 
 def has_signature(function: Callable[..., Any]) -> bool:
-    """Whether the parameters of a function are known; those of C functions (most of torch's) are not."""
+    """Return whether a function's parameters are known; most of torch's C functions have no signature."""
     try:
         inspect.signature(function)
     except (TypeError, ValueError):
@@ -78,7 +78,7 @@ def has_signature(function: Callable[..., Any]) -> bool:
 
 
 def names_given(match: Match) -> list[str]:
-    """The names of captures that the match does not compute."""
+    """Return the names of captures that the match does not compute."""
     inner = set(match.nodes)
     return [name for name, value in match.captures.items() if value not in inner]
 
@@ -134,7 +134,7 @@ def _mismatch(parameters: list[inspect.Parameter], names: list[str], shown: str)
     own = ", ".join(str(each.replace(annotation=_KINDS.empty)) for each in parameters)
     return Violation(
         f"{shown}({own}) does not accept the match's arguments: {', '.join(names) or 'nothing'}",
-        f"give it the parameters ({', '.join(names)}); those with a default may be left out of the match",
+        f"give it the parameters ({', '.join(names)}); parameters with a default may be absent from the match",
     )
 
 
@@ -143,14 +143,14 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 class MatchReplacement:
-    """The planned edits; made once for the checks and once for the edits.
+    """The planned replacement; made once for the checks and once for the edits.
 
     Args:
         node: where the primitive is applied.
-        new: a function or a module, or the name of a pattern of a plugin, whose replacement is taken.
-        matches: where it comes.
-        params: ``{"old.name": "new.name"}``: tensors below the traced module that become the new module's.
-        name: of the call, or of the new child; None takes one from ``new``.
+        new: a function, a module, or the name of a plugin's pattern, for its replacement.
+        matches: to be replaced.
+        params: ``{"old.name": "new.name"}``: tensors of the traced module that the new module takes over.
+        name: of the call, or of the new child; None derives it from ``new``.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class MatchReplacement:
         self.params, self.name = params, name
 
     def violations(self) -> Iterator[Violation]:
-        """Everything that speaks against it."""
+        """Yield every reason against the replacement."""
         new = self.new
         if not callable(new) or isinstance(new, type):
             yield Violation(
@@ -182,7 +182,9 @@ class MatchReplacement:
         if _is_module(new):
             yield from self._module_violations(new)
         elif self.params:
-            yield Violation("params= is for the parameters of a new module, and a function has none", "leave it out")
+            yield Violation(
+                "params= is for the parameters of a new module, and new_module is a function", "leave out params="
+            )
         yield from dict.fromkeys(self._match_violations())
 
     def _match_violations(self) -> Iterator[Violation]:
@@ -196,7 +198,7 @@ class MatchReplacement:
                     yield from self._trial(place, match, arguments)
 
     def apply(self, edit: Edit) -> None:
-        """Do it."""
+        """Replace the matches."""
         new = self.new
         for place, matches in self.places:
             graph: Any = graph_of(place)
@@ -231,7 +233,7 @@ class MatchReplacement:
         return self._in_order(match)
 
     def _in_order(self, match: Match) -> ReplacementArguments | Violation:
-        """The one input of a match, for a function without a signature; the order of several is not known."""
+        """Return the one input of a match, for a function without a signature, or a refusal of several."""
         constants = [name for name in names_given(match) if isinstance(match.captures[name], tuple)]
         if len(match.inputs) < 2 and not constants:
             return ReplacementArguments(tuple(range(len(match.inputs))))
@@ -279,7 +281,7 @@ class MatchReplacement:
             root = root.parent
         tensors = named_tensors(new)
         if tensors and any(module is new for module in root.module.modules()):
-            yield Violation("the new module is in the model already", "make one of its own for each traced module")
+            yield Violation("the new module is in the model already", "make a new module for each traced module")
         if tensors and len(self.places) > 1:
             yield Violation(
                 f"one module with tensors cannot be shared by {len(self.places)} modules at once",
@@ -307,7 +309,7 @@ class MatchReplacement:
         doubled = [after for after in set(self.params.values()) if list(self.params.values()).count(after) > 1]
         if doubled:
             yield Violation(
-                f"{', '.join(map(repr, sorted(doubled)))} of the new module is to be several tensors at once",
+                f"params= names {', '.join(map(repr, sorted(doubled)))} of the new module for several tensors",
                 "parallel projections become one by merge()",
             )
         for name, tensor in own.items():

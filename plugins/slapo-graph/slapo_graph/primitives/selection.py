@@ -1,4 +1,4 @@
-"""What the fields of a primitive that take matches hold: matches of a pattern, located in the present graphs."""
+"""Matches as fields of primitives, located in the present graphs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SelectedMatches(tuple[Match, ...], Selection):
         return SelectedMatches(located)
 
     def divided(self, nodes: Sequence[Node]) -> list[tuple[Node, Selection]] | Violation:
-        """Give each node the matches at or below it; each match belongs to the first such node."""
+        """Divide the matches among nodes: each belongs to the first node at or above it."""
         parts: list[tuple[Node, Selection]] = []
         left = {id(match): match for match in self}
         for node in nodes:
@@ -132,15 +132,14 @@ class MatchSelector(Selector):
 def _located(match: Match, schedule: Schedule) -> Match:
     """Locate a match in the present graph.
 
-    By the names of its nodes; or, where this schedule never had them (a match of another instance of the model, or of
-    a saved schedule), by its number.
+    By the names of its nodes; a match of another instance of the model, or of a saved schedule, by its number.
     """
     node = schedule._core.tree.node(match.path)
     if graph_of(node) is None:
         raise StaleError(
-            f"{match} is not there: {name_of(match.path)} is not traced any more, its trace was undone",
+            f"{match} is not there: {name_of(match.path)} is no longer traced",
             path=match.path,
-            hint="trace it again, and find the pattern again",
+            hint=f"sch[{match.path!r}].trace(), and find the pattern again",
         )
     present = matches_at(node, match.pattern)
     for each in present:

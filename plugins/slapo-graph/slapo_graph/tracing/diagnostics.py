@@ -46,7 +46,7 @@ def model_location() -> Location:
 
 
 def first_line(function: Callable[..., Any]) -> Location | None:
-    """Return the location of a function's source; None if it is not written in Python."""
+    """Return the location of a function's source; None for builtins."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
 

@@ -15,15 +15,15 @@ from slapo_graph.sizes import is_symbolic
 from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_graph.tracing.recording import Recording
 
-# In the graph: what a call left in the containers that it was given, and the context variables that it was called with.
+# Functions in graphs: contents of containers after a call, and context variables during a call.
 
 
 def contents_after(result: Any, tokens: Any, *containers: Any) -> tuple[Any, ...]:
-    """In a graph: what is in containers after a call, as tuples and dictionaries.
+    """Return in a graph the contents of containers after a call, as tuples and dictionaries.
 
     Args:
         result: of the call, which runs before.
-        tokens: of :class:`SetVariables`, whose variables are reset; None without any.
+        tokens: of :class:`SetVariables`, whose variables are reset; None without variables.
         containers: that the call was given.
     """
     for variable, token in tokens or ():
@@ -73,7 +73,7 @@ class MakeDefaultDict:
 
 
 def sets_variables(graph: fx.Graph) -> bool:
-    """Return whether a graph sets context variables, which must not stay set where it fails."""
+    """Return whether a graph sets context variables, which a failure must reset."""
     return any(isinstance(node.target, SetVariables) for node in graph.nodes)
 
 
@@ -90,10 +90,10 @@ class _Container:
     """A container among the arguments of a call.
 
     Args:
-        value: the recorded code's.
-        handed: what the call is given in its place.
-        before: the parts of ``value`` before the call: how they are reached, key, and part.
-        parts: the parts of ``handed`` before the call.
+        value: of the recorded code.
+        passed: the copy that the call gets.
+        before: the parts of ``value`` before the call: kind of access, key, part.
+        parts: of ``passed`` before the call.
     """
 
     def __init__(self, value: Any, passed: Any, before: list[tuple[str, Any, Any]], parts: list[Any]) -> None:
@@ -116,7 +116,7 @@ class Given:
     """The arguments of a call that stays one node, and the containers among them.
 
     Args:
-        recording: of the code that calls.
+        recording: of the calling code.
         args: of the call.
         kwargs: likewise.
     """
@@ -136,7 +136,7 @@ class Given:
 
     @property
     def has_variables(self) -> bool:
-        """Whether the recorded code set a context variable to a container that holds something."""
+        """Return whether the recorded code set a context variable to a filled container."""
         return bool(self._variables)
 
     def is_changed(self) -> bool:
@@ -148,7 +148,7 @@ class Given:
         """Write the nodes of the changed containers, as they were before the call.
 
         Args:
-            out: the result of the call, as the module gave it.
+            out: the result of the call.
 
         Raises:
             Untraceable: a container is of a class that a graph cannot make.
@@ -160,7 +160,7 @@ class Given:
             and not all(self._is_known(part, container, known) for _, _, part in container.after)
             for container in ambient
         )
-        if not self._are_set:  # what hooks note is what the graph has anyway
+        if not self._are_set:  # hooks note only values that the graph has anyway
             self._changed = [container for container in self._changed if container not in ambient]
         for container in self._containers.values():
             self._recording.forget(container.value)
@@ -173,7 +173,7 @@ class Given:
         self._tokens = self._set() if self._are_set else None
 
     def after_call(self, node: fx.Node) -> None:
-        """Write what the call left in the changed containers, and let the recorded code have it.
+        """Write the new contents of the changed containers, and give them to the recorded code.
 
         Args:
             node: the call.
@@ -207,7 +207,7 @@ class Given:
     # ----------------------------------------------------------------------------------------------------------
 
     def _hand_over(self, value: Any) -> Any:
-        """Return what the call is given for a value: without symbolic numbers and opaque objects."""
+        """Return the value that the call gets: without symbolic numbers and opaque objects."""
         if isinstance(value, torch.Tensor) or is_symbolic(value) or type(value) is Opaque:
             return concrete(value)
         if id(value) in self._containers:
@@ -252,7 +252,7 @@ class Given:
         recording.represent(value, container.node)
 
     def _write_holders(self, container: _Container) -> bool:
-        """Let a container that holds a changed one be made of its parts; return whether it is or holds one."""
+        """Rebuild a container that holds a changed one; return whether it is or holds one."""
         if container.holds_changed is None:
             inner = [self._containers[id(part)] for _, _, part in container.before if id(part) in self._containers]
             holds_changed = any(list(map(self._write_holders, inner)))
@@ -297,5 +297,5 @@ def _put(value: Any, parts: list[tuple[str, Any, Any]]) -> None:
 
 
 def _class_like(value: Mapping[Any, Any]) -> Callable[..., Any]:
-    """Return what is called with the parts alone."""
+    """Return a class or function that is called with the parts alone."""
     return MakeDefaultDict(type(value), value.default_factory) if isinstance(value, defaultdict) else type(value)

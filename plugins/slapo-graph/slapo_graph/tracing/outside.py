@@ -39,12 +39,12 @@ class Changed(Untraceable):
 
 
 class _Contents:
-    """One object, or names of a table, with the contents that it had.
+    """The contents of one object, or of a name in a table, at the beginning.
 
     Args:
         name: for messages.
         read: returns the present contents, compared by identity.
-        restore: puts former contents back; None if it cannot.
+        restore: sets former contents; None if that is impossible.
     """
 
     __slots__ = ("contents", "name", "original", "read", "restore")
@@ -59,10 +59,10 @@ class _Contents:
 
 
 class Outside:
-    """Snapshots of the objects that a forward may reach, besides what it makes itself.
+    """Snapshots of the outside objects that a forward may reach.
 
-    Held are containers and objects in its arguments, in attributes of its modules, of their classes, of functions that
-    it calls, and in their closures, default values and global names.
+    These are containers and objects in its arguments, in attributes of its modules, of their classes and of functions
+    that it calls, and in the functions' closures, defaults and global names.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Outside:
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """While this lasts, code runs that the graph calls again: what it changes is accepted.
+        """Accept changes by code that the graph calls again, while the block runs.
 
         Raises:
             Changed: recorded code changed something before.
@@ -296,7 +296,7 @@ def _is_of_model(cls: type) -> bool:
     return holder is not None and is_source(holder)
 
 
-# -- the forward of a recording -------------------------------------------------------------------------------------
+# -- the recorded forward -------------------------------------------------------------------------------------------
 
 
 def refusing_changes(forward: Callable[..., Any], names: GlobalNames) -> Callable[..., Any]:
@@ -335,7 +335,7 @@ def refusing_changes(forward: Callable[..., Any], names: GlobalNames) -> Callabl
 
 
 def _line_of_change(run: Callable[[], Any], outside: Outside) -> Location | None:
-    """Run once more, line by line, up to the change; return the line, or None under a debugger."""
+    """Run once more by line up to the change; return the line, or None under a debugger."""
     if sys.gettrace() is not None:
         return None
     last: list[Location] = []
@@ -356,7 +356,7 @@ def _line_of_change(run: Callable[[], Any], outside: Outside) -> Location | None
         run()
     except Changed as error:
         return error.location
-    except Exception:  # noqa: BLE001 - it ran before: what it meets now is of the second run
+    except Exception:  # noqa: BLE001 - the first run passed
         return None
     finally:
         sys.settrace(None)

@@ -1,4 +1,4 @@
-"""Calls of modules that are the same run as an earlier one in the same recording: they are not run again."""
+"""Calls of modules that equal an earlier one of the same recording, and are not run again."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ _Reads = tuple[tuple[HolderPath, str, Any], ...]
 class RepeatedCalls:
     """Reuse the result of an earlier equal call in one recording.
 
-    The modules have the same structure, modes and hooks, the arguments have the same metadata and share memory alike,
-    and whatever the first run read below its module is the same in the other. A call that changed anything (an
-    argument, a buffer, an attribute), looked into values or gave what shares memory with its arguments stands for no
-    other.
+    Equal calls have modules of the same structure, modes and hooks, arguments with the same metadata and sharing of
+    memory, and the same values of everything that the first call read below its module. A call is not reused if it
+    changed anything (an argument, a buffer, an attribute), read values, or returned memory of its arguments.
 
     Args:
-        reads: which attributes are read.
-        notes: whether values are read.
+        reads: of attributes.
+        notes: which count reads of values.
         is_unchanged: whether no attribute changed since the recording began.
     """
 
