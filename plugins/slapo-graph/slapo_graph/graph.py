@@ -226,12 +226,9 @@ class TracedForward(RecordedForward):
         where = name_of(node.path)
         own_graph = change.forward if isinstance(change.forward, TracedForward) else None
         if change.is_wrapped:
-            child = change.node
-            is_own = child is not None and not child.forward_is_replaced
-            if child is not None and is_own:
+            child, own_graph = change.node, None
+            if child is not None and not child.forward_is_replaced:
                 own_graph = self.graph_of_child(below, child.module, functools.partial(example_call, child))
-            else:
-                own_graph = None
         try:
             uncalled = self.retrace_changed(node.module)
         except TraceError as error:
@@ -246,14 +243,14 @@ class TracedForward(RecordedForward):
             raise ApplyError(
                 f"'{change.path}' is part of a rewritten region of the graph of {where}: {error.message}",
                 path=change.path,
-                hint="change the module first, and rewrite then",
+                hint="apply that step before the rewrite",
             ) from error
         if change.is_call and any(f"{below}.".startswith(f"{each}.") for each in uncalled):
             raise ApplyError(
                 f"'{change.path}' is no longer called: the graph of {where} was rewritten; hooks and wrappers "
                 "there would have no effect",
                 path=change.path,
-                hint="change the module first, and rewrite then",
+                hint="apply that step before the rewrite",
             )
         if own_graph is not None and change.is_wrapped and change.node is not None:
             edit.set_forward(change.node, own_graph)

@@ -137,7 +137,7 @@ def _located(match: Match, schedule: Schedule) -> Match:
     node = schedule._core.tree.node(match.path)
     if graph_of(node) is None:
         raise StaleError(
-            f"{match} is not there: {name_of(match.path)} is no longer traced",
+            f"{match} is not there: {name_of(match.path)} is no longer traced: its trace was undone",
             path=match.path,
             hint=f"sch[{match.path!r}].trace(), and find the pattern again",
         )

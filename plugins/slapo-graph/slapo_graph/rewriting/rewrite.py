@@ -255,7 +255,7 @@ def applied(
     except CannotPlace as error:
         if first:
             raise ApplyError(
-                f"the match of '{name}' at {where} cannot be taken out: {error.problem}", path=path, hint=error.hint
+                f"the match of '{name}' at {where} cannot become one call: {error.problem}", path=path, hint=error.hint
             ) from None
         raise TraceError(
             f"the rewrite '{name}' of {where} cannot be repeated in another specialization of its graph: "
