@@ -25,6 +25,6 @@ operations to find, as a model might. ``print(node.graph)`` shows what there is 
 
 from __future__ import annotations
 
-from slapo_graph.patterns.language import any_constant, any_of, any_op, call_module, capture, optional, where
+from slapo_graph.patterns.vocabulary import any_constant, any_of, any_op, call_module, capture, optional, where
 
 __all__ = ["any_constant", "any_of", "any_op", "call_module", "capture", "optional", "where"]

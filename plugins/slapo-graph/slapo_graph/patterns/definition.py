@@ -25,19 +25,18 @@ from slapo_graph.patterns.data import (
     StepResult,
     Wildcard,
 )
-from slapo_graph.patterns.language import (
+from slapo_graph.patterns.operations import is_plain_module, operation_of, plain
+from slapo_graph.patterns.pattern import GraphPattern
+from slapo_graph.patterns.reader import (
     SETTING,
     AnyConstant,
-    AnyOf,
     OneOf,
     PatternReader,
     Proxy,
     TracedCall,
-    Where,
 )
-from slapo_graph.patterns.operations import is_plain_module, operation_of, plain
-from slapo_graph.patterns.pattern import GraphPattern
 from slapo_graph.patterns.schemas import required_parameters
+from slapo_graph.patterns.vocabulary import AnyOf, Where
 from slapo_graph.tracing.diagnostics import Location
 
 # From the traced function of a pattern to its alternatives, one for each combination of choices.

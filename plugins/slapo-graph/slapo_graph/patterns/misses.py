@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
+from slapo_graph.patterns.comparison import Row, argument_orders, could_be, has_target, is_constant, pairs_of
 from slapo_graph.patterns.data import Alternative, Attribute, Constant, PatternStep, StepResult, Wildcard
 from slapo_graph.patterns.index import Indexed, IndexedCall
-from slapo_graph.patterns.matcher import Row, argument_orders, could_be, has_target, is_constant, pairs_of
 
 _Partial = tuple[frozenset[int], str | None]
 """Positions of the nodes that match below a step at a node, and the first difference there; None if all match."""

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.internals import describe
+from slapo_graph.patterns.comparison import pairs_of
 from slapo_graph.patterns.data import (
     Alternative,
     Attribute,
@@ -27,7 +28,7 @@ from slapo_graph.patterns.data import (
     Wildcard,
 )
 from slapo_graph.patterns.index import Indexed, indexed
-from slapo_graph.patterns.matcher import embeddings, pairs_of, positions_of
+from slapo_graph.patterns.matcher import embeddings, positions_of
 
 # Patterns as JSON data, and back.
 

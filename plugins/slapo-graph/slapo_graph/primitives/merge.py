@@ -120,7 +120,7 @@ class Merge(Primitive):
 
     def _pattern(self) -> GraphPattern:
         from slapo_graph.patterns.definition import pattern_of
-        from slapo_graph.patterns.language import call_module, capture
+        from slapo_graph.patterns.vocabulary import call_module, capture
 
         def parallel(x: nn.Module) -> Any:
             return tuple(
