@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator
@@ -28,7 +29,6 @@ from slapo_fusion.private import (
     tree_unflatten,
     version_of,
 )
-from slapo_graph.tracing.session import buffers_restored
 
 # The input signature of a call: its arguments without the values of their tensors, as a hashable key.
 
@@ -126,6 +126,19 @@ class _State:
 
 _training = operator.attrgetter("training")
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+@contextlib.contextmanager
+def _buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers' values, at their addresses."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
 
 
 # `Captured`: the forward of a module as CUDA graphs, one for each input signature.
@@ -235,7 +248,7 @@ class Captured:
         )
         capturing = _CAPTURING.set(True)
         try:
-            with fork_rng(), buffers_restored(module), casts:
+            with fork_rng(), _buffers_restored(module), casts:
                 graphed = torch.cuda.make_graphed_callables(
                     captured, samples, num_warmup_iters=self.warmup, allow_unused_input=True
                 )

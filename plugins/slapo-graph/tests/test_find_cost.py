@@ -122,7 +122,7 @@ def test_sums_of_sums_are_found_or_not_in_proportionate_steps(pattern: Any, buil
     assert count < 12 * 12 * NODES, count
 
 
-def test_one_of_many_brothers_missing_is_seen_at_once() -> None:
+def test_search_fails_fast_with_one_missing_sibling() -> None:
     assert tried(brothers, built(fan)) == (0, pytest.approx(NODES, abs=5 * NODES * 12))
 
 
@@ -157,7 +157,7 @@ def test_random_near_misses_are_cheap() -> None:
     assert tried(near, built(tangle))[1] < 12 * 12 * NODES
 
 
-def test_what_takes_too_long_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
+def test_exhausted_search_raises(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     monkeypatch.setattr(matcher, "MOST_STEPS", 100)
     with pytest.raises(ArgumentError) as error:
         tried(twelve_sums, built(chain))

@@ -33,7 +33,7 @@ def schedule() -> slapo.Schedule:
     return traced(feed_forward, X, up=nn.Linear(4, 8), down=nn.Linear(8, 4))
 
 
-def test_a_glob_is_over_what_the_printed_graph_calls_things(schedule: slapo.Schedule) -> None:
+def test_glob_matches_names_of_the_printed_graph(schedule: slapo.Schedule) -> None:
     assert "gelu = F.gelu(up)" in str(schedule.root.graph)
     assert "up = self.up(" in str(schedule.root.graph)
     for text in ("gelu", "*gelu*", "F.gelu", "torch._C._nn.gelu"):
@@ -52,7 +52,7 @@ def test_a_regular_expression_is_searched_for_in_the_same_names(schedule: slapo.
     assert found(schedule, re.compile("GELU", re.IGNORECASE)) == [("gelu",)]
 
 
-def test_a_text_that_is_a_regular_expression_is_told(schedule: slapo.Schedule, message: Messages) -> None:
+def test_regular_expression_given_as_text_gets_a_hint(schedule: slapo.Schedule, message: Messages) -> None:
     nothing = schedule.find("^(gelu|dropout)$")
     assert nothing == []
     message(repr(nothing), "re.compile('^(gelu|dropout)$')")
@@ -100,7 +100,7 @@ def test_any_op_is_one_call_of_exactly_these_values(schedule: slapo.Schedule) ->
     assert found(schedule, lambda x: any_op(call_module("down", x))) == []
 
 
-def test_any_constant_is_what_is_written_or_left_out(schedule: slapo.Schedule) -> None:
+def test_any_constant_matches_given_and_omitted_arguments(schedule: slapo.Schedule) -> None:
     def pattern(x: Any, p: Any = ANY, training: Any = ANY) -> Any:
         return F.dropout(x, p, training)
 
@@ -146,7 +146,7 @@ def test_captures_name_results_inside_of_a_match(schedule: slapo.Schedule) -> No
     assert match.captures == {"x": "up", "p": ("constant", 0.1), "activation": "gelu"}
 
 
-def test_an_optional_step_is_taken_where_it_is() -> None:
+def test_optional_step_is_preferred() -> None:
     def pattern(x: Any, y: Any) -> Any:
         return optional(F.dropout, x, any_constant(), training=any_constant()) + y
 
@@ -224,6 +224,6 @@ def test_alternatives_of_a_pattern_have_the_same_captures(message: Messages) -> 
     message(error, "'mine.uneven'", "alternative 2 has x and y, alternative 1 has x", "\n  hint: ")
 
 
-def test_a_name_of_a_plugin_that_is_not_there_is_no_glob(schedule: slapo.Schedule) -> None:
+def test_name_of_a_missing_plugin_is_not_a_glob(schedule: slapo.Schedule) -> None:
     with pytest.raises(UnknownNameError, match=r"megatron\.nothing"):
         schedule.find("megatron.nothing")

@@ -33,7 +33,7 @@ def parts(case: Case) -> list[Any]:
     return below
 
 
-def test_the_cases_have_all_that_patterns_may_have() -> None:
+def test_oracle_cases_cover_the_pattern_language() -> None:
     counts = dict.fromkeys(("outputs", "shared", "getitem", "optional", "any_of", "any", "constant", "forms"), 0)
     for case in map(random_case, CASES):
         below = parts(case)

@@ -101,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern.__name__)
-def test_what_cannot_be_traced_says_where_and_what_to_write(pattern: Any, message: Messages) -> None:
+def test_untraceable_pattern_names_line_and_hint(pattern: Any, message: Messages) -> None:
     error = refused(pattern)
     message(error, pattern.__name__, REFUSED[pattern])
     line = pattern.__code__.co_firstlineno
@@ -110,7 +110,7 @@ def test_what_cannot_be_traced_says_where_and_what_to_write(pattern: Any, messag
 
 
 @pytest.mark.parametrize("value", [3, None, "", nn.Linear, [F.relu], lambda *x: F.relu(x[0])])
-def test_what_is_no_pattern_is_refused(value: Any) -> None:
+def test_other_values_are_refused_as_patterns(value: Any) -> None:
     assert refused(value).hint
 
 
@@ -128,7 +128,7 @@ def test_words_of_the_language_belong_inside_of_a_pattern(message: Messages) -> 
     assert "capture needs a name" in refused(lambda x: patterns.capture("a b", F.relu(x))).message
 
 
-def test_a_pattern_that_was_refused_leaves_nothing_behind() -> None:
+def test_refused_pattern_restores_torch() -> None:
     refused(branching)
     refused(with_an_error)
     assert type(torch.relu(X)) is torch.Tensor
