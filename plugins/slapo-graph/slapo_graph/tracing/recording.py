@@ -207,8 +207,8 @@ class Recording(GraphWriter):
                 )
             if isinstance(tensor, FakeTensor):  # of the inside of another call
                 raise self.refusal(
-                    "uses a tensor of a module below, which neither returned it nor put it into a list, dictionary or "
-                    "dataclass among its arguments",
+                    "uses a tensor that a module below made, and neither returned nor put into a list, a dictionary or "
+                    "a dataclass that it is given",
                     "return it from that module, or give the module a list, a dictionary or a dataclass for it",
                 )
             if not self.may_capture:
