@@ -144,7 +144,10 @@ Row = tuple[str, Any, Any]
 
 def argument_orders(step: PatternStep, found: IndexedCall) -> list[list[Row]]:
     """Return the pairings of a step's and a call's arguments: two if they commute, none if they differ."""
-    rows = _aligned(step, found)
+    if step.target.kind == "call" and found.call is not None:
+        rows = _by_name(step, found.call.operation, found.call.arguments)
+    else:
+        rows = _aligned(step, found)
     if rows is None:
         return []
     if not (step.is_commutative and found.call is not None and found.call.is_commutative):
@@ -155,9 +158,6 @@ def argument_orders(step: PatternStep, found: IndexedCall) -> list[list[Row]]:
 
 def _aligned(step: PatternStep, found: IndexedCall) -> list[Row] | None:
     kind = step.target.kind
-    if kind == "call":
-        assert found.call is not None
-        return _by_name(step, found.call.operation, found.call.arguments)
     if kind == "any":
         if len(step.arguments) != len(found.values):
             return None
