@@ -123,7 +123,7 @@ def main() -> int:
         once = milliseconds(indexing)[1]
         for kind, patterns in (("found", PATTERNS), ("near miss", NEAR_MISSES)):
             for name, pattern in patterns.items():
-                calls = max(len(form.steps) for form in pattern_of(pattern).forms)
+                calls = max(len(form.steps) for form in pattern_of(pattern).alternatives)
                 first, median = milliseconds(lambda: schedule.find(pattern))  # noqa: B023 - it is called at once
                 matches = len(schedule.find(pattern))
                 rows.append(

@@ -171,7 +171,7 @@ class Sum(slapo.Pattern):
     name = "acme.sum"
     replacement = staticmethod(added)
 
-    def forms(self):
+    def alternatives(self):
         yield lambda x, y: x + y
 """
 

@@ -11,15 +11,16 @@ from typing import Any
 
 from slapo_core import ApplyError, ArgumentError, Edit, Equivalence, Node, Primitive, TraceError, Violation
 from slapo_core.observers import goes_around
+from slapo_fusion.forwards import is_wrapped_by
 from slapo_fusion.kernels import (
     Bound,
     Kernel,
     NamedInputs,
     Unavailable,
-    differs,
-    found,
     has_backward,
     is_operator,
+    load_kernel,
+    shape_difference,
     without_values,
 )
 from slapo_graph.example_calls import example_call
@@ -29,30 +30,30 @@ from slapo_graph.match import by_place
 
 @dataclass(frozen=True)
 class Bind(Primitive):
-    """Let a kernel compute what the module's forward, or each match, computes.
+    """Run a kernel in the place of the module's forward, or of each match.
 
     The kernel is an operator registered with torch (``torch.library.custom_op``), a function (for instance one that
     launches a Triton kernel), or an operator of C++ or CUDA sources that ``slapo_fusion.build_kernels`` built before: a
-    schedule that is replayed builds and imports nothing by itself. It gives tensors of the shapes and types that the
-    forward gives; their values are for ``verify`` to check. Where it cannot be had, the step is refused, unless
-    ``fallback=True`` says that the forward may run instead; then the record says so.
+    schedule that is replayed builds and imports nothing by itself. It returns tensors of the forward's shapes and
+    dtypes; ``verify`` checks their values. Where the kernel is unavailable, the step is refused, unless
+    ``fallback=True`` lets the forward run; then the record has a note.
 
     Args:
         kernel: ``"namespace::name"`` of a registered operator, or a function.
         match: a match or a list of such, or a pattern, as for ``find``: the kernel is called with the inputs of the
-            pattern in their order, then with what else the match reads. None: the module's whole forward.
-        inputs: what the kernel is called with in the place of a forward, in its order: names of the forward's
-            parameters, or of the module's own tensors and attributes, e.g. ``("input", "weight", "eps")``. None: what
-            the forward is called with, then the module's own parameters.
-        backward: another kernel, called with the gradient of each output and the kernel's inputs; gives the gradient of
-            each input, None for what has none. None: autograd knows the kernel's gradient itself.
-        fallback: whether the forward may run where the kernel cannot be had.
+            pattern in their order, then with further values that the match reads. None: the module's entire forward.
+        inputs: the arguments of the kernel in the place of a forward, in its order: names of the forward's
+            parameters, or of the module's own tensors and attributes, e.g. ``("input", "weight", "eps")``. None: the
+            forward's arguments, then the module's own parameters.
+        backward: another kernel, called with the gradient of each output and the kernel's inputs; returns the
+            gradient of each input, None for inputs without one. None: autograd knows the kernel's gradient.
+        fallback: whether the forward may run where the kernel is unavailable.
         rtol: as of ``replace``: how far the kernel's numbers may be off; None, with ``atol``: rounding only.
         atol: the absolute difference allowed.
 
     Raises:
-        PreconditionError: the kernel cannot be had and there is no fallback; no gradient is known for it and parameters
-            are trained; names that are not there; a step changed what the forward computes.
+        PreconditionError: the kernel is unavailable and there is no fallback; no gradient is known for it and
+            parameters are trained; ``inputs`` names unknown values; a step changed the forward.
         ApplyError: at a call: another shape or type than the forward's, or a lost gradient.
 
     rewrite:
@@ -89,7 +90,9 @@ class Bind(Primitive):
             return
         if self.match is not None:
             if self.inputs is not None:
-                yield Violation("the kernel of a match takes the inputs of the pattern", "leave inputs out")
+                yield Violation(
+                    "inputs= has no effect with a match: its kernel takes the pattern's inputs", "leave out inputs="
+                )
             constants = {
                 name: None
                 for _, matches in by_place(node, self.match)
@@ -104,12 +107,12 @@ class Bind(Primitive):
                 )
             yield from self._unusable(node)
             return
-        if any(is_bound(wrapper) for wrapper in node.wrappers):
-            yield Violation("a kernel is bound to the module already", "undo that step, or leave this one out")
+        if is_wrapped_by(node, Bound):
+            yield Violation("a kernel is bound to the module already", "undo that step, or leave out this one")
         elif not all(map(goes_around, node.wrappers)):
             yield Violation(
-                f"{' and '.join(map(str, node.records))} changed what the forward computes, which would be lost",
-                "leave the kernel out here, or bind before that step",
+                f"{' and '.join(map(str, node.records))} changed the forward, and the kernel would drop that change",
+                "bind before that step, or leave out this one",
             )
         yield from self._unknown_arguments(node)
         yield from self._unusable(node)
@@ -133,7 +136,7 @@ class Bind(Primitive):
         edit.wrap_forward(node, wrapper, active=reason is None, inside=True)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if self.match is None and not any(is_bound(wrapper) for wrapper in node.wrappers):
+        if self.match is None and not is_wrapped_by(node, Bound):
             yield Violation("no kernel is bound to the module's forward")
 
     @property
@@ -181,25 +184,19 @@ class Bind(Primitive):
                 )
 
     def _compare_shapes(self, node: Node, kernel: Kernel, arguments: tuple[str, ...]) -> None:
-        """Where the model's example inputs are known, an operator's wrong shape is an error now; else the first call
-        tells."""
-        call = found(self.kernel)
+        """Refuse an operator of another output shape, if the example inputs are known."""
+        call = load_kernel(self.kernel)
         if not is_operator(call):
-            return  # a function may look at the memory of its tensors, and these have none
+            return  # a function may read the memory of its tensors, and fake ones have none
         try:
             args, kwargs = example_call(node)
         except (ArgumentError, TraceError):
             return
         forward = type(node.module).forward
         inputs = NamedInputs(forward, arguments)(node.module, args, kwargs)
-        problem = differs(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
+        problem = shape_difference(without_values(node.module.forward, args, kwargs), without_values(call, inputs, {}))
         if problem is not None:
             raise ApplyError(f"{kernel.where}: {problem}", path=node.path, hint="fix the kernel")
-
-
-def is_bound(wrapper: Callable[..., Any]) -> bool:
-    """Return whether a wrapper binds a kernel to the forward."""
-    return isinstance(wrapper, functools.partial) and wrapper.func is Bound
 
 
 def _parameters(node: Node) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ def traced() -> Primitive:
 
 
 def gelu_of_a_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The pattern of what :class:`Feed` computes in the middle."""
+    """Compute the middle of :class:`Feed`, as a pattern."""
     return F.gelu(F.linear(x, weight, bias))
 
 
@@ -54,7 +54,7 @@ COMMON: dict[str, Any] = {"model": lambda: nn.Sequential(Feed(), Feed()), "input
 
 
 def slapo_cases() -> list[Case]:
-    """Every primitive; `Quantize` only where torchao is installed."""
+    """Return cases of every primitive; `Quantize` only where torchao is installed."""
     compiled = Compile(backend="aot_eager")
     return [
         Case(

@@ -39,7 +39,7 @@ def causal_attention(
     training: bool = True,
     groups: int = 1,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention(..., is_causal=True)`` for what the forms of ``fusion.causal_sdpa`` compute.
+    """Compute matches of ``fusion.causal_sdpa`` by ``F.scaled_dot_product_attention(..., is_causal=True)``.
 
     Args:
         query: (..., heads, length, size of a head).
@@ -53,9 +53,9 @@ def causal_attention(
         fill: a low number.
         scale: the scores are multiplied by it.
         divisor: the scores are divided by it.
-        p: how likely a weight is dropped.
-        training: whether any is.
-        groups: how many heads share one of ``few_keys``.
+        p: the probability of dropping a weight.
+        training: whether to drop.
+        groups: the number of heads that share one of ``few_keys``.
 
     Raises:
         ApplyError: the mask is not causal by its shape, or is learned.
@@ -75,7 +75,7 @@ def causal_attention(
             hint='replace(match="fusion.sdpa"), which keeps the mask',
         )
     _require_causal(given, hidden=None if given is mask else given is hidden)
-    is_shared = key is None and keys.shape[-1] == values.shape[-1] <= 256  # what torch's fast kernels share
+    is_shared = key is None and keys.shape[-1] == values.shape[-1] <= 256  # as torch's fast kernels require
     if key is None and not is_shared:
         keys, values = (each.repeat_interleave(groups, -3) for each in (keys, values))
     out = F.scaled_dot_product_attention(
@@ -91,11 +91,11 @@ def causal_attention(
 
 
 def _require_causal(mask: Tensor, *, hidden: bool | None) -> None:
-    """Assert on the mask's device that it hides what is behind the diagonal, and nothing else.
+    """Assert on the mask's device that it hides the keys behind the diagonal only.
 
     Args:
         mask: (..., length, length).
-        hidden: what it says where it is not 0; None: what is added to the scores.
+        hidden: whether True in a boolean mask hides a key; None: a mask that is added to the scores.
     """
     is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     is_known = not torch.compiler.is_compiling() and not is_captured and not mask.is_inference()  # which has no version
@@ -114,21 +114,21 @@ def _require_causal(mask: Tensor, *, hidden: bool | None) -> None:
 class CausalScaledDotProductAttention(slapo.Pattern):
     """Attention by a causal mask, written out: softmax(query @ key * scale + mask) @ value.
 
-    To be replaced where every mask that the model is called with is the causal one: no padding, no sliding window, no
-    keys of the past. Its place is taken by ``is_causal=True``, so that FlashAttention can be chosen, which takes no
-    mask. A mask reaches a layer as an argument, so that its values are known at the call only: they are checked there,
-    once for each mask, by an assertion on the device. ``fusion.sdpa`` takes any mask.
+    Replace it where every mask of the model is causal: no padding, no sliding window, no keys of the past.
+    ``is_causal=True`` takes its place, so that FlashAttention can be chosen, which accepts no mask. A mask reaches a
+    layer as an argument: its values are checked at the call, once for each mask, by an assertion on the device.
+    ``fusion.sdpa`` accepts any mask.
 
     Keys and values that heads share are taken before they are repeated, as ``repeat_kv`` of transformers does it; torch
-    has fast kernels for these without a mask only. Otherwise its forms are those of ``fusion.sdpa`` with one mask, by a
-    constant scale.
+    has fast kernels for these without a mask only. Its other alternatives are the ones of ``fusion.sdpa`` that have one
+    mask and a constant scale.
     """
 
     name = "fusion.causal_sdpa"
     replacement = staticmethod(causal_attention)
     results_only = True
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def causal_scaled_dot_product_attention(
             query: Any,
             key: Any,

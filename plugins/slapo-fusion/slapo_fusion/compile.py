@@ -10,26 +10,27 @@ from typing import Any
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
 from slapo_fusion.compilers import Backend, Compiled, backend_problem
+from slapo_fusion.forwards import is_wrapped_by, missing_forward
 
 
 @dataclass(frozen=True)
 class Compile(Primitive):
     """Compile the module's forward with ``torch.compile`` when it is first called.
 
-    Only this region is compiled: its hooks, and what is around it, run as they are. Modules of one class whose forward
-    nothing changed share what was compiled, so that 24 equal layers are compiled once. Sizes that are seen to change
-    become symbolic. Random numbers come from torch's generators, so that dropout drops what it would drop uncompiled.
+    Only this region is compiled: its hooks and the code around it run as they are. Modules of one class with an
+    unchanged forward share compiled code, so that 24 equal layers are compiled once. Sizes that change become symbolic.
+    Random numbers come from torch's generators, so that dropout drops what it would drop uncompiled.
 
-    What was compiled lives in this process; a model that is loaded from a file compiles again. While ``verify`` runs,
-    the compiled code is what runs; only what has graph breaks and drops elements runs uncompiled where ``verify``
-    switches its dropout off. As everywhere with ``torch.compile``, most backends refuse gradients of gradients.
+    Compiled code lives in this process; a model loaded from a file compiles again. ``verify`` runs the compiled code;
+    only code with graph breaks and dropout runs uncompiled while ``verify`` disables dropout. As always with
+    ``torch.compile``, most backends refuse gradients of gradients.
 
     Args:
         mode: of inductor: ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``. Gradients and
             losses are copied out of the memory of its CUDA graphs, so that micro-batches may be accumulated.
         fullgraph: whether Python that cannot be compiled is an error; otherwise it runs as Python between compiled
             pieces.
-        dynamic: True makes all sizes symbolic at once, False compiles anew for each size; None: those that change.
+        dynamic: True makes all sizes symbolic, False compiles anew for each size; None makes changing sizes symbolic.
         backend: a name that torch knows, or a function of a graph and example inputs.
         options: of the backend, e.g. ``{"max_autotune": True}``.
 
@@ -62,14 +63,8 @@ class Compile(Primitive):
         return Equivalence.RANDOM if self._backend.is_random else Equivalence.REORDERED
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
-        from torch import nn
-
-        if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
-            yield Violation(
-                f"{type(node.module).__name__} has no forward of its own: it is never called",
-                f"compile its children: sch['{node.path}.*'].compile()",
-            )
-        if any(_is_compiling(wrapper) for wrapper in node.wrappers):
+        yield from missing_forward(node, "compile", "compile")
+        if is_wrapped_by(node, Compiled):
             yield Violation("the module is compiled already", "remove this second call")
         problem = backend_problem(self._backend)
         if problem is not None:
@@ -88,13 +83,9 @@ class Compile(Primitive):
         )
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if not any(_is_compiling(wrapper) for wrapper in node.wrappers):
+        if not is_wrapped_by(node, Compiled):
             yield Violation("the module's forward is not compiled")
 
     @property
     def _backend(self) -> Backend:
         return Backend(self.backend, self.mode, tuple(dict(self.options).items()))
-
-
-def _is_compiling(wrapper: Callable[..., Any]) -> bool:
-    return isinstance(wrapper, functools.partial) and wrapper.func is Compiled

@@ -23,15 +23,15 @@ from slapo_core.observers import dropout_is_off
 from slapo_fusion.cudagraphify import own_gradients
 from slapo_fusion.function_modes import (
     Watchable,
-    aside,
     device_error,
     draws,
     drops,
     innermost,
     is_fake,
     is_watched,
-    put_back_on_error,
-    shown,
+    modes_disabled,
+    restored_on_error,
+    show_to_modes,
 )
 from slapo_fusion.private import (
     backend_names,
@@ -48,7 +48,7 @@ from slapo_graph.match import Region
 # `Compiled`: a function that ``torch.compile`` compiles when it is first called.
 
 _MOST_VARIANTS = 64
-"""Of one function: training and not, types, with gradients and without, and each watched by verify or not."""
+"""Of one function: by training mode, dtypes, gradients, and active modes of verify."""
 
 _LIMIT: dict[str, Any] = (
     {"recompile_limit": _MOST_VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
@@ -56,11 +56,11 @@ _LIMIT: dict[str, Any] = (
 
 
 class Compiler(ABC):
-    """Makes something faster of a region of a graph: ``fuse(match, compiler="inductor")``.
+    """Compile regions of a graph: ``fuse(match, compiler="inductor")``.
 
     Attributes:
-        name: what users write, e.g. ``"inductor"``.
-        deprecated: why another one should be taken, shown as a warning; None if nothing speaks against it.
+        name: for ``fuse(compiler=...)``, e.g. ``"inductor"``.
+        deprecated: the reason to choose another one, shown as a warning; None if there is none.
     """
 
     name: ClassVar[str]
@@ -68,19 +68,19 @@ class Compiler(ABC):
 
     @abstractmethod
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
-        """A function that computes what ``region`` computes, gradients included.
+        """Return a function that computes the same as ``region``, gradients included.
 
-        It is called with other sizes than the first ones too, in training and in evaluation.
+        It is called with further sizes, in training and in evaluation.
 
         Args:
-            region: takes tensors, numbers and modules, gives a tensor or a tuple of such.
+            region: takes tensors, numbers and modules, returns a tensor or a tuple of tensors.
             options: the user's options for the compiler.
         """
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend of ``torch.compile`` with its options: equal ones share what they compiled of the same code.
+    """A backend of ``torch.compile`` with its options; equal ones share compiled code.
 
     Args:
         backend: a name that torch knows, e.g. ``"inductor"``, or a function of a graph and example inputs.
@@ -106,7 +106,7 @@ class Backend:
             of_mode = inductor_modes(self.mode) if self.mode is not None else {}
             settings = {"fallback_random": True, **of_mode, **dict(self.options)}
             compiled = compile_with_inductor(graph, inputs, settings)
-            return _owning(compiled) if settings.get("triton.cudagraphs") else compiled  # type: ignore[no-any-return]
+            return _with_own_gradients(compiled) if settings.get("triton.cudagraphs") else compiled  # type: ignore[no-any-return]
         if callable(self.backend) or self.backend == "eager":
             _refuse_second_derivatives(graph)
         if callable(self.backend):
@@ -121,8 +121,8 @@ class Backend:
         return self.backend == "inductor" and dict(self.options).get("fallback_random") is False
 
 
-def _owning(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy gradients and losses out of the memory of CUDA graphs, which a later replay overwrites.
+def _with_own_gradients(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy gradients and losses out of the memory of CUDA graphs, which a replay overwrites.
 
     ``AccumulateGrad`` keeps a parameter's first gradient as its ``grad``, without a copy.
     """
@@ -144,18 +144,18 @@ def _behind_views(node: Any) -> Any:
 
 
 _WITH_BREAKS: WeakSet[CodeType] = WeakSet()
-"""Code in which the compiler leaves something to Python: found out once, and not for each of many equal layers."""
+"""Code with graph breaks: determined once for many equal layers."""
 
 
 class Compiled:
     """Compile a function at its first call; pickle it uncompiled.
 
     Args:
-        function: what is compiled.
-        backend: by what.
+        function: to compile.
+        backend: the compiler.
         where: for messages, e.g. ``"compile(...) at 'encoder.layer.0'"``.
         fullgraph: whether code that cannot be compiled is an error.
-        dynamic: whether sizes are symbolic; None: those that are seen to change.
+        dynamic: whether sizes are symbolic; None: sizes that change.
     """
 
     slapo_goes_around = True
@@ -169,7 +169,7 @@ class Compiled:
         fullgraph: bool = False,
         dynamic: bool | None = None,
     ) -> None:
-        functools.update_wrapper(self, function, updated=())  # what another object of a class holds is its own
+        functools.update_wrapper(self, function, updated=())  # without the attributes of an object
         self.function, self.backend, self.where = function, backend, where
         self.fullgraph, self.dynamic = fullgraph, dynamic
         self._compiled: dict[bool, Callable[..., Any]] = {}  # by whether a graph break is an error
@@ -184,8 +184,7 @@ class Compiled:
                 raise failed from None
             raise ApplyError(
                 f"{self.where} failed: {reason(error)}",
-                hint="undo that step, choose another backend, or take a smaller part of the model; the model itself "
-                "is as it was",
+                hint="undo that step, choose another backend, or compile a smaller part; the model is unchanged",
             ) from error
 
     def _run(self, fullgraph: bool, args: Any, kwargs: Any) -> Any:
@@ -200,7 +199,7 @@ class Compiled:
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         if self.fullgraph or code not in _WITH_BREAKS:
             try:
-                with aside(), put_back_on_error(args):
+                with modes_disabled(), restored_on_error(args):
                     return self._run(True, args, kwargs)
             except RuntimeError as error:  # a graph break; or nothing was compiled, and it ran as it is
                 if self.fullgraph or device_error(error) is not None:
@@ -210,8 +209,8 @@ class Compiled:
         if drops(self.function, args, kwargs):
             if dropout_is_off():
                 return self.function(*args, **kwargs)
-            shown(self.function, args, kwargs)
-        with aside(shown=False):
+            show_to_modes(self.function, args, kwargs)
+        with modes_disabled(show=False):
             return self._run(False, args, kwargs)
 
     def __reduce__(self) -> Any:
@@ -230,14 +229,14 @@ def backend_problem(backend: Backend) -> tuple[str, str] | None:
     """Return the problem of a backend's name, mode or options, and a hint; None if valid."""
     if not isinstance(backend.backend, str):
         if backend.mode is not None:
-            return f"mode='{backend.mode}' is one of inductor's", "leave it out"
+            return f"mode='{backend.mode}' is an inductor mode", "leave out mode="
         return None
     if backend.backend != "inductor":
         known = backend_names()
         if backend.backend not in known:
             return f"torch knows no backend '{backend.backend}'", f"it knows {', '.join(known)}"
         if backend.mode is not None:
-            return f"mode='{backend.mode}' is one of inductor's", f"leave it out with backend='{backend.backend}'"
+            return f"mode='{backend.mode}' is an inductor mode", f"leave out mode= with backend='{backend.backend}'"
         return None
     modes = inductor_modes()
     if backend.mode is not None and backend.mode not in modes:
@@ -298,8 +297,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            "torch.compile does not support double backward through an autograd function, e.g. a collective: leave out "
-            "compile of modules that hold one"
+            "torch.compile does not support double backward through an autograd function, e.g. a collective: do not "
+            "compile modules that contain one"
         )
 
 
@@ -318,7 +317,7 @@ def reason(error: BaseException) -> str:
 
 
 class Inductor(Compiler):
-    """``torch.compile`` of the region as one graph, with symbolic sizes where they are seen to change."""
+    """Compile the region by ``torch.compile`` as one graph; sizes that change become symbolic."""
 
     name = "inductor"
 
@@ -328,7 +327,7 @@ class Inductor(Compiler):
 
 
 class AotEager(Compiler):
-    """What ``inductor`` is given, run operation by operation: to tell a fault of tracing from one of its kernels."""
+    """Run the graph of ``inductor`` by single operations: tells faults of tracing from faults of kernels."""
 
     name = "aot_eager"
 
@@ -337,30 +336,33 @@ class AotEager(Compiler):
 
 
 class Eager(Compiler):
-    """The region as it is: one call in the graph, nothing compiled."""
+    """Run the region as it is: one call in the graph, nothing compiled."""
 
     name = "eager"
 
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
-        if options:
-            raise ArgumentError(f"it has no option '{next(iter(options))}'", hint="leave options out")
+        _refuse_options(self, options)
         return region
 
 
 class TorchScript(Compiler):
-    """``torch.jit.trace`` of the region, as in the paper; traced anew for other types, not for other sizes.
+    """Trace the region by ``torch.jit.trace``, as in the paper; anew for other types, not for other sizes.
 
-    Under activation checkpointing the region runs uncompiled, with a warning: TorchScript lets no exception of Python
-    through, by which the second run ends, and does not save the same in both.
+    Under activation checkpointing the region runs uncompiled, with a warning: TorchScript swallows the exception that
+    ends the second run, and saves other tensors in it.
     """
 
     name = "torchscript"
     deprecated = "PyTorch deprecates TorchScript: take 'inductor'"
 
     def compile(self, region: Region, *, options: Mapping[str, Any]) -> Region:
-        if options:
-            raise ArgumentError(f"it has no option '{next(iter(options))}'", hint="leave options out")
+        _refuse_options(self, options)
         return _Scripted(region)
+
+
+def _refuse_options(compiler: Compiler, options: Mapping[str, Any]) -> None:
+    for name in options:
+        raise ArgumentError(f"compiler '{compiler.name}' has no option '{name}'", hint="leave out options=")
 
 
 def _compiled(region: Region, backend: Backend) -> Compiled:
@@ -371,7 +373,7 @@ def _compiled(region: Region, backend: Backend) -> Compiled:
 
 
 class _Scripted:
-    """One TorchScript function for each combination of what tracing takes for constant."""
+    """One TorchScript function for each combination of dtypes, devices, axes, constants and modes."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -380,8 +382,7 @@ class _Scripted:
     def __call__(self, *args: Any) -> Any:
         if top_saved_tensors_hooks(False) is not None:
             warnings.warn(
-                "a region fused by TorchScript runs uncompiled, as it is under activation checkpointing: take "
-                "compiler='inductor'",
+                "a region fused by TorchScript runs uncompiled under activation checkpointing: use compiler='inductor'",
                 stacklevel=2,
             )
             return self._region(*args)
@@ -406,6 +407,6 @@ class _Scripted:
             return self._region(*values)
 
         with warnings.catch_warnings(), fork_rng():
-            warnings.simplefilter("ignore", DeprecationWarning)  # said by `deprecated`
+            warnings.simplefilter("ignore", DeprecationWarning)  # see `deprecated`
             made: Callable[..., Any] = torch.jit.trace(on_tensors, tensors, check_trace=False)
         return made

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from slapo_core import ApplyError, Edit, Equivalence, Node, Primitive, Violation
 from slapo_core.layout import fork_rng
 from slapo_core.observers import Forward
+from slapo_fusion.forwards import is_wrapped_by, missing_forward
 from slapo_fusion.function_modes import is_watched
 from slapo_fusion.private import (
     clone_all,
@@ -29,7 +30,7 @@ from slapo_fusion.private import (
     version_of,
 )
 
-# The form of a call: its arguments without the values of their tensors, as a dictionary's key.
+# The input signature of a call: its arguments without the values of their tensors, as a hashable key.
 
 _TENSOR = "tensor"
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -46,26 +47,26 @@ class _NotCapturable(Exception):  # noqa: N818 - caught where the path is known
         super().__init__(type(value).__name__)
 
 
-def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a hashable form of a value, and append its tensors to a list."""
+def _signature(value: Any, tensors: list[Tensor]) -> Any:
+    """Return the hashable signature of a value, and append its tensors to a list."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
         tensors.append(value)
         return _TENSOR
     if kind is tuple or kind is list:
-        return (kind, *[_form(each, tensors) for each in value])
+        return (kind, *[_signature(each, tensors) for each in value])
     if kind is dict:
-        return (kind, *[(name, _form(each, tensors)) for name, each in value.items()])
+        return (kind, *[(name, _signature(each, tensors)) for name, each in value.items()])
     if kind in _CONSTANTS:
         return (kind, value)
     raise _NotCapturable(value)
 
 
-def _value(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the value of a form, with these tensors in it."""
-    if form is _TENSOR:
+def _value(signature: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return the value of a signature, with these tensors in it."""
+    if signature is _TENSOR:
         return next(tensors)
-    kind, *parts = form
+    kind, *parts = signature
     if kind is dict:
         return {name: _value(each, tensors) for name, each in parts}
     if kind is tuple or kind is list:
@@ -73,14 +74,14 @@ def _value(form: Any, tensors: Iterator[Tensor]) -> Any:
     return parts[0]
 
 
-# `_State`: what a graph fixes of a module.
+# `_State`: the state of a module that a graph fixes.
 
 
 class _State:
     """Attributes, children, hooks, tensors and addresses of a module, as they are now.
 
     Args:
-        module: whose. Its own hooks are left out: they run around its forward.
+        module: without its own hooks, which run around its forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -98,7 +99,7 @@ class _State:
         self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
 
     def flags(self) -> Any:
-        """Return what may alternate between calls: modes of the modules, and which parameters are trained."""
+        """Return the flags that may alternate between calls: training modes, and trained parameters."""
         return tuple(map(_training, self._modules)), tuple(map(_requires_grad, self._parameters))
 
     def holds(self) -> bool:
@@ -108,7 +109,7 @@ class _State:
         return all(all(map(operator.is_, table.values(), values)) for table, values in self._filled)
 
     def change(self, *, modes: bool = True) -> str | None:
-        """Return what changed since, in words; None if nothing did.
+        """Return the first change in words; None if nothing changed.
 
         Args:
             modes: whether training and evaluation modes count.
@@ -128,7 +129,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 @contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
+def _buffers_restored(module: nn.Module) -> Iterator[None]:
     """Restore the buffers' values, at their addresses."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
@@ -140,7 +141,7 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
 
 
-# `Captured`: the forward of a module as CUDA graphs, one for each form of call.
+# `Captured`: the forward of a module as CUDA graphs, one for each input signature.
 
 _FEW_CALLS, _MOST_WASTED = 10, 2
 """A graph that is dropped after fewer calls is wasted; more such graphs in a row are refused."""
@@ -152,10 +153,10 @@ class Captured:
     """Called like a forward: with the module first.
 
     Args:
-        forward: what is captured.
+        forward: to capture.
         path: of the module, for messages.
         warmup: runs before a capture.
-        most_shapes: that many are captured.
+        most_shapes: the limit of captures.
     """
 
     slapo_goes_around = True
@@ -164,7 +165,7 @@ class Captured:
     def __init__(self, forward: Forward, *, path: str, warmup: int, most_shapes: int) -> None:
         functools.update_wrapper(self, forward)
         self.forward, self.path, self.warmup, self.most_shapes = forward, path, warmup, most_shapes
-        self.graphs: dict[Any, _Graph] = {}
+        self.graphs: dict[Any, _CapturedGraph] = {}
         self._state: _State | None = None
         self._wasted = 0
 
@@ -175,7 +176,7 @@ class Captured:
             return self.forward(module, *args, **kwargs)
         tensors: list[Tensor] = []
         try:
-            form = _form((args, kwargs), tensors)
+            signature = _signature((args, kwargs), tensors)
         except _NotCapturable as error:
             raise self._refusal(
                 f"the module is called with a {error}, which a graph cannot hold",
@@ -189,7 +190,7 @@ class Captured:
             other = tensors[on_device.index(False)].device
             raise self._refusal(
                 f"the module is called with a tensor on {other} beside those on {self.device_type}",
-                "move all tensors to one device: a graph keeps what it read of another one at its capture",
+                "move all tensors to one device: a graph keeps the values of other devices from its capture",
             )
         if top_saved_tensors_hooks(False) is not None:
             raise self._refusal(
@@ -199,23 +200,23 @@ class Captured:
             )
         if self._state is None:
             self._state = _State(module)
-        graph = self.graphs.get(key := self._key(form, tensors, self._state))
+        graph = self.graphs.get(key := self._key(signature, tensors, self._state))
         if graph is not None and not graph.state.holds():
             self._count_dropped(graph)
             graph = None
         if graph is None:
             self.graphs = {key: kept for key, kept in self.graphs.items() if kept.state.change(modes=False) is None}
             self._state = _State(module)
-            key = self._key(form, tensors, self._state)
-            graph = self.graphs[key] = self._capture(module, form, tensors)
+            key = self._key(signature, tensors, self._state)
+            graph = self.graphs[key] = self._capture(module, signature, tensors)
         return graph(tensors)
 
-    def _key(self, form: Any, tensors: list[Tensor], state: _State) -> Any:
+    def _key(self, signature: Any, tensors: list[Tensor], state: _State) -> Any:
         about = tuple([(each.shape, each.dtype, each.requires_grad, each.device) for each in tensors])
         casts = torch.is_autocast_enabled(self.device_type) and torch.get_autocast_dtype(self.device_type)
-        return form, about, casts, state.flags()
+        return signature, about, casts, state.flags()
 
-    def _count_dropped(self, graph: _Graph) -> None:
+    def _count_dropped(self, graph: _CapturedGraph) -> None:
         """Refuse to go on where captures are dropped as soon as they are made."""
         self._wasted = self._wasted + 1 if graph.calls < _FEW_CALLS else 0
         if self._wasted > _MOST_WASTED:
@@ -226,7 +227,7 @@ class Captured:
                 "attributes are set at every step",
             )
 
-    def _capture(self, module: nn.Module, form: Any, tensors: list[Tensor]) -> _Graph:
+    def _capture(self, module: nn.Module, signature: Any, tensors: list[Tensor]) -> _CapturedGraph:
         if len(self.graphs) >= self.most_shapes:
             raise self._refusal(
                 f"the module was called in more than {self.most_shapes} different combinations of shapes, types and "
@@ -241,15 +242,15 @@ class Captured:
             )
         samples = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in tensors)
         versions = list(map(version_of, samples))
-        held, kind = _Held(module, self.forward, form), self.device_type
+        captured, kind = _CapturedModule(module, self.forward, signature), self.device_type
         casts = torch.autocast(
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
         capturing = _CAPTURING.set(True)
         try:
-            with fork_rng(), _buffers_kept(module), casts:
+            with fork_rng(), _buffers_restored(module), casts:
                 graphed = torch.cuda.make_graphed_callables(
-                    held, samples, num_warmup_iters=self.warmup, allow_unused_input=True
+                    captured, samples, num_warmup_iters=self.warmup, allow_unused_input=True
                 )
         except _NotCapturable as error:
             raise self._refusal(
@@ -258,9 +259,9 @@ class Captured:
             ) from None
         finally:
             _CAPTURING.reset(capturing)
-        if held.change is not None:
+        if captured.change is not None:
             raise self._refusal(
-                f"its forward sets {held.change}, which a replay does not",
+                f"its forward sets {captured.change}, which a replay does not",
                 "leave this module out, or capture modules inside",
             )
         if versions != list(map(version_of, samples)):
@@ -268,7 +269,7 @@ class Captured:
                 "its forward writes to one of its arguments, which a replay does not",
                 "capture a larger module, in which that argument is made",
             )
-        return _Graph(graphed, held, self._refusal)
+        return _CapturedGraph(graphed, captured, self._refusal)
 
     def _refusal(self, problem: str, hint: str) -> ApplyError:
         return ApplyError(f"cudagraphify at '{self.path}': {problem}", path=self.path, hint=hint)
@@ -278,45 +279,47 @@ class Captured:
         return functools.partial(Captured, **options), (self.forward,)
 
 
-class _Held(nn.Module):
-    """What torch captures: it writes its own forward into what it is given, and finds the parameters in it.
+class _CapturedModule(nn.Module):
+    """The module for torch's capture, which sets its forward and reads its parameters.
 
     Args:
         module: whose forward.
         forward: takes the module first.
-        form: of the call, whose tensors the captured forward takes.
+        signature: of the call, whose tensors the captured forward takes.
     """
 
-    def __init__(self, module: nn.Module, forward: Forward, form: Any) -> None:
+    def __init__(self, module: nn.Module, forward: Forward, signature: Any) -> None:
         super().__init__()
-        self.module, self._run, self._form = module, forward, form
+        self.module, self._run, self._signature = module, forward, signature
         self.training = module.training
         self.state = _State(module)
         self.change: str | None = None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs = _value(self._form, iter(tensors))
+        args, kwargs = _value(self._signature, iter(tensors))
         before = _State(self.module)
         output = self._run(self.module, *args, **kwargs)
         self.change = before.change()  # of the last run, which is the captured one
         leaves, self.spec = tree_flatten(output)
-        self.leaves = [_form(leaf, []) for leaf in leaves]
+        self.leaves = [_signature(leaf, []) for leaf in leaves]
         found = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         self.differentiable = [leaf.requires_grad for leaf in found]
         return found
 
 
-class _Graph:
+class _CapturedGraph:
     """One captured graph, whose results and gradients are copied out of its memory.
 
-    What a replay writes, the next one overwrites. So results are cloned, and so are the gradients, all of them by one
-    kernel: ``AccumulateGrad`` keeps the first gradient of a parameter as its ``grad``, without a copy. An activation
-    that is overwritten before its backward is an error of that backward.
+    A replay overwrites the results of the one before. So results are cloned, and so are the gradients, by one kernel:
+    ``AccumulateGrad`` keeps the first gradient of a parameter as its ``grad``, without a copy. Overwritten activations
+    are an error of their backward.
     """
 
-    def __init__(self, graphed: Callable[..., Any], held: _Held, refusal: Callable[[str, str], ApplyError]) -> None:
-        self._graphed, self._held, self._refusal = graphed, held, refusal
-        self.state = _State(held.module)
+    def __init__(
+        self, graphed: Callable[..., Any], captured: _CapturedModule, refusal: Callable[[str, str], ApplyError]
+    ) -> None:
+        self._graphed, self._held, self._refusal = graphed, captured, refusal
+        self.state = _State(captured.module)
         self.calls = self._live = 0  # the number of calls, and of the call whose activations are in memory
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -327,16 +330,19 @@ class _Graph:
             self._live = self.calls
             node.register_prehook(functools.partial(self._begin, self.calls))
             node.register_hook(own_gradients)
-        held = self._held
+        captured = self._held
         own = iter(
-            [(each if kept else each.detach()).clone() for each, kept in zip(found, held.differentiable, strict=True)]
+            [
+                (each if kept else each.detach()).clone()
+                for each, kept in zip(found, captured.differentiable, strict=True)
+            ]
         )
-        return tree_unflatten([_value(leaf, own) for leaf in held.leaves], held.spec)
+        return tree_unflatten([_value(leaf, own) for leaf in captured.leaves], captured.spec)
 
     def _begin(self, call: int, _: Any) -> None:
         if self._live != call:
             raise self._refusal(
-                "a backward runs whose activations were overwritten: the module was called again, or this backward ran "
+                "the activations of this backward were overwritten: the module was called again, or this backward ran "
                 "already",
                 "call backward once after each forward, or leave this module out",
             )
@@ -344,37 +350,37 @@ class _Graph:
 
 
 def own_gradients(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-    """Copy the gradients of an autograd node, as its hook, out of the memory of a CUDA graph."""
+    """Copy the gradients of an autograd node, as its hook, out of a CUDA graph's memory."""
     copies = iter(clone_all([each for each in gradients if each is not None]))
     return tuple(None if each is None else next(copies) for each in gradients)
 
 
 @dataclass(frozen=True)
 class Cudagraphify(Primitive):
-    """Capture the module's forward and backward into CUDA graphs: for modules whose kernels are shorter than a launch.
+    """Capture the module's forward and backward into CUDA graphs, for kernels shorter than a launch.
 
-    Captured by ``torch.cuda.make_graphed_callables`` at the first training call with each combination of shapes, types,
+    ``torch.cuda.make_graphed_callables`` captures at the first training call with each combination of shapes, types,
     constants, autocast, modes and trained parameters. Arguments are tensors, numbers, strings, None, and tuples, lists
-    and dicts of these. Without gradients, on a CPU tensor, and while ``verify`` watches dropout, the forward runs as it
-    is. Where there is no CUDA device when the step is applied, it does nothing, and says so.
+    and dicts of these. Without gradients, on a CPU tensor, and while ``verify`` observes dropout, the forward runs as
+    it is. Without a CUDA device the step does nothing, with a note in its record.
 
     Modules captured inside of it become a part of its graph. Collectives are captured with it where their backend can
     be (NCCL): every rank must capture at the same call.
 
     Warm-up and capture leave buffers and RNG states as they were. Where parameters, buffers, attributes, children or
     hooks of the module were replaced or moved since, its graphs are dropped and captured again. A replay runs no Python
-    of the forward: what it reads besides its arguments and the module stays as it was at the capture.
+    of the forward: other values that it reads stay as they were at the capture.
 
     Results and gradients are copied out of the graph's memory (one kernel for each result, one for all gradients), so
-    that gradients may be accumulated and results kept. Activations are not: a module that is called several times
-    before its backward (shared weights, pipeline micro-batches, checkpointing around it) must not be captured. That
-    cannot be seen beforehand, and is refused at the backward whose activations are lost.
+    that gradients may be accumulated and results kept. Activations are not: do not capture a module that is called
+    several times before its backward (shared weights, pipeline micro-batches, checkpointing around it). The backward
+    whose activations were overwritten refuses it.
 
-    Of what is written here, only what runs without a GPU is tested: the CUDA path has not been run by the authors.
+    The CUDA path has not been run by the authors; tests cover the code that runs without a GPU.
 
     Args:
         warmup: runs before the capture, in which libraries choose their kernels; 11 under DistributedDataParallel.
-        most_shapes: after that many combinations of shapes, types and constants, another one is refused.
+        most_shapes: the limit of combinations of shapes, types and constants.
 
     Raises:
         PreconditionError: the module is captured already, is hooked below, or has no forward of its own.
@@ -397,17 +403,13 @@ class Cudagraphify(Primitive):
     def preconditions(self, node: Node) -> Iterator[Violation]:
         if self.warmup < 1 or self.most_shapes < 1:
             yield Violation("warmup and most_shapes must be at least 1", "cudagraphify(warmup=3, most_shapes=4)")
-        if type(node.module).forward is nn.Module.forward and "forward" not in node.module.__dict__:
-            yield Violation(
-                f"{type(node.module).__name__} has no forward of its own: it is never called",
-                f"capture its children: sch['{node.path}.*'].cudagraphify()",
-            )
-        if any(_is_captured(wrapper) for wrapper in node.wrappers):
+        yield from missing_forward(node, "capture", "cudagraphify")
+        if is_wrapped_by(node, Captured):
             yield Violation("the module is captured already", "remove this second call")
         for below in node.walk():
             if below.path != node.path and has_backward_hooks(below.module):
                 yield Violation(
-                    f"'{below.path}' has backward hooks, which a captured graph does not call", "remove them before"
+                    f"'{below.path}' has backward hooks, which a captured graph does not call", "remove the hooks first"
                 )
 
     def apply(self, node: Node, edit: Edit) -> None:
@@ -418,9 +420,5 @@ class Cudagraphify(Primitive):
         edit.wrap_forward(node, wrapper, active=active)
 
     def postconditions(self, node: Node) -> Iterator[Violation]:
-        if not any(_is_captured(wrapper) for wrapper in node.wrappers):
+        if not is_wrapped_by(node, Captured):
             yield Violation("the module's forward is not captured")
-
-
-def _is_captured(wrapper: Callable[..., object]) -> bool:
-    return isinstance(wrapper, functools.partial) and wrapper.func is Captured

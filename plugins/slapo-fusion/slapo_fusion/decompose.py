@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_fusion.bind import is_bound
-from slapo_fusion.private import buffers_of, check_input_axes, non_persistent_buffers_of, parameters_of
+from slapo_core.internals import buffers_of, parameters_of
+from slapo_fusion.forwards import is_wrapped_by
+from slapo_fusion.kernels import Bound
+from slapo_fusion.private import check_input_axes, non_persistent_buffers_of
 
 # Modules of torch.nn with their arithmetic in pieces: the same parameters, more than one operation.
 #
-# They are no modules of torch.nn, so that ``trace(flatten=True)`` looks into them, and patterns see the pieces.
+# They are not modules of torch.nn, so that ``trace(flatten=True)`` looks into them, and patterns see the pieces.
 # ``slapo_same_as`` says which class of torch.nn a forward computes the same as: steps treat the module as one of that.
 
 
@@ -107,12 +109,12 @@ class Decompose(Primitive):
     """Split a module's arithmetic into operations that patterns can match.
 
     For ``nn.Linear``, ``nn.LayerNorm`` and ``nn.BatchNorm1d`` to ``3d``. Parameters and the state dict stay the same.
-    What steps put at the module stays there, and steps that follow treat it as the module that it was: of a row-split
-    Linear the bias comes behind the all-reduce, whether it was split before or is split then.
+    Hooks and wrappers of steps stay, and later steps treat the module as one of its former class: of a row-split Linear
+    the bias comes after the all-reduce, whether it is split before or after this step.
 
     Raises:
-        PreconditionError: a module of another class, one that is traced or bound to a kernel, one whose forward was
-            set outside of the schedule; or the root of the model.
+        PreconditionError: the module has another class, is traced, bound to a kernel or the root of the model, or
+            its forward was set outside of the schedule.
 
     rewrite:
         ``y = linear(x)`` -> ``y = matmul(x, weight.t()) + bias``
@@ -137,16 +139,16 @@ class Decompose(Primitive):
             return
         if type(module) not in KINDS:
             known = ", ".join(f"nn.{kind.__name__}" for kind in KINDS)
-            yield Violation(f"it knows no pieces of a {type(module).__name__}", f"it knows those of {known}")
+            yield Violation(f"{type(module).__name__} cannot be decomposed", f"decompose {known}")
             return
         if node.forward_is_replaced:
-            yield Violation("it is traced, and its graph would be lost", "decompose before trace()")
+            yield Violation("the module is traced, and its graph would be lost", "decompose before trace()")
         elif getattr(forward := module.__dict__.get("forward"), "has_own", forward is not None):
             yield Violation(
                 "the module's forward was set outside of the schedule, and would be lost", "set it in a class instead"
             )
-        if any(is_bound(wrapper) for wrapper in node.wrappers):
-            yield Violation("a kernel bound by bind() runs in the place of its forward", "leave one of the two out")
+        if is_wrapped_by(node, Bound):
+            yield Violation("a kernel bound by bind() runs in the place of the forward", "leave out one of the two")
 
     def apply(self, node: Node, edit: Edit) -> None:
         edit.replace_module(node, decomposed(node.module), is_same=True)

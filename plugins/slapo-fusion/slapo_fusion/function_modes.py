@@ -1,12 +1,11 @@
-"""Run compiled code under torch-function modes, such as those of ``verify``.
+"""Run compiled code under torch-function modes, e.g. of ``verify``.
 
-A torch-function mode sees what Python calls, and compiled code calls nothing; and behind a graph break, torch.compile
-(2.13) gives wrong values while a mode is active. So the modes are put aside while compiled code runs:
+A torch-function mode sees calls of Python, and compiled code makes none; and after a graph break, torch.compile (2.13)
+computes wrong values while a mode is active. So the modes are disabled while compiled code runs:
 
-- a compiled graph that draws for dropout is run once more as it was captured, on copies and for the modes' eyes only:
-  they see every draw. Then the compiled code itself gives the numbers, without its dropout if a mode turned that off.
-- of what is compiled in pieces, the same is done with the whole function; where a mode turned its dropout off, the
-  function runs uncompiled.
+- a compiled graph with dropout also runs as captured, on copies, so that the modes see every draw. The compiled code
+  computes the result, without its dropout if a mode disabled that.
+- a function with graph breaks is treated likewise as one; where a mode disabled its dropout, it runs uncompiled.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from slapo_core import ApplyError
+from slapo_core.internals import buffers_of
 from slapo_core.layout import accelerator, fork_rng
 from slapo_core.observers import dropout_is_off
 from slapo_fusion.private import (
     DeviceContext,
     FakeTensorMode,
-    buffers_of,
     compile_errors,
     dispatch_modes,
     function_modes,
@@ -66,14 +65,14 @@ def is_fake() -> bool:
 
 
 @contextlib.contextmanager
-def aside(*, shown: bool = True) -> Iterator[None]:
-    """Put the active torch-function modes aside.
+def modes_disabled(*, show: bool = True) -> Iterator[None]:
+    """Disable the active torch-function modes while the block runs.
 
     Args:
-        shown: whether compiled graphs show them what they draw.
+        show: whether compiled graphs show them their draws.
     """
     modes = [pop_function_mode() for _ in range(number_of_function_modes())][::-1]
-    before = _WATCHING.set(modes if shown else ())
+    before = _WATCHING.set(modes if show else ())
     try:
         yield
     finally:
@@ -85,7 +84,7 @@ def aside(*, shown: bool = True) -> Iterator[None]:
 _WATCHING: ContextVar[Sequence[Any]] = ContextVar("the modes that compiled graphs show what they draw", default=())
 
 
-def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def show_to_modes(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Run a function on copies, so that active modes see its calls."""
     modules = [below for each in args if isinstance(each, nn.Module) for below in each.modules()]
     buffers = [(buffers_of(module), dict(buffers_of(module))) for module in modules]
@@ -101,8 +100,8 @@ def shown(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def put_back_on_error(args: Any) -> Iterator[None]:
-    """Restore buffers and RNG states after a ``RuntimeError``, unless the device or a peer failed."""
+def restored_on_error(args: Any) -> Iterator[None]:
+    """Restore buffers and RNG states after a ``RuntimeError``, unless a device or peer failed."""
     buffers = [(each, each.clone()) for module in args if isinstance(module, nn.Module) for each in module.buffers()]
     device = accelerator()
     generators: list[Any] = [torch] if device is None else [torch, torch.get_device_module(device)]
@@ -128,9 +127,9 @@ _OF_DEVICES = tuple(
 
 
 def device_error(error: BaseException) -> BaseException | None:
-    """Return the out-of-memory, accelerator or communication error behind an error; None if it is another.
+    """Return the memory, accelerator or communication error behind an error; None for others.
 
-    Nothing may run again after it: there is no memory, the context is lost, or other ranks wait elsewhere.
+    Nothing may run again after it: memory is exhausted, the context is lost, or other ranks wait elsewhere.
     """
     cause = innermost(error)
     return cause if isinstance(cause, _OF_DEVICES) else None
@@ -148,10 +147,10 @@ def innermost(error: BaseException) -> BaseException:
 
 def drops(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Return whether a function applies dropout."""
-    looking = _Looking()
-    with aside(shown=False), looking:
-        shown(function, args, kwargs)
-    return looking.has_dropped
+    detector = _DropoutDetector()
+    with modes_disabled(show=False), detector:
+        show_to_modes(function, args, kwargs)
+    return detector.has_dropped
 
 
 class Watchable:
@@ -159,17 +158,20 @@ class Watchable:
 
     Args:
         captured: the graph, as torch calls.
-        compiled: what computes the same.
-        compile_still: makes the same of the graph without its dropout; called once, if ever.
+        compiled: the graph compiled.
+        compile_still: compiles the graph without its dropout; called at most once.
     """
 
     def __init__(
-        self, captured: fx.GraphModule, compiled: Callable[..., Any], compile_still: Callable[[fx.GraphModule], Any]
+        self,
+        captured: fx.GraphModule,
+        compiled: Callable[..., Any],
+        compile_without_dropout: Callable[[fx.GraphModule], Any],
     ) -> None:
         self._captured = captured
         self._compiled = compiled
-        self._compile_still = compile_still
-        self._still: Callable[..., Any] | None = None
+        self._compile_without_dropout = compile_without_dropout
+        self._without_dropout: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         modes = _WATCHING.get()
@@ -178,17 +180,17 @@ class Watchable:
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
-            shown(self._captured, args, {})
+            show_to_modes(self._captured, args, {})
             is_off = dropout_is_off()
         if not is_off:
             return self._compiled(*args)
-        if self._still is None:
-            self._still = self._compile_still(without_dropout(self._captured))
-        return self._still(*args)
+        if self._without_dropout is None:
+            self._without_dropout = self._compile_without_dropout(without_dropout(self._captured))
+        return self._without_dropout(*args)
 
 
-class _Looking(TorchFunctionMode):
-    """Notices whether anything is dropped."""
+class _DropoutDetector(TorchFunctionMode):
+    """Detect calls of dropout."""
 
     has_dropped = False
 
@@ -207,8 +209,8 @@ def draws(graph: fx.GraphModule) -> bool:
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph without its dropout."""
-    still = copy.deepcopy(graph)
-    for part in _parts(still):
+    copied = copy.deepcopy(graph)
+    for part in _parts(copied):
         for node in list(part.graph.nodes):
             if not _is_dropping(node):
                 continue
@@ -220,11 +222,11 @@ def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
             else:
                 node.update_arg(_ATTENTION_DROPOUT, 0.0)
         part.recompile()
-    return still
+    return copied
 
 
 def _parts(graph: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graph and those inside of it: what is checkpointed is a graph of its own."""
+    """Return the graph and the graphs in it, e.g. of checkpointed regions."""
     return [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
 
 

@@ -15,16 +15,16 @@ import torch
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
 from slapo_fusion.compilers import Compiled, Compiler, reason
-from slapo_fusion.function_modes import aside, device_error, drops, innermost, is_fake, is_watched
+from slapo_fusion.function_modes import device_error, drops, innermost, is_fake, is_watched, modes_disabled
 from slapo_fusion.kernels import run_without_values
 from slapo_fusion.private import StopRecomputation, compile_errors
 from slapo_graph.graph import graph_of
 from slapo_graph.match import Region, by_place
 
-# `Fused`: a compiled region, which says whose it is when its compiler fails.
+# `Fused`: a compiled region, whose errors name its place.
 
 _COMPILED: WeakKeyDictionary[Region, dict[Any, Region]] = WeakKeyDictionary()
-"""What a compiler made of a region, as long as the region is in use: a cache of a pure function, not a registry."""
+"""Compiled code of regions in use: a cache of a pure function, not a registry."""
 
 
 class Fused:
@@ -32,7 +32,7 @@ class Fused:
 
     Args:
         region: a pure function of its arguments.
-        compiler: whose.
+        compiler: of the region.
         options: for it, as pairs.
         where: for messages, e.g. ``"fuse at 'encoder.layer.0' (match 1 of 1 ...)"``.
     """
@@ -47,13 +47,13 @@ class Fused:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_fake():
             return self.region(*args)
-        is_unseen = is_watched() and not isinstance(self._compiled, Compiled)  # by the modes that watch
+        is_unseen = is_watched() and not isinstance(self._compiled, Compiled)  # by the active modes
         if self._compiled is self.region or (is_unseen and drops(self.region, args, {})):
             return self.region(*args)
         try:
-            with aside(shown=False) if is_unseen else contextlib.nullcontext():
+            with modes_disabled(show=False) if is_unseen else contextlib.nullcontext():
                 return self._compiled(*args)
-        except StopRecomputation:  # by which a checkpoint around ends its second run: no error
+        except StopRecomputation:  # ends the second run of a checkpoint: not an error
             raise
         except Exception as error:
             failed = device_error(error)
@@ -85,13 +85,13 @@ class Fused:
         return compiled
 
     def _raise_own(self, args: tuple[Any, ...], error: Exception) -> None:
-        """Raise the region's own error for these arguments, if it has one on tensors without values."""
+        """Raise the region's own error for these arguments, if it raises one on fake tensors."""
         cause = innermost(error)
         try:
             run_without_values(self.region, args, {})
         except Exception as own:
             is_hidden = isinstance(cause, compile_errors()) and type(own).__module__ == "builtins"
-            if is_hidden or type(own) is type(cause):  # another class: of tensors without values
+            if is_hidden or type(own) is type(cause):  # another class comes from fake tensors
                 raise
 
     def _failure(self, error: BaseException) -> ApplyError:
@@ -101,11 +101,11 @@ class Fused:
         )
 
     def __reduce__(self) -> Any:
-        return Fusing(self.compiler, self.options, self.where), (self.region,)
+        return FusedFactory(self.compiler, self.options, self.where), (self.region,)
 
 
 @dataclass(frozen=True)
-class Fusing:
+class FusedFactory:
     """Make a :class:`Fused` of a region; equal makers let layers share a graph.
 
     Args:
@@ -124,21 +124,21 @@ class Fusing:
 class Fuse(Primitive):
     """Compile each match of a graph as one region.
 
-    Regions that compute the same share what was compiled of them, in whatever layers they are. What was compiled lives
-    in this process: a model that is loaded from a file compiles again.
+    Equal regions of any layers share compiled code. It lives in this process: a model loaded from a file compiles
+    again.
 
     Args:
-        match: what is fused, each as one region: a match or a list of such, or a pattern, as for ``find``, of which
-            every match is.
+        match: a match, a list of matches, or a pattern as for ``find``, for all of its matches; each becomes one
+            region.
         compiler: ``"inductor"`` (``torch.compile``), ``"aot_eager"`` (the same without its kernels), ``"eager"`` (only
-            group), ``"torchscript"``, or whatever else is installed.
+            group), ``"torchscript"``, or another installed one.
         name: of the call in the printed graph; None: ``fused``.
         options: for the compiler; of inductor, ``mode`` and torch's own, e.g. ``{"max_autotune": True}``.
 
     Raises:
         PreconditionError: nothing matches, no such compiler is installed, or ``name`` is not an identifier.
         StaleError: an earlier step changed the place of a match.
-        ApplyError: a match cannot be taken out of the graph; or the compiler failed, then or at a call.
+        ApplyError: a match cannot become one call; or the compiler failed, then or at a call.
 
     rewrite:
         ``h = x + bias; y = gelu(h)`` -> ``y = fused(x, bias)``
@@ -169,7 +169,9 @@ class Fuse(Primitive):
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
         if self.match is None:
-            yield Violation("it needs a match, or a pattern", "fuse(lambda x, bias: F.gelu(x + bias))")
+            yield Violation(
+                "match is required: a match or a pattern (got None)", "fuse(lambda x, bias: F.gelu(x + bias))"
+            )
         if self.name_ is not None and not self.name_.isidentifier():
             yield Violation(f"name must be a Python identifier (got {self.name_!r})", 'for example name="bias_gelu"')
         try:
@@ -188,7 +190,7 @@ class Fuse(Primitive):
         for place, matches in by_place(node, self.match):
             graph: Any = graph_of(place)
             where = f"fuse at '{place.path}' ({'; '.join(map(str, matches))})"
-            transform = Fusing(compiler, options, where)
+            transform = FusedFactory(compiler, options, where)
             edit.set_forward(
                 place, graph.with_region_called(place.module, matches, transform, name=self.name_ or "fused")
             )

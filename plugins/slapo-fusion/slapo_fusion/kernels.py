@@ -27,7 +27,7 @@ from slapo_fusion.private import (
     tree_map_only,
 )
 
-# What a function gives, asked on tensors without values.
+# Output shapes of a function, on fake tensors.
 
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -35,7 +35,7 @@ Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None:
     """Return shapes and dtypes of a function's output on fake tensors; None if it fails there."""
     try:
-        return of_output(run_without_values(function, args, kwargs))
+        return output_shapes(run_without_values(function, args, kwargs))
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -43,40 +43,40 @@ def without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def run_without_values(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return a function's output on fake tensors."""
     with SafeFakeTensorMode(), torch.no_grad():
-        args, kwargs = tree_map_only(Tensor, _like, (args, dict(kwargs)))
+        args, kwargs = tree_map_only(Tensor, _fake_like, (args, dict(kwargs)))
         return function(*args, **kwargs)
 
 
-def of_output(output: Any) -> Shapes:
-    """Shape and type of each tensor in an output."""
+def output_shapes(output: Any) -> Shapes:
+    """Return shape and dtype of each tensor in an output."""
     return [(tuple(map(int, leaf.shape)), leaf.dtype) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def differs(expected: Shapes | None, got: Shapes | None) -> str | None:
+def shape_difference(expected: Shapes | None, got: Shapes | None) -> str | None:
     """Return how two outputs differ; None if equal or unknown."""
     if expected is None or got is None or got == expected:
         return None
     return f"the kernel returns {_shown(got)}, the replaced code {_shown(expected)}"
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _fake_like(tensor: Tensor) -> Tensor:
     strides = tuple(map(int, tensor.stride()))
     return torch.empty_strided(tuple(map(int, tensor.shape)), strides, dtype=tensor.dtype, device=tensor.device)
 
 
-def _shown(found: Shapes) -> str:
-    return " and ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in found) or "no tensor"
+def _shown(shapes: Shapes) -> str:
+    return " and ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in shapes) or "no tensor"
 
 
-# Kernels: where they come from, and what calling one must keep to.
+# Kernels: loading, and their gradients.
 
 
-class Unavailable(Exception):  # noqa: N818 - the reason why a kernel is not there, told or fallen back from
+class Unavailable(Exception):  # noqa: N818 - becomes a Violation, or a note of a fallback
     """Signal an unavailable kernel.
 
     Args:
-        reason: what is missing.
-        remedy: what to do about it.
+        reason: the missing requirement.
+        remedy: a hint.
     """
 
     def __init__(self, reason: str, remedy: str) -> None:
@@ -84,7 +84,7 @@ class Unavailable(Exception):  # noqa: N818 - the reason why a kernel is not the
         self.reason, self.remedy = reason, remedy
 
 
-def found(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
+def load_kernel(kernel: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel: an operator by its name ``"namespace::name"``, or a function.
 
     Raises:
@@ -147,7 +147,7 @@ class WithBackward:
 
     Args:
         forward: the kernel.
-        backward: gives the gradient of each input, or None for it; a tensor alone where there is one input.
+        backward: returns the gradient of each input, or None; a tensor alone for one input.
         where: for messages.
     """
 
@@ -177,15 +177,15 @@ class _Kernel(torch.autograd.Function):
         found = list(answer) if isinstance(answer, (tuple, list)) else [answer]
         if len(found) != len(inputs):
             raise ApplyError(
-                f"{ctx.pair.where}: its backward gave {len(found)} gradients for {len(inputs)} inputs",
-                hint="return one gradient for each input, None where there is none",
+                f"{ctx.pair.where}: backward returned {len(found)} gradients for {len(inputs)} inputs",
+                hint="return one gradient for each input, or None",
             )
         for position, (gradient, value) in enumerate(zip(found, inputs, strict=True)):
             if isinstance(gradient, Tensor) and gradient.shape != value.shape:
                 raise ApplyError(
-                    f"{ctx.pair.where}: its backward gave a gradient of shape {tuple(gradient.shape)} for input "
+                    f"{ctx.pair.where}: backward returned a gradient of shape {tuple(gradient.shape)} for input "
                     f"{position}, of shape {tuple(value.shape)}",
-                    hint="a gradient has the shape of its input",
+                    hint="return gradients of the inputs' shapes",
                 )
         return None, *found
 
@@ -194,7 +194,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def build_kernels(*sources: str | Path, flags: tuple[str, ...] = ("-O3",)) -> None:
-    """Build C++ or CUDA sources and register their operators; what was built before is only loaded.
+    """Build C++ or CUDA sources once, and register their operators.
 
     The sources register them with ``TORCH_LIBRARY(namespace, m) { m.def("name", &function); }``, and
     ``bind("namespace::name")`` finds them. Call it in the program, before the schedule runs, and before it is replayed.
@@ -204,7 +204,7 @@ def build_kernels(*sources: str | Path, flags: tuple[str, ...] = ("-O3",)) -> No
         flags: for the compiler.
 
     Raises:
-        ArgumentError: a file is not there, or ninja is not, with which torch builds.
+        ArgumentError: a file is missing, or ninja is not installed.
         RuntimeError: the compiler refuses the sources; its messages are in the text.
     """
     from torch.utils.cpp_extension import is_ninja_available, load
@@ -223,7 +223,7 @@ def build_kernels(*sources: str | Path, flags: tuple[str, ...] = ("-O3",)) -> No
     load(name, [str(path) for path in paths], extra_cflags=list(flags), is_python_module=False)
 
 
-# `Bound`: a kernel that runs in the place of a function, and is held to what that function gives.
+# `Bound`: a kernel in the place of a function, with the shapes and dtypes of its outputs.
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Kernel:
 
     Args:
         kernel: an operator's name, or a function.
-        backward: gives the gradients, as :class:`~slapo_fusion.kernels.WithBackward` takes it; None: autograd knows.
+        backward: of :class:`~slapo_fusion.kernels.WithBackward`; None: autograd knows the gradient.
         where: for messages, e.g. ``"bind('acme::gelu') at 'act'"``.
     """
 
@@ -244,23 +244,23 @@ class Kernel:
         """Return the function to call.
 
         Raises:
-            Unavailable: it cannot be had here.
+            Unavailable: the kernel or its backward is missing.
         """
-        forward = found(self.kernel)
-        return forward if self.backward is None else WithBackward(forward, found(self.backward), self.where)
+        forward = load_kernel(self.kernel)
+        return forward if self.backward is None else WithBackward(forward, load_kernel(self.backward), self.where)
 
 
 class Bound:
-    """Calls a kernel in the place of a function.
+    """Call a kernel in the place of a function.
 
-    What the kernel gives has the shapes and types of what the function gives: held at the first call, if the function
-    runs on tensors without values. A gradient that gets lost is an error at every call.
+    The first call compares the shapes and dtypes of both outputs, if the function runs on fake tensors. A lost gradient
+    is an error at every call.
 
     Args:
-        function: what it stands for: a forward that takes the module first, or a region.
-        kernel: what runs.
+        function: the replaced one: a forward that takes the module first, or a region.
+        kernel: runs instead.
         arguments: of a forward: the names of its parameters, or of the module's own tensors and attributes, in the
-            kernel's order. None passes on what it is called with.
+            kernel's order. None passes on the arguments.
     """
 
     def __init__(self, function: Callable[..., Any], kernel: Kernel, arguments: tuple[str, ...] | None = None) -> None:
@@ -280,8 +280,8 @@ class Bound:
         if missing_gradient(inputs, output):
             raise ApplyError(
                 f"{self.kernel.where}: an input requires a gradient, and the kernel's output has none",
-                hint="register its gradient (torch.library.register_autograd), or give bind(..., backward=...); "
-                "freeze what leads to it, or call the model under torch.no_grad()",
+                hint="register its gradient (torch.library.register_autograd), give bind(..., backward=...), freeze "
+                "the parameters before it, or call the model under torch.no_grad()",
             )
         if not self._is_checked:
             self._check(args, kwargs, output)
@@ -295,7 +295,7 @@ class Bound:
         return self._named(args[0], args[1:], kwargs)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        problem = differs(without_values(self.function, args, kwargs), of_output(output))
+        problem = shape_difference(without_values(self.function, args, kwargs), output_shapes(output))
         if problem is not None:
             raise ApplyError(
                 f"{self.kernel.where}: {problem}",
@@ -307,7 +307,7 @@ class Bound:
 
 
 class NamedInputs:
-    """Returns values of forward parameters or module attributes, by name.
+    """Return values of forward parameters or module attributes, by name.
 
     Args:
         forward: takes the module first; its signature is bound once for each number of arguments and set of keywords.
@@ -319,15 +319,15 @@ class NamedInputs:
         self._sources: dict[Any, list[_Source]] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        form = (len(args), *kwargs)
-        if form not in self._sources:
-            self._sources[form] = self._bind(len(args), kwargs)
-        return tuple([source(module, args, kwargs) for source in self._sources[form]])
+        key = (len(args), *kwargs)
+        if key not in self._sources:
+            self._sources[key] = self._bind(len(args), kwargs)
+        return tuple([source(module, args, kwargs) for source in self._sources[key]])
 
     def _bind(self, count: int, keywords: Iterable[str]) -> list[_Source]:
-        places = [_Place(lambda module, args, kwargs, at=at: args[at]) for at in range(count)]
-        named = {name: _Place(lambda module, args, kwargs, name=name: kwargs[name]) for name in keywords}
-        call = inspect.signature(self._forward).bind(_Place(lambda module, args, kwargs: module), *places, **named)
+        places = [_Argument(lambda module, args, kwargs, at=at: args[at]) for at in range(count)]
+        named = {name: _Argument(lambda module, args, kwargs, name=name: kwargs[name]) for name in keywords}
+        call = inspect.signature(self._forward).bind(_Argument(lambda module, args, kwargs: module), *places, **named)
         call.apply_defaults()
         return [
             _source(call.arguments[name])
@@ -342,16 +342,16 @@ _Source = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Argument:
     source: _Source
 
 
 def _source(value: Any) -> _Source:
-    """Return the source of a bound value: a place, the rest of the arguments, or a default."""
-    if isinstance(value, _Place):
+    """Return the source of a bound value: an argument, the rest of the arguments, or a default."""
+    if isinstance(value, _Argument):
         return value.source
-    if isinstance(value, tuple) and any(isinstance(each, _Place) for each in value):
+    if isinstance(value, tuple) and any(isinstance(each, _Argument) for each in value):
         return lambda *call: tuple(each.source(*call) for each in value)
-    if isinstance(value, dict) and any(isinstance(each, _Place) for each in value.values()):
+    if isinstance(value, dict) and any(isinstance(each, _Argument) for each in value.values()):
         return lambda *call: {name: each.source(*call) for name, each in value.items()}
     return lambda *call: value

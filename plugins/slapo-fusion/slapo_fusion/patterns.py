@@ -1,8 +1,8 @@
-"""Ready patterns: operations that models write out, in the ways of transformers and plain PyTorch code.
+"""Ready patterns: operations that models write out, as transformers and plain PyTorch code do.
 
-``sch.find("fusion.sdpa")`` uses one by its name; ``slapo patterns list`` shows all, ``slapo patterns show
-fusion.sdpa`` one with its forms. A pattern finds nothing inside of a module that is a call in the graph: trace with
-``flatten=True``.
+``sch.find("fusion.sdpa")`` uses one by its name; ``slapo patterns list`` lists them, ``slapo patterns show
+fusion.sdpa`` shows one with its alternatives. A pattern finds nothing inside of a module that is a call in the graph:
+trace with ``flatten=True``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import slapo_core as slapo
 _ROOT = math.sqrt(2.0)
 _FACTOR = math.sqrt(2.0 / math.pi)
 _SHORTENED = 0.7978845608
-"""The factor as transformers' FastGELU has it: the last digit in float64 differs from that of torch's, no more."""
+"""The factor of transformers' FastGELU, whose last digit in float64 differs from torch's."""
 
 
 def exact(x: Any) -> Any:
-    """GELU by the error function, in the ways to write it out: transformers' ``gelu_python``, minGPT's predecessors."""
+    """Write GELU by the error function, as transformers' ``gelu_python`` does."""
     any_of = slapo.patterns.any_of
     erf = torch.erf(any_of(x / _ROOT, x * (1 / _ROOT), x * math.sqrt(0.5)))
     return _half_of(x, 1.0 + erf)
 
 
 def tanh_approximation(x: Any) -> Any:
-    """GELU by the hyperbolic tangent, written out: ``gelu_new``, ``gelu_fast`` and ``gelu_accurate`` of transformers.
+    """Write GELU by the hyperbolic tangent, as ``gelu_new``, ``gelu_fast`` and ``gelu_accurate`` of transformers do.
 
     OpenAI's GPT-2, minGPT and nanoGPT write the first of them.
     """
@@ -50,7 +50,7 @@ def tanh_approximation(x: Any) -> Any:
 
 
 def quick(x: Any) -> Any:
-    """CLIP's approximation of GELU, by a sigmoid."""
+    """Write CLIP's approximation of GELU, by a sigmoid."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -75,7 +75,7 @@ class Gelu(slapo.Pattern):
     name = "fusion.gelu"
     replacement = staticmethod(_gelu)
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda x: exact(x)
 
 
@@ -89,7 +89,7 @@ class GeluTanh(slapo.Pattern):
     name = "fusion.gelu_tanh"
     replacement = staticmethod(_gelu_tanh)
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda x: tanh_approximation(x)
 
 
@@ -102,7 +102,7 @@ class BiasGelu(slapo.Pattern):
 
     name = "fusion.bias_gelu"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda x, weight, bias: _any_gelu(slapo.patterns.any_of(x + bias, F.linear(x, weight, bias)))
 
 
@@ -122,7 +122,7 @@ class SwiGlu(slapo.Pattern):
 
     name = "fusion.swiglu"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         yield lambda gate, up: _silu(gate) * up
 
 
@@ -134,7 +134,7 @@ class SwiGluProjections(slapo.Pattern):
 
     name = "fusion.swiglu_projections"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def swiglu(x: Any, gate_weight: Any, gate_bias: Any, up_weight: Any, up_bias: Any) -> Any:
             any_of = slapo.patterns.any_of
             gate = any_of(F.linear(x, gate_weight), F.linear(x, gate_weight, gate_bias))
@@ -160,14 +160,14 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     fine: torch.dtype | None = None,
 ) -> Tensor:
-    """``F.rms_norm`` over the last axis for what the forms of ``fusion.rms_norm`` compute, cast where they cast.
+    """Compute matches of ``fusion.rms_norm`` by ``F.rms_norm`` over the last axis, with their casts.
 
     Args:
         x: (..., features).
         eps: added to the mean square.
-        weight: what the normed values are multiplied by; of any shape that this takes.
-        dtype: that the normed values are cast to before.
-        fine: in which the mean square is computed, where it is not that of ``x``.
+        weight: factor of the normed values, of any shape that broadcasts.
+        dtype: of the normed values before the product.
+        fine: dtype of the mean square, if it differs from that of ``x``.
     """
     features = x.shape[-1:]
     one_type = (dtype is None or dtype == x.dtype) and (fine is None or fine == x.dtype)
@@ -182,21 +182,21 @@ def rms_norm(
 class RmsNorm(slapo.Pattern):
     """RMSNorm written out: weight * (x * rsqrt(mean(x**2) + eps)), over the last axis.
 
-    The forms of LLaMA (normed in float32, cast back, then weighted), T5 (weighted in the type of the weight), Gemma and
-    OLMo (weighted in float32), with the reciprocal root in any of its spellings, and with a weight or none. ``x`` is
-    what enters the square, so a cast before it stays outside of the match, and ``weight`` is the factor as it stands:
-    for Gemma, which multiplies by ``1 + weight``, that sum.
+    As LLaMA (normed in float32, cast back, then weighted), T5 (weighted in the type of the weight), Gemma and
+    OLMo (weighted in float32) write it, with the reciprocal root in any spelling, with a weight or without. ``x``
+    enters the square, so a cast before it stays outside of the match, and ``weight`` is the factor of the normed
+    values: for Gemma, the sum ``1 + weight``.
 
     The replacement casts where the model does: ``F.rms_norm`` with the weight where all is of one type, and without it,
     then the cast and the product, where not.
 
-    Not found: a mean over other axes, groups of features, values that are centerd first (that is LayerNorm).
+    Not found: a mean over other axes, groups of features, values that are centered first (that is LayerNorm).
     """
 
     name = "fusion.rms_norm"
     replacement = staticmethod(rms_norm)
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def rms_normed(x: Any, weight: Any, eps: Any = _CONSTANT, dtype: Any = _CONSTANT, fine: Any = _CONSTANT) -> Any:
             normed = _normed(x, eps, fine)
             return slapo.patterns.any_of(weight * normed.to(dtype), weight * normed, normed)
@@ -212,7 +212,7 @@ def _normed(x: Any, eps: Any, fine: Any) -> Any:
     return any_of(x * any_of(torch.rsqrt(mean), torch.pow(mean, -0.5)), x / torch.sqrt(mean))
 
 
-# ``fusion.bias_dropout_add_norm``: what stands between two halves of a transformer layer.
+# ``fusion.bias_dropout_add_norm``: the operations between two halves of a transformer layer.
 
 
 class BiasDropoutAddNorm(slapo.Pattern):
@@ -225,7 +225,7 @@ class BiasDropoutAddNorm(slapo.Pattern):
 
     name = "fusion.bias_dropout_add_norm"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def bias_dropout_add_norm(
             x: Any,
             bias: Any,
@@ -254,7 +254,7 @@ class BiasDropoutAddNorm(slapo.Pattern):
 
 
 class Qkv(slapo.Pattern):
-    """Three linear layers of one value: query, key and value, in the order in which the model calls them.
+    """Three linear layers of one value: query, key and value, in the order of their calls.
 
     Each with a bias or without. The match has three outputs. ``merge`` makes one projection of them, by their paths:
     ``layer.merge(("self.query", "self.key", "self.value"))``.
@@ -262,7 +262,7 @@ class Qkv(slapo.Pattern):
 
     name = "fusion.qkv"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def projections(
             x: Any, query: Any, query_bias: Any, key: Any, key_bias: Any, value: Any, value_bias: Any
         ) -> Any:
@@ -287,12 +287,12 @@ class Rotary(slapo.Pattern):
     element. Queries and keys are a match each. Where only a part of each head is rotated, ``x`` is that part. The
     middle of a head is read outside of the match, wherever the model computes it.
 
-    Not found: rotations by complex numbers, and those in the other direction (``torch.cat((x2, -x1), dim=-1)``).
+    Not found: rotations by complex numbers, and in the other direction (``torch.cat((x2, -x1), dim=-1)``).
     """
 
     name = "fusion.rotary"
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def rotated(x: Any, cos: Any, sin: Any, first: Any, second: Any) -> Any:
             any_of = slapo.patterns.any_of
             source = any_of(x, x.to(torch.float32))
@@ -330,7 +330,7 @@ def attention(
     p: float = 0.0,
     training: bool = True,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` for what the forms of ``fusion.sdpa`` compute.
+    """Compute matches of ``fusion.sdpa`` by ``F.scaled_dot_product_attention``.
 
     Args:
         query: (..., queries, size of a head).
@@ -346,8 +346,8 @@ def attention(
         divisor: the scores are divided by it.
         factor: the same as ``scale``, computed by the model: a number, or a tensor such as each head's own.
         ratio: the same as ``divisor``.
-        p: how likely a weight is dropped.
-        training: whether any is.
+        p: the probability of dropping a weight.
+        training: whether to drop.
     """
     measure = scale / divisor * factor / ratio
     number = 1.0 if isinstance(measure, Tensor) else float(measure)
@@ -392,7 +392,7 @@ def _as_written(
     fill: float,
     dropped: float,
 ) -> Tensor:
-    """What the model computes, where torch's function has no arguments for it."""
+    """Compute attention as the model does, where torch's function lacks the arguments."""
     scores = query @ key * measure
     if mask is not None:
         scores = scores + mask
@@ -422,7 +422,7 @@ class ScaledDotProductAttention(slapo.Pattern):
     replacement = staticmethod(attention)
     results_only = True
 
-    def forms(self) -> Iterable[Any]:
+    def alternatives(self) -> Iterable[Any]:
         def scaled_dot_product_attention(
             query: Any,
             key: Any,
@@ -471,7 +471,7 @@ class ScaledDotProductAttention(slapo.Pattern):
 
 
 def softmax_weights(scores: Any, p: Any, training: Any) -> Any:
-    """Softmax, cast and dropout: not every combination of them, for each costs time in every search."""
+    """Write softmax, cast and dropout, in the combinations that models use."""
 
     def dropped(weights: Any) -> Any:
         return F.dropout(weights, p, training)

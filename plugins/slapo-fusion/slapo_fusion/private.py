@@ -48,8 +48,6 @@ __all__ = [
     "tree_unflatten",
 ]
 
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 assert_on_device: Callable[[torch.Tensor, str], None] = attrgetter("_assert_async")(torch)
@@ -57,13 +55,13 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def tables_of(module: nn.Module, *, hooks: bool) -> list[dict[Any, Any]]:
-    """Return the dicts of a module's attributes, tensors and children, and of its forward hooks."""
+    """Return the dicts of a module's attributes, tensors, children and forward hooks."""
     tables: list[dict[Any, Any]] = [vars(module), module._parameters, module._buffers, module._modules]
     return [*tables, module._forward_hooks, module._forward_pre_hooks] if hooks else tables
 
 
 def clone_all(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Copy tensors; on an accelerator those of one dtype by one kernel."""
+    """Copy tensors; on an accelerator, tensors of one dtype by one kernel."""
     return torch._foreach_mul(tensors, 1) if tensors else ()
 
 

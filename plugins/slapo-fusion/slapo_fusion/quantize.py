@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slapo_core import Edit, Equivalence, Node, Primitive, Violation
-from slapo_fusion.private import parameters_of
+from slapo_core.internals import parameters_of
+from slapo_graph.match import name_of
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-# torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the whole gradient is missing.
+# torchao gives no gradient to what it clips, e.g. the largest weight of a row: there the entire gradient is missing.
 _ROUNDING = {"int8": 1.0, "int4": 1.5}
 
 
@@ -24,8 +25,8 @@ class Quantize(Primitive):
     """Round weights, and activations if asked, of every ``nn.Linear`` here or below while training.
 
     Quantization-aware training by torchao: values are rounded to the integers of the type and scaled back, gradients
-    pass through the rounding, and the parameters stay what they are: their names, their type, the state dict. What
-    torchao converts in the end (``quantize_(model, QATConfig(base_config, step="convert"))``) finds its own modules.
+    pass through the rounding, and the parameters stay the same: names, dtypes, state dict. torchao's conversion at the
+    end (``quantize_(model, QATConfig(base_config, step="convert"))``) finds its own modules.
 
     Args:
         weight: the type that weights are rounded to.
@@ -33,7 +34,7 @@ class Quantize(Primitive):
         group_size: of input features that share a scale; None: one scale for each output feature.
         rtol: how far outputs and gradients may be from the reference model's, relative to their largest element; None:
             1.0 for int8 and 1.5 for int4, because torchao gives no gradient to a weight that it clips, such as the
-            largest of a row. ``verify`` holds the step to it.
+            largest of a row. ``verify`` applies it to the step.
 
     Raises:
         PreconditionError: torchao is not installed; no Linear here or below, or one whose forward was changed; a group
@@ -62,7 +63,7 @@ class Quantize(Primitive):
             return
         linears = _linears(node)
         if not linears:
-            yield Violation("there is no nn.Linear here or below", "quantize a module that has some")
+            yield Violation("no nn.Linear here or below", "quantize a module that contains one")
         for below in linears:
             yield from self._violations(below)
 
@@ -76,7 +77,7 @@ class Quantize(Primitive):
             yield Violation(f"'{left[0].path}' is not quantized")
 
     def _violations(self, node: Node) -> Iterator[Violation]:
-        where = f"'{node.path}'" if node.path else "the root"
+        where = name_of(node.path)
         if not node.path:
             yield Violation("the root of the model cannot be replaced", "quantize a Linear inside of a model")
         module: Any = node.module
@@ -86,7 +87,7 @@ class Quantize(Primitive):
                 "choose a group_size that divides them",
             )
         if not node.runs_own_forward:
-            yield Violation(f"the forward of {where} was changed, which would be lost", "quantize before that step")
+            yield Violation(f"quantize would drop the changed forward of {where}", "quantize before that step")
 
     def _rounding(self, module: nn.Module) -> nn.Module:
         import torch

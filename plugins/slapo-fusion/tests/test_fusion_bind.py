@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import slapo_core as slapo
 from slapo_fusion import Bind, build_kernels
-from slapo_fusion.bind import is_bound
-from slapo_fusion.kernels import NamedInputs, without_values
+from slapo_fusion.kernels import Bound, NamedInputs, without_values
 from tests.messages import Messages
 
 from .small import gradients, layers, traced
@@ -118,13 +117,13 @@ def test_cpp_source_is_built_and_bound_with_its_backward(
         torch.testing.assert_close(sch.model(X), model()(X))
 
 
-def test_sources_that_are_not_there_are_named(message: Messages) -> None:
+def test_missing_sources_are_named(message: Messages) -> None:
     with pytest.raises(slapo.ArgumentError) as refused:
         build_kernels("nowhere.cpp")
     message(refused, "'nowhere.cpp'")
 
 
-def test_a_fallback_is_asked_for_and_told(message: Messages) -> None:
+def test_fallback_is_opt_in_and_recorded(message: Messages) -> None:
     sch: Any = slapo.create_schedule(model())
     sch["1"].apply(Bind("slapo_fusion_test::absent", fallback=True))
     (told,) = (effect for effect in sch.records[-1].effects if "fallback=True" in effect)
@@ -147,7 +146,7 @@ def test_a_wrong_shape_is_refused_at_once_where_inputs_are_known_and_else_at_the
         assert torch.equal(sch.model(X), model()(X))
 
 
-def test_verify_finds_a_kernel_that_is_off_unless_it_says_so() -> None:
+def test_verify_finds_an_inaccurate_kernel_without_tolerance() -> None:
     sch = slapo.create_schedule(model())
     sch["1"].apply(Bind(off))
     with pytest.raises(slapo.VerifyError, match="bind"):
@@ -157,14 +156,14 @@ def test_verify_finds_a_kernel_that_is_off_unless_it_says_so() -> None:
     slapo.verify(sch, X)
 
 
-def test_what_goes_around_a_forward_goes_around_its_kernel() -> None:
+def test_wrappers_of_a_forward_wrap_its_kernel() -> None:
     sch: Any = slapo.create_schedule(nn.Sequential(nn.Linear(6, 6)), example_inputs=torch.randn(2, 6))
     sch["0"].checkpoint().bind("aten::linear")
-    assert [is_bound(wrapper) for wrapper in sch["0"].wrappers] == [True, False]
+    assert [wrapper.func is Bound for wrapper in sch["0"].wrappers] == [True, False]
     slapo.verify(sch, torch.randn(2, 6))
 
 
-def test_what_it_refuses(message: Messages) -> None:
+def test_bind_refuses_invalid_calls(message: Messages) -> None:
     sch = slapo.create_schedule(model())
     for step, word in (
         (Bind("mul"), 'bind("namespace::mul")'),
@@ -179,7 +178,7 @@ def test_what_it_refuses(message: Messages) -> None:
     split["0"].shard("weight", axis=1)
     with pytest.raises(slapo.PreconditionError) as refused:
         split["0"].bind("aten::linear")
-    message(refused, "would be lost")
+    message(refused, "would drop that change")
     for parameter in sch.model.parameters():
         parameter.requires_grad_(False)
     sch["1"].apply(Bind("slapo_fusion_test::ungraded"))  # nothing is trained
@@ -242,7 +241,7 @@ def test_shapes_of_a_kernel_launched_on_addresses_are_not_known() -> None:
     assert launched == []
 
 
-def test_the_signature_is_bound_once_for_each_form_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_is_bound_once_per_call_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(module: nn.Module, x: int, *rest: int, gain: int = 2, **others: int) -> None: ...
 
     asked: list[Any] = []

@@ -217,7 +217,7 @@ def test_an_error_of_the_model_itself_stays_its_own() -> None:
         (Compile("max-autotune", backend="eager"), "mode='max-autotune'"),
     ],
 )
-def test_what_it_refuses(step: Compile, word: str) -> None:
+def test_compile_refuses_invalid_calls(step: Compile, word: str) -> None:
     """The names that torch knows differ from version to version."""
     with pytest.raises(slapo.PreconditionError) as refused:
         slapo.create_schedule(layers())["0"].apply(step)

@@ -100,7 +100,7 @@ def test_without_cuda_it_does_nothing_and_says_so() -> None:
     slapo.verify(sch, torch.randn(3, 6))
 
 
-def test_what_it_refuses(message: Messages) -> None:
+def test_cudagraphify_refuses_invalid_calls(message: Messages) -> None:
     model = nn.Sequential(Feed(), Feed())
     model[1].up.register_full_backward_hook(lambda *_: None)
     sch = slapo.create_schedule(model)

@@ -91,7 +91,7 @@ def test_a_row_split_layer_adds_its_bias_once_whenever_it_is_decomposed(position
     assert code.index("all_reduce_(") < code.index("1.bias")
 
 
-def test_what_it_refuses(message: Messages) -> None:
+def test_decompose_refuses_invalid_calls(message: Messages) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), *(nn.Linear(6, 6) for _ in range(3)))
     model[2].forward = model[2].forward
     sch: Any = slapo.create_schedule(model, example_inputs=X)

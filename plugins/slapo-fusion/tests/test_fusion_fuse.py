@@ -282,7 +282,7 @@ def test_what_the_model_itself_refuses_is_no_fault_of_the_compiler(monkeypatch: 
     assert not isinstance(raised.value, slapo.SlapoError)
 
 
-def test_what_it_refuses(message: Messages) -> None:
+def test_fuse_refuses_invalid_calls(message: Messages) -> None:
     sch = traced()
     for step, word in (
         (Fuse(bias_gelu, "induktor"), "did you mean 'inductor'"),

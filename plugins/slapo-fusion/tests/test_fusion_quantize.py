@@ -69,7 +69,7 @@ def test_undo_puts_the_modules_back_and_hooks_go_over() -> None:
     assert before.differences(made) == []
 
 
-def test_what_it_refuses(message: Messages) -> None:
+def test_quantize_refuses_invalid_calls(message: Messages) -> None:
     pytest.importorskip("torchao")
     sch = slapo.create_schedule(model())
     for path, step, word in (

@@ -53,7 +53,7 @@ class Parameters:
         return tuple([bound.get(name, MISSING) for name in self.names])
 
     def arranging(self, module: Any, count: int, names: tuple[str, ...]) -> Callable[..., Sequence[Any]] | None:
-        """Return what puts the values of such calls in the order of the parameters; None if they are in it.
+        """Return a function that sorts the values of such calls by parameter; None if they are sorted.
 
         Args:
             module: the module that is called.
@@ -70,7 +70,7 @@ class Parameters:
 
 
 def _arranged(places: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
-    """Return values in the order of the places where they stand; ``*args`` and ``**kwargs`` have several places."""
+    """Return values in the order of their places; ``*args`` and ``**kwargs`` have several."""
     return [
         values[place]
         if type(place) is int

@@ -11,7 +11,7 @@ State = tuple[bool, tuple[tuple[bool, torch.dtype], ...], bool]
 
 
 def state() -> State:
-    """What decides how the next call computes: gradients, autocast for each kind of device, its cache."""
+    """Return the modes of gradients and of autocast for each kind of device."""
     return (
         torch.is_grad_enabled(),
         tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICES),

@@ -1,8 +1,8 @@
 """Side effects of graph nodes: RNG use, in-place writes, switched-off gradients.
 
 Two nodes may be swapped if neither reads what the other writes and not both use the RNG. The effects of torch's
-functions and modules are seen while they are recorded, in the schemas and tags of the operators that they call.
-Functions and modules of the model's author are taken to do everything.
+functions and modules are observed in recordings, by the schemas and tags of the operators that they call. Functions and
+modules of the model's author may have every effect.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from slapo_graph.autocast_state import set_state
 from slapo_graph.leaves import is_changed
 from slapo_graph.private import Dropout, OpOverload, TorchDispatchMode, schema_of, storage_id, tree_map_only
 from slapo_graph.protocol import check
-from slapo_graph.tracing.given import MakeDefaultDict
 
 _TAGGED = ("aten", "prims", "_c10d_functional")
-"""Namespaces whose operators have the tag of random numbers if they draw some; that of others may be missing."""
+"""Namespaces whose operators that use the RNG have its tag; other namespaces may lack it."""
 
 _STATISTICS = ("running_mean", "running_var")
-"""Written by batch norms in training, which their schemas do not say."""
+"""Written by batch norms in training, without mention in their schemas."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class SideEffects:
     shares: tuple[int, ...] | None = None
 
 
-class Observer(TorchDispatchMode):
+class SideEffectObserver(TorchDispatchMode):
     """Observe the side effects of dispatched operators.
 
     Args:
@@ -76,7 +75,7 @@ class Observer(TorchDispatchMode):
                     self._written += _tensors(given.get(argument.name))
         return func(*args, **kwargs)
 
-    def seen(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> SideEffects | None:
+    def side_effects(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> SideEffects | None:
         """Return the side effects of the single call observed; None if unknown."""
         if not self._is_known:
             return None
@@ -101,20 +100,20 @@ class _Observing(fx.Interpreter):
         if node.op in ("placeholder", "get_attr", "output"):
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        observer = Observer()
+        observer = SideEffectObserver()
         with observer:
             out = getattr(self, node.op)(node.target, args, kwargs)
-        node.meta["seen"] = observer.seen(args, kwargs, out)
+        node.meta["side_effects"] = observer.side_effects(args, kwargs, out)
         if isinstance(out, torch.Tensor):
             node.meta["example"] = (tuple(out.shape), out.dtype)
         return out
 
 
 def observe(graph: fx.Graph, module: nn.Module, values: Sequence[Any]) -> None:
-    """Note the side effects of a graph whose tracer did not: without them, no match in it can become one call.
+    """Note the side effects in a graph of a tracer that does not; without them no match in it can become one call.
 
     Args:
-        graph: run once on tensors without values; what raises there is left as it is.
+        graph: run once on fake tensors, up to an error.
         module: the traced one.
         values: of the placeholders.
     """
@@ -123,12 +122,12 @@ def observe(graph: fx.Graph, module: nn.Module, values: Sequence[Any]) -> None:
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, list(values))
         with mode:
             _Observing(module, graph=graph).run(*fakes, enable_io_processing=False)
-    except Exception:  # noqa: BLE001 - then nothing is known of its nodes
+    except Exception:  # noqa: BLE001 - its nodes stay unknown
         return
 
 
 def _operands(value: Any) -> list[Any]:
-    """Return a call's arguments one by one, in the same order for values and for nodes."""
+    """Return a call's arguments one by one, values and nodes in the same order."""
     if isinstance(value, dict):
         value = tuple(value.values())
     elif isinstance(value, slice):
@@ -144,7 +143,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def is_inert(node: fx.Node) -> bool:
-    """Return whether ``node`` only reads what never changes during a run: a name, a size, a guard."""
+    """Return whether a node only reads a constant of the run: a name, a size, a guard."""
     if node.op in ("get_attr", "placeholder", "output"):
         return True
     if node.op == "call_method":
@@ -161,15 +160,15 @@ class Effects:
     """Analyze side effects of the nodes of one graph.
 
     Args:
-        graph: must not change meanwhile, but for the places of its nodes.
-        module: the traced module; what it calls is looked up there.
+        graph: must not change meanwhile, except the order of its nodes.
+        module: the traced one.
         fresh: nodes whose values are new memory, whatever they compute.
     """
 
     def __init__(self, graph: fx.Graph, module: nn.Module, *, fresh: Collection[fx.Node] = ()) -> None:
         self.module, self._fresh = module, frozenset(fresh)
         self._roots: dict[fx.Node, frozenset[Any]] = {}
-        self._seen: dict[fx.Node, SideEffects | None] = {}
+        self._side_effects: dict[fx.Node, SideEffects | None] = {}
         self.graph = graph
 
     def conflict(self, first: fx.Node, second: fx.Node) -> str | None:
@@ -189,11 +188,11 @@ class Effects:
 
     def draws(self, node: fx.Node) -> bool:
         """Return whether a node may use the RNG."""
-        seen = self._of(node)
-        return seen is None or seen.draws
+        found = self._of(node)
+        return found is None or found.draws
 
     def writes(self, node: fx.Node) -> frozenset[Any]:
-        """Return the memory that a node may write to, as named by :meth:`roots`, without its own."""
+        """Return the memory, without its own, that a node may write to; see :meth:`roots`."""
         return frozenset().union(*(self.roots(written) for written in self._written(node)))
 
     def reads(self, node: fx.Node) -> frozenset[Any]:
@@ -224,41 +223,37 @@ class Effects:
             return True
         if node.op == "call_module" and is_changed(self.module.get_submodule(str(node.target))):
             return False
-        seen = self._of(node)
-        return seen is not None and not seen.draws and not seen.writes
+        found = self._of(node)
+        return found is not None and not found.draws and not found.writes
 
     # ----------------------------------------------------------------------------------------------------------
 
     def _of(self, node: fx.Node) -> SideEffects | None:
         """Return the side effects of a node; None if unknown."""
-        if node not in self._seen:
-            self._seen[node] = self._find(node)
-        return self._seen[node]
+        if node not in self._side_effects:
+            self._side_effects[node] = self._find(node)
+        return self._side_effects[node]
 
     def _find(self, node: fx.Node) -> SideEffects | None:
-        if (
-            is_inert(node)
-            or node.target in (operator.getitem, set_state)
-            or isinstance(node.target, type | MakeDefaultDict)
-        ):
-            return node.meta.get("seen", SideEffects())
+        if is_inert(node) or node.target in (operator.getitem, set_state) or isinstance(node.target, type):
+            return node.meta.get("side_effects", SideEffects())
         draws = getattr(node.target, "slapo_draws", None)
-        if draws is not None:  # a region: what it writes to are values of its own
+        if draws is not None:  # a region, which writes to values of its own only; or a container that is made
             return SideEffects(draws=draws)
-        seen: SideEffects | None = node.meta.get("seen")
+        found: SideEffects | None = node.meta.get("side_effects")
         if node.op == "call_module":
             below = self.module.get_submodule(str(node.target))
             if not type(below).__module__.startswith("torch.nn."):
                 return None
-            return SideEffects(True, seen.writes, seen.shares) if isinstance(below, Dropout) and seen else seen
+            return SideEffects(True, found.writes, found.shares) if isinstance(below, Dropout) and found else found
         is_observed = getattr(node.target, "slapo_is_observed", False)
         if node.op == "call_function" and _is_foreign(node.target) and not is_observed:
             return None
-        return self._tried(node) if node.op == "call_function" and "seen" not in node.meta else seen
+        return self._tried(node) if node.op == "call_function" and "side_effects" not in node.meta else found
 
     def _tried(self, node: fx.Node) -> SideEffects | None:
-        """Return the side effects of a rewrite's function, observed on fake tensors like its arguments."""
-        observer, target = Observer(), cast("Callable[..., Any]", node.target)
+        """Return the side effects of a rewrite's function, observed on fake tensors."""
+        observer, target = SideEffectObserver(), cast("Callable[..., Any]", node.target)
         with SafeFakeTensorMode(allow_non_fake_inputs=False):
             try:
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._example)
@@ -266,7 +261,7 @@ class Effects:
                     out = target(*args, **kwargs)
             except Exception:  # noqa: BLE001 - not known what it gets
                 return None
-            return observer.seen(args, kwargs, out)
+            return observer.side_effects(args, kwargs, out)
 
     def _example(self, node: fx.Node) -> torch.Tensor:
         if node.op != "get_attr":
@@ -289,13 +284,13 @@ class Effects:
         """Return the arguments whose memory its value may share."""
         if node in self._fresh or node.op in ("placeholder", "get_attr"):
             return []
-        seen = self._of(node)
-        return self._operands_at(node, None if seen is None else seen.shares)
+        found = self._of(node)
+        return self._operands_at(node, None if found is None else found.shares)
 
     def _written(self, node: fx.Node) -> list[fx.Node]:
         """Return the arguments whose memory it may write to."""
-        seen = self._of(node)
-        return self._operands_at(node, None if seen is None else seen.writes)
+        found = self._of(node)
+        return self._operands_at(node, None if found is None else found.writes)
 
     def _operands_at(self, node: fx.Node, positions: tuple[int, ...] | None) -> list[fx.Node]:
         given = _operands((node.args, node.kwargs)) if positions else []

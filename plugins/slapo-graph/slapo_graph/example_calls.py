@@ -16,6 +16,7 @@ from slapo_core.errors import ArgumentError, TraceError
 from slapo_core.internals import copies, forwards
 from slapo_core.layout import fork_rng
 from slapo_graph.leaves import inlined_modules
+from slapo_graph.match import name_of
 from slapo_graph.private import TABLES, FakeTensor, SafeMetaTensors
 from slapo_graph.tracing.fake import FakeMode, with_tensors
 from slapo_graph.tracing.outside import Outside
@@ -63,7 +64,7 @@ class ExampleCalls:
         """
         if path in self._calls:
             return self._calls[path]
-        where = f"'{path}'" if path else "the root"
+        where = name_of(path)
         hint = "trace(example_inputs=...), with this module's arguments"
         if self._error is None:
             raise TraceError(f"the model does not call {where} on the example inputs", path=path, hint=hint)
@@ -76,52 +77,51 @@ class ExampleCalls:
 
 
 @dataclass
-class _Kept:
-    """What was found out about one schedule."""
+class _KnownCalls:
+    """The known calls of one schedule."""
 
     reference: ExampleCalls | None = None
-    scheduled: dict[str, Call] = field(default_factory=dict)  # of a run with steps in force
+    scheduled: dict[str, Call] = field(default_factory=dict)  # of the last run with steps in force
     steps: tuple[Record, ...] = ()  # these
 
 
-_KEPT: WeakKeyDictionary[Schedule, _Kept] = WeakKeyDictionary()
-"""Results of runs: a cache, which goes with its schedule."""
+_KNOWN_CALLS: WeakKeyDictionary[Schedule, _KnownCalls] = WeakKeyDictionary()
+"""Results of runs: a cache, freed with its schedule."""
 
 
 def example_call(node: Node) -> Call:
-    """Return arguments that a module is called with when the reference model runs on the schedule's example inputs.
+    """Return the arguments of a module in a run of the reference model on the example inputs.
 
-    They are tensors without values, from a run of the whole model on such; of several calls, those of the first.
+    Fake tensors, of the module's first call in a run of the entire model.
 
     Raises:
         TraceError: the model cannot run without values, or does not call this module.
         ArgumentError: the schedule has no example inputs.
     """
     schedule = _schedule_of(node)
-    kept = _KEPT.setdefault(schedule, _Kept())
-    if kept.reference is None:
+    known_calls = _KNOWN_CALLS.setdefault(schedule, _KnownCalls())
+    if known_calls.reference is None:
         with schedule.rewound(0) as model:
-            kept.reference = ExampleCalls(model, schedule.example_inputs)
-    return kept.reference.of(node.path)
+            known_calls.reference = ExampleCalls(model, schedule.example_inputs)
+    return known_calls.reference.of(node.path)
 
 
 def example_calls(node: Node) -> Iterator[Call]:
-    """Yield candidates for the arguments of a module, for a primitive that tries them until one fits.
+    """Yield candidates for the arguments of a module, to be tried in their order.
 
-    That of the reference model, as :func:`example_call` gives it, and that of the model as the steps have made it so
-    far, where blocks may hand on shards. A run of the scheduled model takes place only if it is asked for, and serves
-    the modules after it, too.
+    First the reference model's, of :func:`example_call`; then the scheduled model's, whose blocks may pass on shards.
+    The scheduled model runs only if the second is asked for, once for all modules after it.
 
     Raises:
         TraceError: neither run calls this module.
         ArgumentError: the schedule has no example inputs.
     """
     schedule, path = _schedule_of(node), node.path
-    kept = _KEPT.setdefault(schedule, _Kept())
-    if kept.steps != schedule.records[: len(kept.steps)]:
-        kept.scheduled, kept.steps = {}, ()
-    if path in kept.scheduled:
-        yield kept.scheduled[path]
+    known_calls = _KNOWN_CALLS.setdefault(schedule, _KnownCalls())
+    if known_calls.steps != schedule.records[: len(known_calls.steps)]:
+        known_calls.scheduled, known_calls.steps = {}, ()
+    if path in known_calls.scheduled:
+        yield known_calls.scheduled[path]
     unknown = None
     try:
         yield example_call(node)
@@ -129,10 +129,10 @@ def example_calls(node: Node) -> Iterator[Call]:
         unknown = error
     ended = None
     if schedule.records:
-        kept.scheduled, ended = scheduled_calls(schedule.model, schedule.example_inputs)
-        kept.steps = schedule.records
-    if path in kept.scheduled:
-        yield kept.scheduled[path]
+        known_calls.scheduled, ended = scheduled_calls(schedule.model, schedule.example_inputs)
+        known_calls.steps = schedule.records
+    if path in known_calls.scheduled:
+        yield known_calls.scheduled[path]
     elif ended is not None:
         raise TraceError(
             f"the scheduled model does not run as far as '{path}': it raises {type(ended).__name__}: {ended}",
@@ -154,17 +154,16 @@ def _schedule_of(node: Node) -> Schedule:
 
 
 def reference_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
-    """Run ``model`` once on tensors without values, and note the first call of every module.
+    """Run a model once on fake tensors, and note the first call of every module.
 
-    A model that needs values on its way (it branches on them, or picks by them) is run on the inputs themselves, if it
-    has values.
+    A model that needs values (to branch on, or as indices) runs on the inputs themselves, if it has values.
 
     Args:
         model: on any device, ``meta`` too; nothing in it is changed.
         example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
 
     Returns:
-        the arguments by path, as far as the run came; what ended it early, or None.
+        the arguments by path, as far as the run came; the error that ended it, or None.
     """
     args, kwargs = call_with(example_inputs)
     tensors = [*model.parameters(), *model.buffers()]
@@ -175,7 +174,7 @@ def reference_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
             devices = {tensor.device for tensor in tensors}
             device = devices.pop() if devices else torch.device("cpu")
             if not devices:
-                return _Placed(calls, device), None
+                return _PlacedCalls(calls, device), None
     with torch.no_grad():
         calls, error = _run(copied_model(model), args, kwargs, FakeMode())
     if error is None or any(tensor.is_meta for tensor in tensors):
@@ -184,21 +183,20 @@ def reference_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
 
 
 def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Call], Exception | None]:
-    """Note the first call of every module of a scheduled model: without values, as far as it runs so, or with them.
+    """Note the first call of every module of a scheduled model, on fake tensors if it runs on these.
 
-    Graphs that no step rewrote are left out: those modules run their own forward. Calls of modules that are part of a
-    rewritten graph are not noted.
+    Modules with an unrewritten graph run their own forward. Calls inside of a rewritten graph are not noted.
 
     Args:
         model: on any device, ``meta`` too; nothing in it is changed.
         example_inputs: a mapping (keyword arguments), a tuple (positional ones), or one argument.
 
     Returns:
-        the arguments by path, as far as the run came; what ended it early, or None.
+        the arguments by path, as far as the run came; the error that ended it, or None.
     """
     args, kwargs = call_with(example_inputs)
     copied, inlined = _own_forwards(model)
-    calls, error = _run(copied, args, kwargs, FakeMode(), unseen=inlined)
+    calls, error = _run(copied, args, kwargs, FakeMode(), unnoted=inlined)
     if error is None or any(tensor.is_meta for tensor in model.parameters()):
         return calls, error
     with_values, raised = _run_with_values(lambda: _own_forwards(model), args, kwargs)
@@ -206,7 +204,7 @@ def scheduled_calls(model: nn.Module, example_inputs: Any) -> tuple[dict[str, Ca
 
 
 def _own_forwards(model: nn.Module) -> tuple[nn.Module, set[nn.Module]]:
-    """Return a copy without graphs that no step rewrote, and the modules within the rewritten ones."""
+    """Return a copy without unrewritten graphs, and the modules inlined in rewritten ones."""
     copied = copied_model(model)
     inlined: set[nn.Module] = set()  # a hook there would make another graph
     for module in copied.modules():
@@ -232,7 +230,7 @@ def call_with(example_inputs: Any) -> Call:
     return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}
 
 
-class _Placed(dict[str, Call]):
+class _PlacedCalls(dict[str, Call]):
     """Calls on the meta device, given out for the device of the model."""
 
     def __init__(self, calls: dict[str, Call], device: torch.device) -> None:
@@ -264,13 +262,13 @@ def _run_on_meta(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, Ca
 def _run_with_values(
     copy_model: Callable[[], tuple[nn.Module, Collection[nn.Module]]], args: Any, kwargs: Any
 ) -> tuple[dict[str, Call], Exception | None]:
-    """Run copies on the tensors themselves; in evaluation mode too, for what training leaves out by chance."""
+    """Run copies on real tensors; in evaluation mode too, for modules that training skips at random."""
     with fork_rng(), torch.no_grad():
-        copied, unseen = copy_model()
-        calls, error = _run(copied, args, kwargs, None, unseen)
+        copied, unnoted = copy_model()
+        calls, error = _run(copied, args, kwargs, None, unnoted)
         if error is None and copied.training:
-            copied, unseen = copy_model()
-            calls = {**_run(copied.eval(), args, kwargs, None, unseen)[0], **calls}
+            copied, unnoted = copy_model()
+            calls = {**_run(copied.eval(), args, kwargs, None, unnoted)[0], **calls}
     return calls, error
 
 
@@ -279,10 +277,10 @@ def _run(
     args: Any,
     kwargs: Any,
     mode: FakeMode | None,
-    unseen: Collection[nn.Module] = (),
+    unnoted: Collection[nn.Module] = (),
     own: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[dict[str, Call], Exception | None]:
-    """Run a copy, on which stays what the forward sets; on fake tensors of ``mode``, or on the tensors themselves."""
+    """Run a copy on fake tensors of ``mode``, or on real ones; it keeps the attributes that its forward sets."""
     on_meta = any(tensor.is_meta for tensor in copied.parameters())
     calls: dict[str, Call] = {}
 
@@ -292,21 +290,26 @@ def _run(
         return mode.from_tensor(tensor.to("meta") if on_meta else tensor, static_shapes=True)
 
     outside = Outside.of_call(copied, GlobalNames(type(copied).forward, copied.modules()), {})
-    with mode or contextlib.nullcontext(), caches_restored(copied), rng_restored(), _noting(copied, calls, unseen):
+    with (
+        mode or contextlib.nullcontext(),
+        caches_restored(copied),
+        rng_restored(),
+        _noted_calls(copied, calls, unnoted),
+    ):
         given, named = with_tensors((args, kwargs), own or copy_of)
         try:
             copied(*given, **named)
-        except Exception as error:  # noqa: BLE001 - whoever needs a call that was not reached is told
+        except Exception as error:  # noqa: BLE001 - raised for calls that were not reached
             return calls, error
         finally:
             torch.clear_autocast_cache()
             if mode is not None or own is not None:  # they may hold tensors without values
-                outside.put_back()
+                outside.restore()
     return calls, None
 
 
 def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
-    """Copy the modules of a model; what cannot be copied (a lock, a process group) is shared.
+    """Copy the modules of a model; share objects that cannot be copied, e.g. locks and process groups.
 
     Args:
         model: any.
@@ -327,7 +330,7 @@ def copied_model(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.
 
 
 @contextlib.contextmanager
-def _noting(model: nn.Module, calls: dict[str, Call], unseen: Collection[nn.Module] = ()) -> Iterator[None]:
+def _noted_calls(model: nn.Module, calls: dict[str, Call], unnoted: Collection[nn.Module] = ()) -> Iterator[None]:
     def note(path: str) -> Callable[..., None]:
         def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if path not in calls:  # a cache among them is filled afterwards: a copy of it
@@ -338,7 +341,7 @@ def _noting(model: nn.Module, calls: dict[str, Call], unseen: Collection[nn.Modu
     handles = [
         module.register_forward_pre_hook(note(path), prepend=True, with_kwargs=True)
         for path, module in model.named_modules()
-        if module not in unseen
+        if module not in unnoted
     ]
     try:
         yield

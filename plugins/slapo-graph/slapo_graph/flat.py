@@ -1,8 +1,8 @@
 """Flat recordings of a module, for plugins that partition its graph.
 
-:func:`flat` records what a module computes, with a rule of which modules below stay calls, and keeps what the run
-showed about every node. :func:`graph_function` makes a function of a graph that was built of its nodes. What the graph
-takes for granted is in it as calls of ``check``, and in :meth:`FlatGraph.require`, which whoever runs it calls before.
+:func:`flat` records a module, by a rule of which modules below stay calls, with values and writes of every node.
+:func:`graph_function` compiles a graph built of its nodes to a function. The graph checks its assumptions by calls of
+``check``; run :meth:`FlatGraph.require` before it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slapo_graph.leaves import inlined_modules
 from slapo_graph.private import write_count
 from slapo_graph.protocol import Flag, Guard, GuardViolation, Location, Recorded, check
 from slapo_graph.specialization import graph_function
+from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.diagnostics import refusal
 from slapo_graph.tracing.fake import FakeMode
 from slapo_graph.tracing.given import MakeDefaultDict, contents_after, sets_variables
 from slapo_graph.tracing.outside import refusing_changes
 from slapo_graph.tracing.reads import GlobalNames
 from slapo_graph.tracing.session import buffers_restored
-from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.tracer import RecordTracer, after_first_call, recorded
 from slapo_graph.tracing.writer import Notes, empty_graph, module_end, placeholder
 from slapo_graph.variants import RecordedForward
@@ -73,14 +73,14 @@ class FlatGraph:
         graph: its placeholders are the captured tensors, and then the arguments that were given. ``module_end(path)``
             stands where a call of an inlined module ended.
         captured: tensors from elsewhere, which the graph holds itself.
-        guards: numbered as the calls of ``check`` have them; :meth:`guard` adds one.
-        values: of nodes, as far as they are known: tensors (without values, mostly), numbers, containers, ``Opaque``.
-        writes: for nodes that change arguments of theirs in place: which.
-        storages: for nodes that give tensors: equal numbers for those that share memory.
-        written: buffers of the module, and of those below, that the run wrote to, by name.
+        guards: by number in the calls of ``check``; :meth:`guard` adds one.
+        values: known values of nodes: tensors (mostly fake), numbers, containers, ``Opaque``.
+        writes: by node, the arguments that it changes in place.
+        storages: by node, a number of its tensor's storage; nodes that share memory have equal ones.
+        written: names of buffers that the run wrote to.
         inlined: the modules whose own code is part of the graph, by path.
-        state: gradients and autocast, as they were outside of the recording.
-        needs_values: the error of a recording on tensors without values, where there was one on values after it.
+        state: of gradients and autocast, outside of the recording.
+        needs_values: the error on fake tensors, if the recording needed real ones.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FlatGraph:
     def of_copy(self, module: nn.Module) -> FlatGraph | None:
         """Bind the graph to a copy of the module, by names.
 
-        None if the run that recorded it looked into values of tensors, or would not be the same on the copy.
+        None if the recording read values of tensors, or would differ on the copy.
         """
         if self._reads_values:
             return None
@@ -125,7 +125,7 @@ class FlatGraph:
         return other if other._checks.violated(other._owners) is None else None
 
     def device(self, node: fx.Node) -> torch.device:
-        """Return the device of a node's tensor; of a placeholder on the meta device, the device it represents."""
+        """Return the device of a node's tensor; for the meta device, the device it represents."""
         device: torch.device = self.values[node].device
         return self._meta_device if device.type == "meta" and self._meta_device is not None else device
 
@@ -134,7 +134,7 @@ class FlatGraph:
         self.values, self.storages = {}, {}
 
     def require(self, setting: State) -> None:
-        """Require the recorded attributes, global names, autocast and tensor shapes.
+        """Require the recorded attributes, global names, autocast and shapes.
 
         Args:
             setting: what :func:`state` gives now.
@@ -164,7 +164,7 @@ class FlatGraph:
         """Add a guard; return its number for a call of ``check``.
 
         Args:
-            value: what is checked, for the message.
+            value: the checked expression, for the message.
             expected: what it must be.
             location: of the model.
         """
@@ -205,8 +205,8 @@ def flat(
     Args:
         module: the module.
         forward: takes the module first.
-        arguments: by parameter of the forward, without those that are left out. Tensors may be without values.
-        leaves: says of a module below, and its path, whether it stays a call.
+        arguments: by parameter of the forward, without omitted ones; tensors may be fake.
+        leaves: whether a module below, at its path, stays a call.
         path: of the module, for messages.
 
     Raises:
@@ -262,7 +262,7 @@ def is_merely_traced(module: nn.Module) -> bool:
 
 
 def is_merely_spanned(module: nn.Module) -> bool:
-    """Return whether a module runs its class's forward within wrappers that can go around stages instead."""
+    """Return whether a module runs its class's forward, within wrappers that may span stages."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, forwards.ModuleForward) or forward.has_own or forward.base is not None:
         return False

@@ -16,12 +16,13 @@ from slapo_core.errors import ApplyError, ArgumentError, TraceError
 from slapo_core.internals import forwards
 from slapo_graph.example_calls import example_call
 from slapo_graph.leaves import Leaves, is_predefined
+from slapo_graph.match import name_of
 from slapo_graph.pool import Pool
 from slapo_graph.printing import printed
 from slapo_graph.protocol import Tracer
 from slapo_graph.rewriting.actions import Action, Outline, Replacement, as_before
 from slapo_graph.rewriting.rewrite import Rewrite, applied, by_pattern, matches_in, rewrite_of
-from slapo_graph.specialization import Plan, Specialization
+from slapo_graph.specialization import Specialization, Structure
 from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.variants import RecordedForward
 
@@ -31,19 +32,21 @@ if TYPE_CHECKING:
 
 
 class TracedForward(RecordedForward):
-    """The graph of a traced module: what runs in place of its forward, and what steps made of it.
+    """The graph of a traced module, and the history of its rewrites.
 
-    A rewrite makes another graph of it, which repeats the rewrite in each variant of the one before. A step at a module
-    below has the graph recorded again, with all rewrites.
+    It runs in place of the module's forward.
+
+    A rewrite makes another graph, with the rewrite repeated in each variant. After a step at a module below, the graph
+    is recorded again, with all rewrites.
 
     Args:
-        forward: as of :class:`RecordedForward`, like the others.
+        forward: as of :class:`~slapo_graph.variants.RecordedForward`, like the next four.
         tracer: likewise.
         leaves: likewise.
         path: likewise.
         pool: likewise.
-        beneath: the graphs that these were made of.
-        rewrite: that made them of ``beneath``; both or neither.
+        beneath: the graph before the rewrite.
+        rewrite: of ``beneath``; both or neither.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class TracedForward(RecordedForward):
         self.beneath, self.rewrite = beneath, rewrite
 
     def __str__(self) -> str:
-        """As Python; of several variants, the one recorded first."""
+        """Return the variant recorded first, as Python."""
         first = self.first
         if first is None:
             return f"# {self!r}: recorded at its first call"
@@ -105,19 +108,19 @@ class TracedForward(RecordedForward):
     def with_region_called(
         self, module: nn.Module, matches: Sequence[Match], transform: Callable[[Region], Region], *, name: str
     ) -> TracedForward:
-        """Each match becomes one call of ``transform(region)``, in every variant of the graph.
+        """Replace each match by one call of ``transform(region)``, in every variant.
 
         Args:
             module: the traced module.
-            matches: of this graph, none of which shares a node with another.
-            transform: gives what runs instead of a region; called once for each distinct region, which all places
-                that compute the same then share. To pickle the model, it must be picklable.
+            matches: of this graph; no two share a node.
+            transform: returns the replacement of a region; called once for each distinct region, for all places
+                that compute the same. To pickle the model, it must be picklable.
             name: of the call in the printed graph.
 
         Raises:
-            ApplyError: a match cannot be taken out: a value leaves it and comes back, a tensor is written to in place
-                between its nodes, or random numbers would be drawn in another order. Modules with hooks or steps are
-                called by the region as before.
+            ApplyError: a match cannot become one call: it is not convex, a tensor is written to in place between
+                its nodes, or the RNG would be used in another order. The region calls modules with hooks or steps as
+                before.
         """
         return self._rewritten(module, matches, Outline(transform, name))
 
@@ -135,26 +138,26 @@ class TracedForward(RecordedForward):
         then: Callable[..., Any] | None = None,
         undone: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     ) -> TracedForward:
-        """Each match becomes one call of ``new``, in every variant of the graph.
+        """Replace each match by one call of ``new``, in every variant.
 
         Args:
             module: the traced module.
             matches: as for :meth:`with_region_called`.
             new: a function, or the path of a module below the traced one.
-            arguments: names of captures of the match, or numbers of its inputs, whose values are passed in this order.
+            arguments: names of captures, or numbers of inputs, passed by position.
             keywords: the same, by keyword.
             name: of the call in the printed graph.
-            results: names of captures of the match for which the results stand, in their order; empty: the values that
-                are used outside of the match, in the graph's order.
-            results_only: ``new`` gives the last value of a match; others become None where the traced module gives
-                them out, and are refused where it uses them.
-            then: called with what ``new`` gives, and gives the results.
-            undone: gives, for the traced module, a context in which what the matches call can run, for recording
-                another variant; None: it always can.
+            results: names of the captures that the results replace, in order; empty: the values used outside of the
+                match, in the graph's order.
+            results_only: ``new`` returns the last value of a match only; other outputs of the traced module become
+                None, and other uses are refused.
+            then: converts the output of ``new`` to the results.
+            undone: makes, for the traced module, a context in which the replaced modules can run, to record another
+                variant; None: they always can.
 
         Raises:
-            ApplyError: as for :meth:`with_region_called`; or a match has no such capture, or it calls a module with
-                hooks or steps.
+            ApplyError: as for :meth:`with_region_called`; or a match lacks a capture, or calls a module with hooks
+                or steps.
         """
         named = tuple((keywords or {}).items())
         outputs = {len(match.outputs) for match in matches}
@@ -168,7 +171,7 @@ class TracedForward(RecordedForward):
         for pattern, members in by_pattern(matches):
             first = graph.first
             if first is None:
-                raise ApplyError(f"{self._where} has no recorded graph to rewrite", path=self.path)
+                raise ApplyError(f"{name_of(self.path)} has no recorded graph to rewrite", path=self.path)
             rewrite = rewrite_of(pattern, members, first.recorded, module, action)
             graph = graph._with(rewrite, module)
         return graph
@@ -177,40 +180,42 @@ class TracedForward(RecordedForward):
         made = TracedForward(
             self.forward, self.tracer, self.leaves, path=self.path, pool=self.pool, beneath=self, rewrite=rewrite
         )
-        made.plans = self.plans  # the same list: a form of a call has the same key in both
+        made.structures = self.structures  # the same list: calls have the same keys in both
         made.example = self.example
         first = self.first
         if first is not None:
-            made._first = made._repeated(first, module, first.plan, first=True)
+            made._first = made._repeated(first, module, first.structure, first=True)
         with as_before(rewrite.action, module):
-            alike = [variant for variant in self.variants if variant.plan.modules_of(module) is not None]
+            alike = [variant for variant in self.variants if variant.structure.modules_of(module) is not None]
         for key, variants in self.specializations.items():
             for variant in variants:
-                if variant in alike:  # the others are recorded again if they are called
+                if variant in alike:  # others are recorded again at their next call
                     again = made._first if variant is first else None
-                    again = again or made._repeated(variant, module, variant.plan)
-                    if again.plan.modules_of(module) is not None:  # without a child that came with the rewrite
+                    again = again or made._repeated(variant, module, variant.structure)
+                    if again.structure.modules_of(module) is not None:  # without a child that came with the rewrite
                         made.specializations.setdefault(key, []).append(again)
         return made
 
-    def _new_variant(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Specialization:
+    def _new_variant(
+        self, module: nn.Module, values: tuple[Any, ...], structure: Structure, key: Any
+    ) -> Specialization:
         if self.beneath is None:
-            return super()._new_variant(module, values, plan, key)
+            return super()._new_variant(module, values, structure, key)
         assert self.rewrite is not None
         with as_before(self.rewrite.action, module):
             beneath = self.beneath.variant(module, values)
-        return self._repeated(beneath, module, plan)
+        return self._repeated(beneath, module, structure)
 
     def _repeated(
-        self, variant: Specialization, module: nn.Module, plan: Plan, *, first: bool = False
+        self, variant: Specialization, module: nn.Module, structure: Structure, *, first: bool = False
     ) -> Specialization:
-        """Repeat the rewrite on a variant; ``plan`` is that of its calls, after the rewrite."""
+        """Repeat the rewrite on a variant; ``structure`` is that of the modules after the rewrite."""
         assert self.rewrite is not None
         made = variant.rewritten_alike(self.rewrite, module)
         if made is None:
-            recorded, paths = applied(self.rewrite, variant.recorded, module, self._where, self.path, first=first)
+            recorded, paths = applied(self.rewrite, variant.recorded, module, self.path, first=first)
             no_longer_called = tuple(dict.fromkeys((*variant.no_longer_called, *paths)))
-            made = Specialization(recorded, plan, variant.surroundings, no_longer_called)
+            made = Specialization(recorded, structure, variant.surroundings, no_longer_called)
             variant.keep_rewritten(self.rewrite, module, made)
         return made
 
@@ -218,15 +223,12 @@ class TracedForward(RecordedForward):
 
     def take_up(self, change: forwards.ChangeBelow, node: Node, edit: Edit) -> None:
         below = change.path.removeprefix(f"{node.path}.") if node.path else change.path
-        where = f"'{node.path}'" if node.path else "the root"
+        where = name_of(node.path)
         own_graph = change.forward if isinstance(change.forward, TracedForward) else None
         if change.is_wrapped:
-            child = change.node
-            is_own = child is not None and not child.forward_is_replaced
-            if child is not None and is_own:
+            child, own_graph = change.node, None
+            if child is not None and not child.forward_is_replaced:
                 own_graph = self.graph_of_child(below, child.module, functools.partial(example_call, child))
-            else:
-                own_graph = None
         try:
             uncalled = self.retrace_changed(node.module)
         except TraceError as error:
@@ -241,14 +243,14 @@ class TracedForward(RecordedForward):
             raise ApplyError(
                 f"'{change.path}' is part of a rewritten region of the graph of {where}: {error.message}",
                 path=change.path,
-                hint="change the module first, and rewrite then",
+                hint="apply that step before the rewrite",
             ) from error
         if change.is_call and any(f"{below}.".startswith(f"{each}.") for each in uncalled):
             raise ApplyError(
                 f"'{change.path}' is no longer called: the graph of {where} was rewritten; hooks and wrappers "
                 "there would have no effect",
                 path=change.path,
-                hint="change the module first, and rewrite then",
+                hint="apply that step before the rewrite",
             )
         if own_graph is not None and change.is_wrapped and change.node is not None:
             edit.set_forward(change.node, own_graph)
@@ -258,18 +260,17 @@ class TracedForward(RecordedForward):
     ) -> tuple[str, ...]:
         """Record again after steps at modules below, and repeat all rewrites.
 
-        Where the forward cannot run (between two steps that belong together, say) nothing is recorded: the next call
-        will, or another step before.
+        Where the forward cannot run, e.g. between two steps of a split, the next step or call records it.
 
         Args:
             module: the traced module.
-            calls: what it may be called with now, if not with what it was recorded with.
+            calls: further candidates for its arguments.
 
         Returns:
-            paths of modules that the graph calls no more since it was rewritten.
+            paths of modules that the rewritten graph no longer calls.
 
         Raises:
-            TraceError: the graph would be another one, in which what was done to this one cannot be repeated.
+            TraceError: a rewrite cannot be repeated in the new graph.
         """
         self._snapshots.clear()
         self.select_variant(module)
@@ -311,15 +312,15 @@ class TracedForward(RecordedForward):
         Args:
             below: its path, relative to the traced module.
             child: the module.
-            call: gives what it is called with.
+            call: returns its arguments.
 
         Returns:
-            its graph, to run within the wrappers; None if its code is not recorded here, or cannot be.
+            its graph, to run within the wrappers; None if its code is not inlined here, or cannot be recorded.
         """
         first = self.first
         if first is None or not self.leaves.flatten or is_predefined(child) or self.leaves.names(child, below):
             return None
-        if not self.leaves(child, below):  # a graph can hold what is wrapped around it
+        if not self.leaves(child, below):  # a graph can hold its wrappers
             return None
         path = f"{self.path}.{below}" if self.path else below
         made = TracedForward(forwards.ModuleForward.of(child).bottom, self.tracer, Leaves(flatten=True), path=path)
@@ -336,7 +337,7 @@ class TracedForward(RecordedForward):
 
         Args:
             module: the traced one.
-            inner: of :meth:`graph_of_child`.
+            inner: from :meth:`graph_of_child`.
             child: the module of ``inner``, which is a call now.
 
         Returns:
@@ -376,7 +377,7 @@ class TracedForward(RecordedForward):
 
 
 def graph_of(node: Node) -> TracedForward | None:
-    """The static graph that runs as the module's forward; None if the module is not traced."""
+    """Return the graph that runs as a module's forward; None if the module is not traced."""
     graph = node.state.get("forward")
     if not isinstance(graph, TracedForward):
         return None
@@ -388,14 +389,14 @@ def _split_rewrite(rewrite: Rewrite, graphs: Sequence[tuple[TracedForward, nn.Mo
     """Split a rewrite among the graphs that now hold its matches.
 
     Raises:
-        TraceError: they are others than they were.
+        TraceError: the graphs have other matches than before.
     """
     counts = []
     for graph, module in graphs:
         assert graph.first is not None
         counts.append(len(matches_in(rewrite.pattern, graph.first.recorded, module)[0]))
-    is_whole = len(rewrite.indices) == rewrite.total and len(set(rewrite.captured)) == 1
-    if sum(counts) != rewrite.total or not (is_whole or counts[0] == rewrite.total):
+    is_complete = len(rewrite.indices) == rewrite.total and len(set(rewrite.captured)) == 1
+    if sum(counts) != rewrite.total or not (is_complete or counts[0] == rewrite.total):
         raise TraceError(f"the rewrite '{rewrite.action.name}' cannot be repeated")
     if isinstance(getattr(rewrite.action, "new", None), str) and counts[0] != rewrite.total:
         raise TraceError(f"'{rewrite.action.name}' is a module of the graph around it")

@@ -1,4 +1,4 @@
-"""What is compared at a call: the key by which a variant is found, and the attributes and global names that it read."""
+"""Guards of a call: the key of its variant, and checks of attributes and global names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING
 from slapo_graph.private import CHILDREN, is_any_autocast_enabled, tables_of
 from slapo_graph.protocol import Flag
-from slapo_graph.tracing.structure import children, is_plain
+from slapo_graph.structure import children, is_plain
 
 # Fingerprints of values.
 
@@ -33,18 +33,18 @@ class ABSENT:
 
 
 class Same:
-    """The fingerprint of a global name that is, or holds, tensors: they must be the very same objects.
+    """The fingerprint of a global name that is or holds tensors; only the same objects match.
 
     Args:
         value: the object.
     """
 
     def __init__(self, value: Any) -> None:
-        self.told = fingerprint(value, _Itself)
+        self.expected = fingerprint(value, _Itself)
 
     def holds(self, found: Any) -> bool:
         """Return whether ``found`` has the same tensors and values in the same positions."""
-        return bool(fingerprint(found, _Itself) == self.told)
+        return bool(fingerprint(found, _Itself) == self.expected)
 
     def __repr__(self) -> str:
         return "the same tensors"
@@ -68,7 +68,7 @@ def _shape_and_type(tensor: torch.Tensor) -> Any:
 def fingerprint(value: Any, of_tensor: Callable[[torch.Tensor], Any] = _shape_and_type) -> Any:
     """Return the fingerprint by which a value is compared.
 
-    Copies of a model have equal fingerprints: objects count by their class, and tensors by shape and dtype.
+    Copies of a model have equal fingerprints: of objects their class, of tensors shape and dtype.
     """
     cls = type(value)
     if cls in _SCALARS:
@@ -107,7 +107,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _of_part(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-    """Snapshot an element of a container: its class, and the settings of objects, which have no guard there."""
+    """Return the fingerprint of an element of a container, with its class and the settings of objects."""
     found = fingerprint(value, of_tensor)
     if type(found) is tuple and found[:1] in ((object,), (nn.Module,)):
         found = (*found, _settings(value))
@@ -121,16 +121,16 @@ def _settings(value: Any) -> Any:
     return tuple((name, part) for name, part in own.items() if type(part) in (*_SCALARS, float))
 
 
-def is_told(value: Any) -> bool:
-    """Return whether the fingerprint is complete: not of modules and objects, alone or in containers."""
+def has_full_fingerprint(value: Any) -> bool:
+    """Return whether a fingerprint covers a value entirely; for modules and other objects it does not."""
     cls = type(value)
     if cls in _SCALARS or cls is float or isinstance(value, (*_BY_IDENTITY, torch.Tensor)):
         return True
     if isinstance(value, dict):
-        return all(is_told(key) and is_told(value[key]) for key in value)
+        return all(has_full_fingerprint(key) and has_full_fingerprint(value[key]) for key in value)
     if cls in (tuple, list, set, frozenset):
-        return all(map(is_told, value))
-    return isinstance(value, functools.partial) and is_told((value.func, value.args, value.keywords))
+        return all(map(has_full_fingerprint, value))
+    return isinstance(value, functools.partial) and has_full_fingerprint((value.func, value.args, value.keywords))
 
 
 def is_setting(value: Any) -> bool:
@@ -180,7 +180,7 @@ class _Text(str):
 
 
 class Checks:
-    """The flags of a graph, grouped by the objects that have them, to be checked at every call.
+    """The flags of a graph, grouped by owner, to be checked at every call.
 
     Args:
         flags: of one recording.
@@ -214,7 +214,7 @@ class Checks:
 
 
 _Groups = list[tuple[Any, tuple[str, ...], tuple[tuple[str, Any, Flag], ...]]]
-"""The number of a module or another object, the names that lead from there to an owner, and the owner's flags."""
+"""The number of a module, or another object; the names from there to an owner; the owner's flags."""
 
 
 def _violated(groups: _Groups, modules: Sequence[nn.Module]) -> tuple[Flag, Any] | None:
@@ -235,14 +235,14 @@ def _violated(groups: _Groups, modules: Sequence[nn.Module]) -> tuple[Flag, Any]
 
 
 class BoundChecks:
-    """The checks of a graph at given modules: quick while the same objects are in the same places.
+    """The checks of a graph at given modules: quick while no object was replaced.
 
-    What may change in place (a list, a tensor) and what is not in the dictionary of an instance is compared as for any
+    Mutable values (a list, a tensor), and attributes outside of the instance's dictionary, are compared as for any
     modules.
 
     Args:
         groups: of :class:`Checks`.
-        modules: as of :meth:`Checks.violated`; the first one, the root of the others, is not held.
+        modules: as of :meth:`Checks.violated`; the first, their root, is not kept.
     """
 
     def __init__(self, groups: _Groups, modules: Sequence[nn.Module]) -> None:
@@ -303,11 +303,11 @@ class BoundChecks:
 
 _ABSENT = repeat(ABSENT)
 _Link = tuple[dict[str, Any], str, Any]
-"""A dictionary, a name, and what the dictionary has by that name; ABSENT if it has nothing."""
+"""A dictionary, a name, and its value there, or ABSENT."""
 
 
 def _links(owner: Any, holders: tuple[str, ...]) -> tuple[list[_Link] | None, Any]:
-    """Return the links by which names lead from an object to another one, and that one; None if one is computed."""
+    """Return the links by which names lead from one object to another, and the other; None if one is computed."""
     links: list[_Link] = []
     for name in holders:
         own = getattr(owner, "__dict__", {})
@@ -348,7 +348,7 @@ def call_key(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> tuple[Any
         values: of the forward's parameters, in their order.
     """
     return (
-        forms(values),
+        signatures(values),
         tuple([module.training for module in modules]),
         tuple(
             [
@@ -365,7 +365,7 @@ def call_key(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> tuple[Any
 
 
 def surroundings() -> tuple[Any, ...]:
-    """Return what decides outside of a model how a call computes; a part of the quick key."""
+    """Return the global modes that decide how a call computes, for the quick key."""
     return (
         torch.is_grad_enabled(),
         autocast_state.state() if is_any_autocast_enabled() else None,
@@ -374,11 +374,11 @@ def surroundings() -> tuple[Any, ...]:
     )
 
 
-def form(value: Any) -> Any:
-    """Return an argument's input signature: hashable, equal for calls that one recording is valid for.
+def signature(value: Any) -> Any:
+    """Return an argument's input signature, equal for calls that one recording serves.
 
-    The type, number of axes and device of tensors; the kind of numbers, not their size; what is text, true, false or
-    None; the shape of containers.
+    The type, number of axes and device of tensors; the kind of numbers, not their size; the values of strings, bools
+    and None; the structure of containers.
     """
     if value is None or value is MISSING:
         return value
@@ -391,14 +391,16 @@ def form(value: Any) -> Any:
         return (cls, value)
     parts = children(value)
     if parts is not None:
-        return (cls, tuple([(key, form(part)) for _, key, part in parts]))
+        return (cls, tuple([(key, signature(part)) for _, key, part in parts]))
     if cls is set:
         return (cls, frozenset(value)) if is_plain(value) else cls
     return (cls, value) if is_plain(value) and not isinstance(value, slice) else cls
 
 
-def call_form(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
-    """Return a key of a call that is quick to make: calls with equal ones bind alike and have equal :func:`forms`.
+def call_signature(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
+    """Return a key of a call that is quick to make.
+
+    Calls with equal keys bind alike and have equal :func:`signatures`.
 
     Args:
         values: of all arguments.
@@ -413,14 +415,14 @@ def call_form(values: tuple[Any, ...], names: Iterable[str]) -> tuple[Any, ...]:
             tensors.append(id(value))
             key.append((value.dtype, value.dim(), value.device))
         else:
-            key.append(_quick_form(value, tensors))
+            key.append(_quick_signature(value, tensors))
     if len(tensors) > 1 and len(set(tensors)) < len(tensors):
         key.append(tuple([tensors.index(tensor) for tensor in tensors]))
     return tuple(key)
 
 
-def _quick_form(value: Any, tensors: list[int]) -> Any:
-    """Return the form of a value, with the whole device of tensors; ``tensors`` get their identities."""
+def _quick_signature(value: Any, tensors: list[int]) -> Any:
+    """Return a value's signature with full devices; add the identities of its tensors to ``tensors``."""
     cls = type(value)
     if cls is bool or cls is str:
         return value
@@ -428,16 +430,16 @@ def _quick_form(value: Any, tensors: list[int]) -> Any:
         tensors.append(id(value))
         return (value.dtype, value.dim(), value.device)
     if cls is tuple or cls is list:
-        return (cls, *[_quick_form(part, tensors) for part in value])
+        return (cls, *[_quick_signature(part, tensors) for part in value])
     if cls is int or cls is float:
         return cls
     _collect((value,), tensors)
-    return form(value)
+    return signature(value)
 
 
-def forms(values: tuple[Any, ...]) -> Any:
-    """Return the input signatures of a call's arguments, and which of their tensors are the same: ``f(x, x)``."""
-    own = tuple([form(value) for value in values])
+def signatures(values: tuple[Any, ...]) -> Any:
+    """Return the input signatures of a call's arguments, and which tensors are the same: ``f(x, x)``."""
+    own = tuple([signature(value) for value in values])
     tensors: list[int] = []
     _collect(values, tensors)
     if len(tensors) < 2 or len(set(tensors)) == len(tensors):
@@ -455,11 +457,11 @@ def _collect(values: Any, tensors: list[int]) -> None:
                 _collect([part for _, _, part in parts], tensors)
 
 
-def exact_form(value: Any) -> Any:
+def exact_signature(value: Any) -> Any:
     """Return an argument's signature with its sizes."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.storage_offset(), value.device, value.requires_grad, value.is_leaf)
     if value is MISSING or isinstance(value, int | float):
         return value
     parts = children(value)
-    return None if parts is None else tuple(exact_form(part) for _, _, part in parts)
+    return None if parts is None else tuple(exact_signature(part) for _, _, part in parts)

@@ -1,4 +1,4 @@
-"""Which submodules of a traced module stay calls."""
+"""The rule of which submodules of a traced module stay calls."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Leaves:
-    """Decides for a module below the traced one whether it is called as it is, or its code becomes part of the graph.
+    """Decide for each module below the traced one whether it stays a call or is inlined.
 
     Args:
-        patterns: classes, names of classes, paths relative to the traced module, or globs over either: these are
-            called.
-        flatten: whether the code of all others but those of ``torch.nn`` is recorded; else every module is called.
-        above: the path of the traced module, relative to the module that the paths in ``patterns`` are relative to.
+        patterns: classes, class names, paths relative to the traced module, or globs over either: these stay calls.
+        flatten: whether all others, except modules of ``torch.nn``, are inlined; otherwise every module stays a call.
+        above: the path of the traced module from the origin of the paths in ``patterns``.
     """
 
     patterns: tuple[type | str, ...] = ()
@@ -35,11 +34,11 @@ class Leaves:
     above: str = ""
 
     def __call__(self, module: nn.Module, path: str) -> bool:
-        """Whether ``module``, which lies at ``path`` below the traced one, is called as it is.
+        """Return whether the module at ``path`` below the traced one stays a call.
 
-        One that is hooked, or whose forward was wrapped or set, is called: what runs around it stays in force. Only
-        what steps put there that a graph can hold is looked into (``slapo_is_inlined``). So is a module that says
-        ``slapo_stays_a_call``, as one that a step puts there does if its forward sets attributes.
+        A module that is hooked, or whose forward was wrapped or set, stays a call, unless a graph can hold its hooks
+        and wrappers (``slapo_is_inlined``). So does a module with the attribute ``slapo_stays_a_call``, e.g. one of a
+        step whose forward sets attributes.
         """
         if not self.flatten:
             return True
@@ -53,7 +52,7 @@ class Leaves:
         return self.names(module, path)
 
     def names(self, module: nn.Module, path: str) -> bool:
-        """Whether one of the patterns names ``module``, which lies at ``path`` below the traced one."""
+        """Return whether one of the patterns names the module at ``path`` below the traced one."""
         path = f"{self.above}.{path}" if self.above else path
         names = (path, type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
         return any(
@@ -78,7 +77,7 @@ def inlined_modules(root: nn.Module, leaves: LeafRule) -> dict[str, nn.Module]:
         path, module = stack.pop()
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
-            # A container is never called: whoever holds it calls its children.
+            # A container is never called: its owner calls its children.
             if isinstance(child, _CONTAINERS) or not leaves(child, below):
                 found[below] = child
                 stack.append((below, child))

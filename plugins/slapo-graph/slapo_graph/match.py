@@ -1,4 +1,4 @@
-"""What one sees of the static graph of a traced module, and of what was found in it."""
+"""Matches and patterns, as users see them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from slapo_core import Node
 
-__all__ = ["Match", "Pattern", "Region", "by_place"]
+__all__ = ["Match", "Pattern", "Region", "by_place", "name_of"]
+
+
+def name_of(path: str) -> str:
+    """Return the path of a module for messages."""
+    return f"'{path}'" if path else "the root"
+
 
 Region = Callable[..., Any]
-"""What a match computes, as a pure function of its inputs: parameters and buffers are arguments like any other."""
+"""The computation of a match, as a pure function of its inputs, parameters and buffers."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,11 @@ class Match:
     Args:
         path: of the traced module, e.g. ``"encoder.layer.0.output"``.
         pattern: as data; finds the place again in another variant of the graph, or in another instance of the model.
-        index: which of the matches in this graph it is, from 0.
-        total: how many there are.
+        index: its number among the matches in this graph, from 0.
+        total: the number of matches in this graph.
         nodes: names of the graph's nodes that belong to it, in the graph's order.
-        inputs: names of the nodes whose values it reads, in the order of the pattern's arguments.
-        outputs: names of those of its nodes whose values are used outside of it, in the graph's order.
+        inputs: names of the nodes that it reads, in the order of the pattern's arguments.
+        outputs: names of its nodes that are used outside of it, in the graph's order.
         captures: by name: the name of a node, as :class:`str`, or ``("constant", value)``.
     """
 
@@ -44,16 +50,15 @@ class Match:
     captures: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        where = f"'{self.path}'" if self.path else "the root"
-        return f"match {self.index + 1} of {self.total} at {where}: {', '.join(self.nodes)}"
+        return f"match {self.index + 1} of {self.total} at {name_of(self.path)}: {', '.join(self.nodes)}"
 
 
 def by_place(node: Node, matches: Iterable[Match]) -> list[tuple[Node, list[Match]]]:
-    """The traced nodes at or below ``node`` in which the matches lie, each with its own.
+    """Return the traced nodes at or below ``node`` that hold the matches, each with its own.
 
     Args:
         node: where a primitive is applied.
-        matches: what its field of matches holds then.
+        matches: of the primitive.
     """
     groups: dict[str, list[Match]] = {}
     for match in matches:
@@ -72,16 +77,16 @@ class Pattern(ABC):
 
             name = "fusion.bias_gelu"
 
-            def forms(self):
+            def alternatives(self):
                 yield lambda x, bias: F.gelu(x + bias)
                 yield lambda x, bias: F.gelu(x + bias, approximate="tanh")
 
     Attributes:
         name: the full name ``<namespace>.<name>``.
-        replacement: what computes the same, called with the captures by name, for ``replace(match=...)`` without a new
-            module; None if there is none. It must be right for every form.
-        results_only: the replacement gives what the pattern returns, and no value inside of a match: one that the
-            traced module gives out and does not use, such as the weights of an attention, is None then.
+        replacement: a function that computes the same of the captures by name, for ``replace(match=...)`` without a
+            new module; None if there is none. It must be right for every alternative.
+        results_only: the replacement returns only the pattern's result. Inner values that the traced module returns
+            without using them, e.g. attention weights, become None.
     """
 
     name: ClassVar[str]
@@ -89,8 +94,8 @@ class Pattern(ABC):
     results_only: ClassVar[bool] = False
 
     @abstractmethod
-    def forms(self) -> Iterable[Any]:
-        """The ways in which models write it; each is anything that ``find`` takes, all with the same captures.
+    def alternatives(self) -> Iterable[Any]:
+        """Yield the spellings in models; each is anything that ``find`` takes, all with the same captures.
 
-        Of two forms that match at one place, the earlier one counts.
+        Where two alternatives match, the earlier one is taken.
         """

@@ -37,19 +37,19 @@ def show_pattern(
     name: Annotated[str, typer.Argument(help="One pattern, e.g. fusion.sdpa.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, keys sorted.")] = False,
 ) -> None:
-    """Load one pattern, and show its documentation, the forms that it finds and what replaces them."""
+    """Load one pattern, and show its documentation, its alternatives and its replacement."""
     registry = current_registry()
     registry.check_settings()
     entry = registry.resolve("patterns", name)
     cls = registry.load(entry)
     documentation = inspect.getdoc(cls) or ""
-    forms, replacement = _source(cls.forms), None if cls.replacement is None else _source(cls.replacement)
+    alternatives, replacement = _source(cls.alternatives), None if cls.replacement is None else _source(cls.replacement)
     if as_json:
         print_json(
             {
                 "distribution": entry.distribution,
                 "documentation": documentation,
-                "forms": forms,
+                "alternatives": alternatives,
                 "name": entry.name,
                 "object": entry.value,
                 "replacement": replacement,
@@ -59,7 +59,7 @@ def show_pattern(
         return
     print(f"{entry.name}  ({entry.label}, {entry.value})\n")
     print(f"{documentation or '(no documentation)'}\n")
-    print(f"Finds:\n\n{textwrap.indent(forms, '    ')}\n")
+    print(f"Finds:\n\n{textwrap.indent(alternatives, '    ')}\n")
     if replacement is None:
         print("Replacement: none of its own; give replace a function or a module.")
     else:

@@ -12,21 +12,21 @@ from slapo_core.internals import module_index
 from slapo_graph.guards import Checks
 from slapo_graph.protocol import Flag, Recorded
 from slapo_graph.specialization import Specialization
-from slapo_graph.tracing.structure import is_plain
+from slapo_graph.structure import is_plain
 
 
 class Pool:
     """Pool the recordings of several traced modules.
 
-    One serves another module if both have the same structure, and every attribute that was read while it was recorded,
-    by modules that stay calls too, is equal there: then the run that recorded it would have been the same run.
+    A recording serves another module of the same structure if every attribute that was read, by called modules too, is
+    equal there: then its recording would be the same.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Any, list[tuple[Checks, Specialization | None]]] = {}
 
     def find(self, key: Any, module: nn.Module) -> Specialization | None:
-        """A variant for ``module``; ``key`` is what it was added under."""
+        """Return a variant for ``module`` that was added under ``key``; None if there is none."""
         return next((found for found in self._alike(key, module) if found is not None), None)
 
     def fails(self, key: Any, module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A recorded graph as Python to read: what runs is generated from the same graph by torch.fx, with more names."""
+"""A recorded graph as readable Python; torch.fx generates the code that runs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import inplace_methods
+from torch.fx.graph import inplace_methods, magic_methods
 from torch.nn import functional
 
 from slapo_graph.autocast_state import DEVICES, set_state
 from slapo_graph.private import OpOverload
 from slapo_graph.protocol import Guard, Recorded, check
-from slapo_graph.tracing.diagnostics import SIGNS
 
 _IN_PLACE = {getattr(operator, name): template.split()[1] for name, template in inplace_methods.items()}
+_SIGNS = {
+    getattr(operator, name): template.split()[1]
+    for name, template in magic_methods.items()
+    if hasattr(operator, name) and template.startswith("{} ")
+}
 _FUNCTIONAL = {id(value): f"F.{name}" for name, value in vars(functional).items() if callable(value)}
 _TRIVIAL = (operator.ge, operator.gt, operator.ne)
 
 
+def expression(value: Any) -> str:
+    """Return a node or constant as one expression, e.g. ``"x.shape[1] > 4"``, down to a depth."""
+    return _text(value, depth=6)
+
+
 def printed(recorded: Recorded) -> str:
-    """The graph as a function; reads of attributes, sizes and parts stand where they are used."""
+    """Return the graph as a function; reads of attributes, sizes and parts are inlined."""
     parameters = [str(node) for node in recorded.graph.nodes if node.op == "placeholder"]
     lines = [f"def forward({', '.join(['self', *parameters])}):"]
     for node in recorded.graph.nodes:
@@ -69,20 +78,20 @@ def _guard(node: fx.Node, guards: tuple[Guard, ...]) -> str | None:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether it is an argument of the call, or a part of one."""
+    """Return whether a node is an argument of the call, or a part of one."""
     while isinstance(value, fx.Node) and value.target is operator.getitem:
         value = value.args[0]
     return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
 def _state(grad: Any, autocast: Any, cache: Any) -> str:
-    """A switch of gradients and autocast, as a comment: no ``with`` block begins and ends as they do."""
+    """Return a switch of gradients and autocast as a comment; it need not match a ``with`` block."""
     kinds = [f"{kind} {str(dtype)[6:]}" for kind, (on, dtype) in zip(DEVICES, autocast, strict=True) if on]
     return f"# from here: gradients {'on' if grad else 'off'}, autocast {', '.join(kinds) or 'off'}"
 
 
 def _is_read(node: fx.Node) -> bool:
-    """What stands where it is used, instead of a line of its own."""
+    """Return whether a node is printed at its uses, without a line of its own."""
     if node.op == "get_attr" or (node.op == "call_method" and node.target in ("size", "dim")):
         return True
     if node.op != "call_function":
@@ -96,25 +105,25 @@ def _is_read(node: fx.Node) -> bool:
     )
 
 
-def _call(node: fx.Node) -> str:
-    arguments = [_text(argument) for argument in node.args]
-    arguments += [f"{name}={_text(value)}" for name, value in node.kwargs.items()]
+def _call(node: fx.Node, depth: int = 0) -> str:
+    arguments = [_text(argument, depth) for argument in node.args]
+    arguments += [f"{name}={_text(value, depth)}" for name, value in node.kwargs.items()]
     target: Any = node.target
     if node.op == "get_attr":
         return f"self.{target}"
     if node.op == "call_module":
         return f"self.{target}({', '.join(arguments)})"
     if node.op == "call_method":
-        return f"{_operand(node.args[0])}.{target}({', '.join(arguments[1:])})"
+        return f"{_operand(node.args[0], depth)}.{target}({', '.join(arguments[1:])})"
     if target is getattr:
-        return f"{_operand(node.args[0])}.{node.args[1]}"
+        return f"{_operand(node.args[0], depth)}.{node.args[1]}"
     if target is operator.getitem:
-        return f"{_operand(node.args[0])}[{_key(node.args[1])}]"
-    sign = SIGNS.get(target)
+        return f"{_operand(node.args[0], depth)}[{_key(node.args[1], depth)}]"
+    sign = _SIGNS.get(target)
     if sign and len(node.args) == 2:
-        return f"{_operand(node.args[0])} {sign} {_operand(node.args[1])}"
+        return f"{_operand(node.args[0], depth)} {sign} {_operand(node.args[1], depth)}"
     if target is operator.neg:
-        return f"-{_operand(node.args[0])}"
+        return f"-{_operand(node.args[0], depth)}"
     return f"{_function(target)}({', '.join(arguments)})"
 
 
@@ -133,30 +142,34 @@ def _function(target: Any) -> str:
     return name
 
 
-def _operand(value: Any) -> str:
-    text = _text(value)
+def _operand(value: Any, depth: int = 0) -> str:
+    text = _text(value, depth)
     return f"({text})" if " " in text and not text.startswith(("(", "[", "'")) else text
 
 
-def _key(value: Any) -> str:
-    return ", ".join(map(_key, value)) if isinstance(value, tuple) and value else _slice(value)
+def _key(value: Any, depth: int = 0) -> str:
+    return (
+        ", ".join(_key(part, depth) for part in value) if isinstance(value, tuple) and value else _slice(value, depth)
+    )
 
 
-def _slice(value: Any) -> str:
+def _slice(value: Any, depth: int) -> str:
     if not isinstance(value, slice):
-        return _text(value)
-    start, stop, step = ("" if part is None else _text(part) for part in (value.start, value.stop, value.step))
-    return f"{start}:{stop}" + (f":{step}" if step else "")
+        return _text(value, depth)
+    parts = ["" if part is None else _text(part, depth) for part in (value.start, value.stop, value.step)]
+    return ":".join(parts if parts[2] else parts[:2])
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, depth: int = 0) -> str:
+    """Return a value of a graph; calls are inlined down to ``depth``, reads everywhere."""
     if isinstance(value, fx.Node):
-        return _call(value) if _is_read(value) else str(value)
+        is_inlined = depth > 0 and value.op in ("call_function", "call_method")
+        return _call(value, depth - 1) if is_inlined or _is_read(value) else str(value)
     if isinstance(value, tuple):
-        parts = ", ".join(map(_text, value))
+        parts = ", ".join(_text(part, depth) for part in value)
         return f"({parts},)" if len(value) == 1 else f"({parts})"
     if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(_text(part, depth) for part in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_text(item, depth)}' for key, item in value.items())}}}"
     return "..." if value is Ellipsis else repr(value)

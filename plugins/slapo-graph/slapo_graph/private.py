@@ -86,7 +86,7 @@ FORWARDS = ("forward", "_compiled_call_impl")
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether more happens when ``module`` is called than its class's forward."""
+    """Return whether a call of ``module`` runs more than its class's forward."""
     return bool(
         "forward" in module.__dict__
         or "_compiled_call_impl" in module.__dict__  # module.compile()
@@ -126,7 +126,7 @@ def call_uncompiled(run: Callable[..., Any], module: nn.Module, *args: Any, **kw
 
 
 class SafeMetaTensors(TorchDispatchMode):
-    """Let reads of the data pointers of new meta tensors raise, as of fake ones; torch gives the address 0."""
+    """Raise on reads of the data pointers of new meta tensors, for which torch gives the address 0."""
 
     supports_higher_order_operators = True
 
@@ -141,7 +141,7 @@ class SafeMetaTensors(TorchDispatchMode):
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """Return a number that changes with every in-place write to a tensor or its views."""
+    """Return a counter of in-place writes to a tensor or its views."""
     return tensor._version
 
 
@@ -170,13 +170,13 @@ def is_erased(node: fx.Node) -> bool:
     return node._erased
 
 
-# Replaced for the whole process while a forward is recorded, or a pattern's function is read: under
+# Replaced in the entire process while a forward is recorded, or a pattern's function is read: under
 # ``slapo_core.observers.PATCHING``, and without effect for other threads where the functions given say so.
 
 
 @contextmanager
 def custom_functions_through(call: Callable[..., Any]) -> Iterator[None]:
-    """Let ``call(function, run, args, kwargs)`` make the calls of custom autograd functions while the block runs.
+    """Route calls of custom autograd functions through ``call(function, run, args, kwargs)``.
 
     ``function.apply`` looks this method up in its base class, also where it was stored: ``f = Function.apply``.
     """
@@ -215,7 +215,7 @@ def before_saved_tensors_hooks(announce: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def dropout_default(p: float) -> Iterator[None]:
-    """Let functions of dropout pass the object ``p``, equal to their own default, where it is left out."""
+    """Let dropout functions pass the object ``p``, equal to their default, where it is omitted."""
     functions: tuple[Any, ...] = (
         functional.dropout,
         functional.dropout1d,
@@ -233,7 +233,7 @@ def dropout_default(p: float) -> Iterator[None]:
 
 
 def methods_put_on(cls: type, methods: Mapping[str, Callable[..., Any]]) -> Callable[[], None] | None:
-    """Replace methods of a class; return the function that restores its own, or None for a class written in C."""
+    """Replace methods of a class; return the function that restores them, None for a class in C."""
     own = {name: vars(cls)[name] for name in methods if name in vars(cls)}
     try:
         for name, method in methods.items():

@@ -1,4 +1,4 @@
-"""The base class of tracers: what turns a module's forward into a graph."""
+"""The interface of tracers, which turn a forward into a graph."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Guard:
     """A value that the recorded code depends on; the graph checks it with :func:`check`.
 
     Args:
-        value: what was asked, e.g. ``"x.shape[1] > 4"``.
-        expected: the answer while recording.
-        location: of the model, where it was asked.
+        value: the expression, e.g. ``"x.shape[1] > 4"``.
+        expected: its value while recording.
+        location: of the expression in the model.
     """
 
     value: str
@@ -34,7 +34,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Flag:
-    """An attribute that recorded code read: its value is held against ``expected`` at every call.
+    """An attribute that recorded code read; its value is compared with ``expected`` at every call.
 
     Args:
         path: from the traced module to the object that has it, e.g. ``("config",)``.
@@ -51,23 +51,24 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """As the model's code has it: ``"self.config.use_bias"``."""
+        """Return the name in the model's code: ``"self.config.use_bias"``."""
         return ".".join((self.owner or "self", *self.path, self.attribute))
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A graph, and what it holds for.
+    """A graph and its guards.
 
     Args:
-        graph: its placeholders are first what is ``captured``, then one for each argument that was given, in the order
-            of the forward's parameters. Parameters (``get_attr``) and modules (``call_module``) are named relative to
+        graph: its placeholders are the ``captured`` tensors, then one for each argument that was given, in the
+            order of the forward's parameters. Parameters (``get_attr``) and modules (``call_module``) are named
+            relative to
             the traced module. The output is what the forward returns.
         guards: numbered as the calls of :func:`check` in the graph have them.
-        flags: attributes that were read.
-        captured: tensors that the graph holds itself.
-        read: every attribute that was read, by modules that stay calls too: modules of the same structure in which all
-            of them are equal share the graph. None if that is not known: the graph is for this module only.
+        flags: attributes that recorded code read.
+        captured: tensors that belong to the graph.
+        read: every attribute that was read, by called modules too; modules of the same structure in which all of
+            these are equal share the graph. None if unknown: the graph is for this module only.
     """
 
     graph: fx.Graph
@@ -80,13 +81,12 @@ class Recorded:
 class Tracer(ABC):
     """Turns a module's forward into a graph: ``sch["encoder"].trace(tracer="acme")``.
 
-    A graph runs in place of the forward for the calls that it was asked for: one graph for every form of arguments
-    (which are None, the types of others, the number of axes and dtype of tensors), mode (train, eval) and dtype of the
-    parameters. Whatever else the graph takes for granted must be a guard or a flag, or be refused: a graph that
-    computes something else than the forward is the one thing that must not happen.
+    A graph runs in place of the forward: one for each signature of inputs (None or not, types, number of axes and dtype
+    of tensors), mode (train, eval) and dtype of the parameters. Any other assumption must be a guard or a flag, or be
+    refused: a graph must never compute anything else than the forward.
 
     Attributes:
-        name: what users pass as ``trace(tracer=...)``.
+        name: for ``trace(tracer=...)``.
     """
 
     name: ClassVar[str]
@@ -99,27 +99,27 @@ class Tracer(ABC):
         arguments: Mapping[str, Any],
         leaves: Callable[[nn.Module, str], bool],
     ) -> Recorded:
-        """The graph for calls like this one; nothing may be changed.
+        """Return the graph for calls like this one, without changing anything.
 
         Args:
             module: the traced module.
-            forward: what it computes, called with the module first: its class's, or what the user set on the instance.
-            arguments: what the parameters of ``forward`` get, in their order, without those that are left out;
-                ``*args`` is a tuple there, ``**kwargs`` a dictionary. Tensors may be without values.
-            leaves: says of a module below, and its path relative to ``module``, whether it stays a call.
+            forward: takes the module first; of its class, or set on the instance.
+            arguments: by parameter of ``forward``, in their order, without omitted ones; ``*args`` is a tuple,
+                ``**kwargs`` a dictionary. Tensors may be fake.
+            leaves: whether a module below, at its path relative to ``module``, stays a call.
 
         Raises:
-            Untraceable: the forward does what this tracer cannot say.
+            Untraceable: this tracer cannot record the forward.
         """
 
 
 class Untraceable(Exception):  # noqa: N818 - not an error of the user's; TraceError is
-    """A forward does what a graph cannot say.
+    """Signal a forward that a graph cannot represent.
 
     Args:
-        problem: what it does, e.g. ``"branches on the values of a tensor"``.
-        location: the line of the model; None if it is not known.
-        hint: what to try.
+        problem: e.g. ``"branches on the values of a tensor"``.
+        location: the line of the model; None if unknown.
+        hint: a remedy.
     """
 
     def __init__(self, problem: str, location: Location | None = None, hint: str | None = None) -> None:
@@ -128,7 +128,7 @@ class Untraceable(Exception):  # noqa: N818 - not an error of the user's; TraceE
 
 
 class GuardViolation(Exception):  # noqa: N818 - becomes a GuardError
-    """A call for which a graph is not valid."""
+    """Signal a call for which a graph is not valid."""
 
     def __init__(self, index: int, found: Any) -> None:
         super().__init__(index, found)
@@ -136,7 +136,7 @@ class GuardViolation(Exception):  # noqa: N818 - becomes a GuardError
 
 
 def check(value: Any, expected: Any, index: int) -> None:
-    """In a graph: go on only if ``value`` is what it was while recording.
+    """Check in a graph that ``value`` is the same as while recording.
 
     Args:
         value: a node.
@@ -144,9 +144,9 @@ def check(value: Any, expected: Any, index: int) -> None:
         index: of the guard.
 
     Raises:
-        GuardViolation: it is another.
+        GuardViolation: it differs.
     """
-    if expected is True or expected is False:  # torch.compile has a symbol for what is asked of a size that changes
+    if expected is True or expected is False:  # torch.compile has a symbol for a condition on a size
         if value is None or bool(value) is not expected:
             raise GuardViolation(index, value)
     elif value is not expected and (type(value) is not type(expected) or value != expected):

@@ -28,10 +28,10 @@ def graph_function(graph: fx.Graph) -> Callable[..., Any]:
     return type(module).forward
 
 
-# `Plan`: which modules below a traced one a graph was recorded with, found again quickly at every call.
+# `Structure`: the modules below a traced one that a graph assumes, found again quickly at every call.
 
 
-class Plan:
+class Structure:
     """Record the module structure that a graph assumes, without the modules.
 
     Args:
@@ -70,7 +70,7 @@ class Plan:
     def modules_of(self, root: nn.Module) -> list[nn.Module] | None:
         """Return the inlined modules in the order of :attr:`paths`, then all others.
 
-        None if the plan no longer fits: a module was added, removed or replaced, an inlined one was hooked or got
+        None if they no longer fit: a module was added, removed or replaced, an inlined one was hooked or got
         another forward, or a called one would be inlined now.
         """
         found, children = [root], [children_of(root)]
@@ -99,7 +99,9 @@ class Plan:
         return found
 
     def snapshot(self, modules: Sequence[nn.Module]) -> Snapshot | None:
-        """Return a snapshot of what :meth:`modules_of` gave; None if a class computes what is compared."""
+        """Return a snapshot of the result of :meth:`modules_of`; None if a class computes an attribute that it
+        compares.
+        """
         classes = {type(module) for module in modules}
         if any(cls.__eq__ is not object.__eq__ or any(hasattr(cls, name) for name in _COMPARED) for cls in classes):
             return None
@@ -137,7 +139,7 @@ def _name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-# `Snapshot`: the modules of a plan as one call found them, which the next call need not find again.
+# `Snapshot`: the modules of a structure as one call found them.
 
 _COMPARED = ("training", CHILDREN, PARAMETERS)
 _TRAINING, _CHILDREN, _PARAMETERS = map(itemgetter, _COMPARED)
@@ -146,18 +148,18 @@ _DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class Snapshot:
-    """Tell quickly whether the modules of a plan are still the same, and in which modes.
+    """Check quickly whether the recorded modules are unchanged, and return their modes.
 
-    Tables are read at every call; what is kept is what they held. The root is not kept, so that a copy of a model is
-    freed with its last reference.
+    Tables are read at every call and compared with their former contents. The root is not kept, so that a copy of a
+    model is freed with its last reference.
 
     Args:
         modules: the root, and the others.
-        inlined: those whose code was recorded, without the root, and what steps put around each; None for nothing.
+        inlined: the inlined ones without the root, each with the hooks and wrappers of steps, or None.
         ties: pairs of places of one tensor.
 
     Attributes:
-        calls: what runs, by the modes and the form of a call.
+        calls: the variant to run, by modes and input signature.
         root: tells when it is freed.
     """
 
@@ -185,7 +187,7 @@ class Snapshot:
         self._ties = ties
 
     def modes(self, root: nn.Module) -> Any:
-        """Return the modes of all modules and the dtypes of their parameters; None if another plan may be needed."""
+        """Return the modes of all modules and the dtypes of their parameters; None if the structure may differ."""
         own = root.__dict__
         if (
             type(root) is not self._root
@@ -224,7 +226,7 @@ class Snapshot:
 
 
 class PreparedCall(NamedTuple):
-    """What runs for calls of one form.
+    """A variant prepared for calls of one input signature.
 
     Args:
         variant: the graph.
@@ -241,7 +243,7 @@ class PreparedCall(NamedTuple):
     state: autocast_state.State | None
 
     def holds(self, root: nn.Module) -> bool:
-        """Return whether the graph is still right for ``root``, in the modes that the call was found by."""
+        """Return whether the graph is still valid for ``root``, in the modes of the call."""
         return (
             self.checks.hold(root)
             and (not self.no_longer_called or not any(map(is_changed, self.no_longer_called)))
@@ -261,7 +263,7 @@ class Specialization:
 
     Args:
         recorded: the graph and what it holds for.
-        plan: its module structure.
+        structure: of the modules.
         surroundings: global names that the recorded code reads.
         no_longer_called: modules that rewrites removed from the graph.
     """
@@ -269,13 +271,13 @@ class Specialization:
     def __init__(
         self,
         recorded: Recorded,
-        plan: Plan,
+        structure: Structure,
         surroundings: tuple[Flag, ...] = (),
         no_longer_called: tuple[str, ...] = (),
     ) -> None:
-        self.recorded, self.plan, self.surroundings = recorded, plan, surroundings
+        self.recorded, self.structure, self.surroundings = recorded, structure, surroundings
         self.no_longer_called = no_longer_called
-        self.checks = Checks((*recorded.flags, *surroundings), plan.index)
+        self.checks = Checks((*recorded.flags, *surroundings), structure.index)
         self.code = graph_function(recorded.graph)
         self._rewritten: dict[Any, Specialization] = {}
         self.used = 0  # when it was called last, as a number that grows
@@ -291,7 +293,7 @@ class Specialization:
             found = None
         if found is None:
             return None
-        modules = found.plan.modules_of(module)
+        modules = found.structure.modules_of(module)
         return found if modules is not None and found.checks.violated(modules) is None else None
 
     def keep_rewritten(self, rewrite: Hashable, module: nn.Module, made: Specialization) -> None:

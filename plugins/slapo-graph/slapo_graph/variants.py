@@ -6,7 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,24 +17,21 @@ from slapo_core.observers import PATCHING, is_recording
 from slapo_graph import autocast_state
 from slapo_graph.arguments import MISSING, Parameters
 from slapo_graph.effects import observe
-from slapo_graph.guards import call_form, call_key, describe, exact_form, fingerprint, surroundings
+from slapo_graph.guards import call_key, call_signature, describe, exact_signature, fingerprint, surroundings
 from slapo_graph.leaves import Leaves, is_changed
+from slapo_graph.match import name_of
 from slapo_graph.pool import Pool
 from slapo_graph.private import (
     disable_dynamo,
     number_of_function_modes,
 )
 from slapo_graph.protocol import Flag, GuardViolation, Tracer, Untraceable
-from slapo_graph.specialization import Plan, PreparedCall, Snapshot, Specialization
+from slapo_graph.specialization import PreparedCall, Snapshot, Specialization, Structure
 from slapo_graph.tracing.diagnostics import refusal
 from slapo_graph.tracing.fake import FakeMode, without_values
 from slapo_graph.tracing.outside import refusing_changes
 from slapo_graph.tracing.reads import GlobalNames
 from slapo_graph.tracing.session import attributes_restored, buffers_restored, rng_restored
-
-if TYPE_CHECKING:
-    pass
-
 
 MOST_SPECIALIZATIONS = 16
 MOST_FOR_ATTRIBUTES = 8
@@ -44,14 +41,14 @@ _CLOCK = itertools.count(1)
 class RecordedForward(forwards.ReplacedForward):
     """Run recorded graphs in place of a forward; takes the module first.
 
-    There is a graph for every form of arguments, mode and types that it was called with, and for other values of the
-    attributes and global names that the forward reads: a variant, recorded when it is first needed. A graph holds no
-    module: the names in it are looked up in the one that is called, so that a copy of the model runs on itself.
+    There is a variant for every signature of inputs, mode and dtype, and for other values of the attributes and global
+    names that the forward reads, each recorded when it is first needed. A graph holds no module: names are looked up in
+    the called one, so that a copy of the model runs on itself.
 
     Args:
-        forward: the forward that is recorded; takes the module first.
+        forward: the recorded one; takes the module first.
         tracer: records it.
-        leaves: which modules below are called as they are.
+        leaves: which modules below stay calls.
         path: of the traced module, for messages.
         pool: recordings that equal modules share.
     """
@@ -70,12 +67,12 @@ class RecordedForward(forwards.ReplacedForward):
         self.__name__, self.__qualname__ = "forward", f"the graph of {path}"  # as functions have
         self.parameters = Parameters(forward)
         self.specializations: dict[Any, list[Specialization]] = {}
-        self.plans: list[Plan] = []
-        self.has_dropped = False  # a variant, for one of another form
+        self.structures: list[Structure] = []
+        self.has_dropped = False  # a variant, for one of another input signature
         self.recorded_anew = 0  # because an attribute or a global name had another value
         self._first: Specialization | None = None
         self._snapshots: dict[int, Snapshot] = {}  # by the id of a module
-        self._has_snapshots = True  # False: a class below computes what they compare
+        self._has_snapshots = True  # False: a class below computes a compared attribute
         self.example: tuple[Any, ...] | None = None  # values of the parameters, without values of tensors
 
     @property
@@ -84,12 +81,12 @@ class RecordedForward(forwards.ReplacedForward):
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given: Any = (*args, *kwargs.values())
-        form, found = None, None
+        signature, found = None, None
         if not torch.compiler.is_compiling() and not (number_of_function_modes() and is_recording()):
-            form = (call_form(given, kwargs), surroundings())
+            signature = (call_signature(given, kwargs), surroundings())
             snapshot = self._snapshots.get(id(module))
             if snapshot is not None:
-                found = snapshot.calls.get((snapshot.modes(module), form))
+                found = snapshot.calls.get((snapshot.modes(module), signature))
         if found is not None and found.holds(module):
             variant = found.variant
             variant.used = next(_CLOCK)
@@ -98,30 +95,29 @@ class RecordedForward(forwards.ReplacedForward):
         else:
             values = self.parameters.bind(module, args, kwargs)
             variant, given = self.variant(module, values), [value for value in values if value is not MISSING]
-            if form is not None:
-                self._remember(module, variant, form, self.parameters.arranging(module, len(args), tuple(kwargs)))
+            if signature is not None:
+                self._remember(module, variant, signature, self.parameters.arranging(module, len(args), tuple(kwargs)))
         try:
             return variant.run(module, given)
         except GuardViolation as error:
             guard = variant.recorded.guards[error.index]
             raise GuardError(
-                f"the graph of {self._where} was recorded with {guard.value} == {guard.expected!r}, and this call has "
-                f"{error.found!r}",
+                f"the graph of {name_of(self.path)} was recorded with {guard.value} == {guard.expected!r}, and this "
+                f"call has {error.found!r}",
                 path=self.path,
                 location=guard.location,
-                hint="the model decides there what to compute: call it as it was recorded, or trace only modules that "
-                "lie below this decision",
+                hint="the model branches there: call it as it was recorded, or trace only modules below this branch",
             ) from None
 
-    def _remember(self, module: nn.Module, variant: Specialization, form: Any, arrange: Any) -> None:
-        """Note what runs for calls of a form, for as long as the modules are as they are now."""
-        modules = variant.plan.modules_of(module)
+    def _remember(self, module: nn.Module, variant: Specialization, signature: Any, arrange: Any) -> None:
+        """Note the variant for calls of a signature, while the modules stay the same."""
+        modules = variant.structure.modules_of(module)
         if not self._has_snapshots or modules is None or variant.checks.violated(modules) is not None:
             return
         snapshots, key = self._snapshots, id(module)
         snapshot = snapshots.get(key)
         if snapshot is None or snapshot.modes(module) is None:
-            snapshot = variant.plan.snapshot(modules)
+            snapshot = variant.structure.snapshot(modules)
             if snapshot is None:
                 self._has_snapshots = False
                 return
@@ -131,7 +127,7 @@ class RecordedForward(forwards.ReplacedForward):
         if modes is not None:
             no_longer_called = tuple(map(module.get_submodule, variant.no_longer_called))
             state = autocast_state.state() if variant.has_regions else None
-            snapshot.calls[modes, form] = PreparedCall(
+            snapshot.calls[modes, signature] = PreparedCall(
                 variant, arrange, variant.checks.bound(modules), no_longer_called, state
             )
 
@@ -140,10 +136,10 @@ class RecordedForward(forwards.ReplacedForward):
 
         Args:
             module: the traced module.
-            calls: positional and keyword arguments; a later one is asked for only where those before do not fit.
+            calls: positional and keyword arguments; a later one is requested only if the former ones do not fit.
 
         Raises:
-            TraceError: it cannot be recorded for any.
+            TraceError: none can be recorded.
             TypeError: the forward does not take these arguments.
         """
         refused: TraceError | None = None
@@ -168,15 +164,15 @@ class RecordedForward(forwards.ReplacedForward):
         return (self.forward,)
 
     def select_variant(self, module: nn.Module) -> None:
-        """Select the variant recorded for the module's present structure, if any, to represent the graph."""
+        """Select the variant recorded for the module's present structure to represent the graph."""
         if not self.holds(module):
-            alike = (variant for variant in self.variants if variant.plan.modules_of(module) is not None)
+            alike = (variant for variant in self.variants if variant.structure.modules_of(module) is not None)
             self._first = next(alike, self._first)
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether the selected specialization matches the module."""
         first = self.first
-        return first is None or first.plan.modules_of(module) is not None
+        return first is None or first.structure.modules_of(module) is not None
 
     @property
     def first(self) -> Specialization | None:
@@ -190,11 +186,11 @@ class RecordedForward(forwards.ReplacedForward):
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether steps rewrote the graph."""
+        """Return whether steps rewrote the graph."""
         return False
 
     def __repr__(self) -> str:
-        return f"<static graph of {self._where}, variants: {len(self.variants)}>"
+        return f"<static graph of {name_of(self.path)}, variants: {len(self.variants)}>"
 
     def variant(self, module: nn.Module, values: tuple[Any, ...]) -> Specialization:
         """Return the graph for a call, recorded now if its signature is new.
@@ -204,64 +200,69 @@ class RecordedForward(forwards.ReplacedForward):
             values: of the forward's parameters, in their order.
 
         Raises:
-            TraceError: what is needed cannot be recorded, or what was done to the graph cannot be repeated there.
-            GuardError: a module that a rewrite took out was hooked.
+            TraceError: the variant cannot be recorded, or a rewrite cannot be repeated in it.
+            GuardError: a module that a rewrite removed was hooked.
         """
-        key, plan, modules = self._key(module, values)
+        key, structure, modules = self._key(module, values)
         changed = None
         for found in self.specializations.get(key, ()):
             changed = found.checks.violated(modules)
             if changed is None:
                 break
         else:
-            return self._specialized(module, values, plan, key, changed)
+            return self._specialized(module, values, structure, key, changed)
         if not torch.compiler.is_compiling():
             found.used = next(_CLOCK)
         hooked = next((path for path in found.no_longer_called if is_changed(module.get_submodule(path))), None)
         if hooked is not None:
             raise GuardError(
-                f"the graph of {self._where} does not call it any more since it was rewritten, and '{hooked}' got "
-                "hooks, or another forward: that would have no effect",
+                f"'{hooked}' got hooks or another forward, without effect: the rewritten graph of "
+                f"{name_of(self.path)} does not call it",
                 path=self.path,
-                hint="change the module first, and rewrite then",
+                hint="hook the module before the rewrite",
             )
         return found
 
-    def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Plan, list[nn.Module]]:
-        """Return the signature of a call, the module's plan, and its modules."""
-        number, plan, modules = self._plan(module)
-        return (number, *call_key(modules, values)), plan, modules
+    def _key(self, module: nn.Module, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Structure, list[nn.Module]]:
+        """Return the signature of a call, the structure of the module, and its modules."""
+        number, structure, modules = self._structure(module)
+        return (number, *call_key(modules, values)), structure, modules
 
-    def _plan(self, module: nn.Module) -> tuple[int, Plan, list[nn.Module]]:
-        for number, plan in enumerate(self.plans):
-            modules = plan.modules_of(module)
+    def _structure(self, module: nn.Module) -> tuple[int, Structure, list[nn.Module]]:
+        for number, structure in enumerate(self.structures):
+            modules = structure.modules_of(module)
             if modules is not None:
-                return number, plan, modules
-        plan = Plan(module, self.leaves)
-        modules = plan.modules_of(module)
+                return number, structure, modules
+        structure = Structure(module, self.leaves)
+        modules = structure.modules_of(module)
         assert modules is not None
-        self.plans.append(plan)
-        return len(self.plans) - 1, plan, modules
+        self.structures.append(structure)
+        return len(self.structures) - 1, structure, modules
 
     @disable_dynamo  # recording is not compiled: torch.compile breaks its graph here, once
     def _specialized(
-        self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any, changed: tuple[Flag, Any] | None
+        self,
+        module: nn.Module,
+        values: tuple[Any, ...],
+        structure: Structure,
+        key: Any,
+        changed: tuple[Flag, Any] | None,
     ) -> Specialization:
-        """A new variant; ``changed`` is what those of the same form were recorded with, and what it is now."""
+        """Return a new variant; ``changed``: a flag of the variants with this key, and its present value."""
         if len(self.variants) >= MOST_SPECIALIZATIONS:
             self._drop_one()
         self.recorded_anew += changed is not None
         if changed is not None and self.recorded_anew == MOST_FOR_ATTRIBUTES:
             flag, found = changed
             warnings.warn(
-                f"{self._where} was recorded again {MOST_FOR_ATTRIBUTES} times because attributes changed that its "
-                f"forward reads, most recently {flag.name} from {describe(flag.expected)} to "
+                f"{name_of(self.path)} was recorded again {MOST_FOR_ATTRIBUTES} times because attributes changed that "
+                f"its forward reads, most recently {flag.name} from {describe(flag.expected)} to "
                 f"{describe(fingerprint(found))}: pass what varies as an argument, or trace a narrower node",
                 stacklevel=2,
             )
-        made = self._new_variant(module, values, plan, key)
+        made = self._new_variant(module, values, structure, key)
         self.specializations.setdefault(key, []).append(made)
-        self._snapshots.clear()  # it may come before others
+        self._snapshots.clear()  # the new variant may precede others
         return made
 
     def _drop_one(self) -> None:
@@ -274,19 +275,21 @@ class RecordedForward(forwards.ReplacedForward):
                 del self.specializations[key]
         if not self.has_dropped:
             warnings.warn(
-                f"{self._where} exceeded the limit of {MOST_SPECIALIZATIONS} specializations: the least recently used "
-                "graph is dropped, and recorded again when needed; pass what varies as numbers or tensors, or trace "
-                "a narrower node",
+                f"{name_of(self.path)} exceeded the limit of {MOST_SPECIALIZATIONS} variants: the least recently used "
+                "one is dropped, and recorded again when needed; pass varying values as numbers or tensors, or trace a "
+                "narrower node",
                 stacklevel=2,
             )
         self.has_dropped = True
 
-    def _new_variant(self, module: nn.Module, values: tuple[Any, ...], plan: Plan, key: Any) -> Specialization:
+    def _new_variant(
+        self, module: nn.Module, values: tuple[Any, ...], structure: Structure, key: Any
+    ) -> Specialization:
         """Return a variant that another module has recorded, or else a new one."""
         exact = self._exact(module, values, key)
         found = self.pool.find(exact, module)
         if found is None:
-            found = self._recorded(module, values, plan)
+            found = self._recorded(module, values, structure)
             self.pool.add(exact, module, found)
         return found
 
@@ -297,18 +300,18 @@ class RecordedForward(forwards.ReplacedForward):
             type(self.tracer),
             self.leaves,
             key[1:],
-            exact_form(values),
+            exact_signature(values),
             module_index.structure(module),
         )
 
-    def _recorded(self, module: nn.Module, values: tuple[Any, ...], plan: Plan) -> Specialization:
-        """A new variant for calls with ``values`` of the parameters."""
+    def _recorded(self, module: nn.Module, values: tuple[Any, ...], structure: Structure) -> Specialization:
+        """Record a variant for calls with these values of the parameters."""
         named = zip(self.parameters.names, values, strict=True)
         arguments = {name: value for name, value in named if value is not MISSING}
-        modules = plan.modules_of(module)
+        modules = structure.modules_of(module)
         assert modules is not None
         with PATCHING:
-            names = GlobalNames(self.forward, modules[: len(plan.paths)])
+            names = GlobalNames(self.forward, modules[: len(structure.paths)])
             try:
                 with names.restored(), buffers_restored(module):
                     forward = refusing_changes(self.forward, names)
@@ -322,8 +325,4 @@ class RecordedForward(forwards.ReplacedForward):
                 if read is not None:
                     refused.slapo_read = (*read, *names.flags)  # type: ignore[attr-defined]
                 raise refused from error
-        return Specialization(recorded, plan, surroundings=names.flags)
-
-    @property
-    def _where(self) -> str:
-        return f"'{self.path}'" if self.path else "the root"
+        return Specialization(recorded, structure, surroundings=names.flags)

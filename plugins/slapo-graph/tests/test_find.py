@@ -207,7 +207,7 @@ def test_of_overlapping_matches_the_first_in_the_graph_counts() -> None:
     assert found(traced(graph, X), lambda x: F.relu(F.relu(x))) == [("relu", "relu_1"), ("relu_2", "relu_3")]
 
 
-def test_of_matches_that_begin_together_the_earlier_form_counts() -> None:
+def test_earlier_alternative_wins_at_one_node() -> None:
     schedule = traced(lambda x: F.dropout(F.gelu(x), 0.1), X)
     both, alone = (lambda x: F.dropout(F.gelu(x), 0.1)), F.gelu
     assert found(schedule, patterns.any_of(both, alone)) == [("gelu", "dropout")]

@@ -14,7 +14,7 @@ from torch import fx, nn
 from slapo_core.errors import ArgumentError
 from slapo_graph.patterns import matcher
 from slapo_graph.patterns.definition import pattern_of
-from slapo_graph.patterns.index import Indexed
+from slapo_graph.patterns.index import indexed
 from slapo_graph.patterns.matcher import embeddings
 from tests.messages import Messages
 
@@ -23,7 +23,7 @@ NODES = 300
 
 def tried(pattern: Callable[..., Any], graph: fx.Graph) -> tuple[int, int]:
     """How many matches there are, and how many placements were tried."""
-    found, count = embeddings(pattern_of(pattern).forms, Indexed(graph, nn.Module()))
+    found, count = embeddings(pattern_of(pattern).alternatives, indexed(graph, nn.Module()))
     return len(found), count
 
 
@@ -122,7 +122,7 @@ def test_sums_of_sums_are_found_or_not_in_proportionate_steps(pattern: Any, buil
     assert count < 12 * 12 * NODES, count
 
 
-def test_one_of_many_brothers_missing_is_seen_at_once() -> None:
+def test_search_fails_fast_with_one_missing_sibling() -> None:
     assert tried(brothers, built(fan)) == (0, pytest.approx(NODES, abs=5 * NODES * 12))
 
 
@@ -157,7 +157,7 @@ def test_random_near_misses_are_cheap() -> None:
     assert tried(near, built(tangle))[1] < 12 * 12 * NODES
 
 
-def test_what_takes_too_long_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
+def test_exhausted_search_raises(monkeypatch: pytest.MonkeyPatch, message: Messages) -> None:
     monkeypatch.setattr(matcher, "MOST_STEPS", 100)
     with pytest.raises(ArgumentError) as error:
         tried(twelve_sums, built(chain))
@@ -170,13 +170,13 @@ def test_the_count_sees_a_search_that_forgets_what_failed(monkeypatch: pytest.Mo
             pass
 
     before = tried(far_apart, built(braid))[1]
-    init = matcher.FormMatcher.__init__
+    init = matcher.AlternativeMatcher.__init__
 
     def forgetful(self: Any, *args: Any) -> None:
         init(self, *args)
         self._failed = Forgetful()
 
-    monkeypatch.setattr(matcher.FormMatcher, "__init__", forgetful)
+    monkeypatch.setattr(matcher.AlternativeMatcher, "__init__", forgetful)
     monkeypatch.setattr(matcher, "MOST_STEPS", 4 * before)
     with pytest.raises(ArgumentError):
         tried(far_apart, built(braid))

@@ -33,7 +33,7 @@ def schedule() -> slapo.Schedule:
     return traced(feed_forward, X, up=nn.Linear(4, 8), down=nn.Linear(8, 4))
 
 
-def test_a_glob_is_over_what_the_printed_graph_calls_things(schedule: slapo.Schedule) -> None:
+def test_glob_matches_names_of_the_printed_graph(schedule: slapo.Schedule) -> None:
     assert "gelu = F.gelu(up)" in str(schedule.root.graph)
     assert "up = self.up(" in str(schedule.root.graph)
     for text in ("gelu", "*gelu*", "F.gelu", "torch._C._nn.gelu"):
@@ -52,7 +52,7 @@ def test_a_regular_expression_is_searched_for_in_the_same_names(schedule: slapo.
     assert found(schedule, re.compile("GELU", re.IGNORECASE)) == [("gelu",)]
 
 
-def test_a_text_that_is_a_regular_expression_is_told(schedule: slapo.Schedule, message: Messages) -> None:
+def test_regular_expression_given_as_text_gets_a_hint(schedule: slapo.Schedule, message: Messages) -> None:
     nothing = schedule.find("^(gelu|dropout)$")
     assert nothing == []
     message(repr(nothing), "re.compile('^(gelu|dropout)$')")
@@ -100,7 +100,7 @@ def test_any_op_is_one_call_of_exactly_these_values(schedule: slapo.Schedule) ->
     assert found(schedule, lambda x: any_op(call_module("down", x))) == []
 
 
-def test_any_constant_is_what_is_written_or_left_out(schedule: slapo.Schedule) -> None:
+def test_any_constant_matches_given_and_omitted_arguments(schedule: slapo.Schedule) -> None:
     def pattern(x: Any, p: Any = ANY, training: Any = ANY) -> Any:
         return F.dropout(x, p, training)
 
@@ -131,7 +131,9 @@ def test_a_dropout_without_p_is_any_and_captures_p_and_mode(schedule: slapo.Sche
         "training_2": ("constant", False),
     }
     either = any_of(lambda x: F.dropout(F.gelu(x)), lambda x: F.dropout(F.relu(x)))
-    assert [dict(form.captures).keys() for form in pattern_of(either).forms] == [{"x", "p", "training"}] * 2
+    assert [dict(alternative.captures).keys() for alternative in pattern_of(either).alternatives] == [
+        {"x", "p", "training"}
+    ] * 2
 
 
 def test_a_default_of_a_parameter_is_that_constant(schedule: slapo.Schedule) -> None:
@@ -144,14 +146,14 @@ def test_captures_name_results_inside_of_a_match(schedule: slapo.Schedule) -> No
     assert match.captures == {"x": "up", "p": ("constant", 0.1), "activation": "gelu"}
 
 
-def test_an_optional_step_is_taken_where_it_is() -> None:
+def test_optional_step_is_preferred() -> None:
     def pattern(x: Any, y: Any) -> Any:
         return optional(F.dropout, x, any_constant(), training=any_constant()) + y
 
     assert total(pattern, lambda x, y: F.dropout(x, 0.3) + y, X, Y) == 1
     schedule = traced(lambda x, y: (F.dropout(x, 0.3) + y, F.relu(x) + y), X, Y)
     assert found(schedule, pattern) == [("dropout", "add"), ("add_1",)]
-    assert [len(form.steps) for form in pattern_of(pattern).forms] == [2, 1]
+    assert [len(alternative.steps) for alternative in pattern_of(pattern).alternatives] == [2, 1]
     schedule = traced(lambda x: (F.dropout(F.gelu(x), 0.1), F.gelu(x)), X)
     at_the_end = lambda x: optional(F.dropout, F.gelu(x), any_constant())  # noqa: E731
     assert found(schedule, at_the_end) == [("gelu", "dropout"), ("gelu_1",)]
@@ -183,17 +185,17 @@ class Activation(slapo.Pattern):
 
     name = "mine.activation"
 
-    def forms(self) -> Iterator[Any]:
+    def alternatives(self) -> Iterator[Any]:
         yield lambda x: F.gelu(x)
         yield nn.SiLU()
 
 
 class Uneven(slapo.Pattern):
-    """Forms that do not go together."""
+    """Alternatives with different captures."""
 
     name = "mine.uneven"
 
-    def forms(self) -> Iterator[Any]:
+    def alternatives(self) -> Iterator[Any]:
         yield lambda x: F.gelu(x)
         yield lambda x, y: x + y
 
@@ -204,24 +206,24 @@ def load(name: str) -> Any:
 
 def test_a_pattern_of_a_plugin_is_found_by_its_name() -> None:
     pattern = pattern_of(any_of("mine.activation", F.relu), lambda name: Renamed if name == "mine.activation" else None)
-    assert [form.steps[0].target.name for form in pattern.forms] == ["gelu", "silu", "relu"]
-    assert pattern_of("mine.other", load).forms[0].steps[0].target.kind == "glob"
+    assert [alternative.steps[0].target.name for alternative in pattern.alternatives] == ["gelu", "silu", "relu"]
+    assert pattern_of("mine.other", load).alternatives[0].steps[0].target.kind == "glob"
 
 
 class Renamed(Activation):
     """GELU or SiLU, with the same captures."""
 
-    def forms(self) -> Iterator[Any]:
+    def alternatives(self) -> Iterator[Any]:
         yield lambda input: F.gelu(input)
         yield nn.SiLU()
 
 
-def test_forms_of_one_pattern_have_the_same_captures(message: Messages) -> None:
+def test_alternatives_of_a_pattern_have_the_same_captures(message: Messages) -> None:
     with pytest.raises(ArgumentError) as error:
         pattern_of("mine.uneven", load)
-    message(error, "'mine.uneven'", "form 2 has x and y, form 1 has x", "\n  hint: ")
+    message(error, "'mine.uneven'", "alternative 2 has x and y, alternative 1 has x", "\n  hint: ")
 
 
-def test_a_name_of_a_plugin_that_is_not_there_is_no_glob(schedule: slapo.Schedule) -> None:
+def test_name_of_a_missing_plugin_is_not_a_glob(schedule: slapo.Schedule) -> None:
     with pytest.raises(UnknownNameError, match=r"megatron\.nothing"):
         schedule.find("megatron.nothing")

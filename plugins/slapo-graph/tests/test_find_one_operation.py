@@ -126,7 +126,7 @@ def of_one(form: Callable[..., Any], name: str) -> slapo.Schedule:
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_every_form_finds_every_form(name: str) -> None:
+def test_each_spelling_finds_each_spelling(name: str) -> None:
     for form in SAME[name]:
         schedule = of_one(form, name)
         for pattern in SAME[name]:
@@ -144,6 +144,6 @@ def test_no_operation_finds_another() -> None:
 CONTAINED = {("mul", "add 2"), ("mul", "from 1"), ("lt", "where")}
 
 
-def test_functions_of_one_name_that_compute_other_things_are_not_one() -> None:
+def test_different_functions_of_one_name_stay_different() -> None:
     names = [operation_of(function) for function in (torch.masked.softmax, torch.sparse.sum, torch.softmax, torch.sum)]
     assert names == ["torch.masked._ops.softmax", "torch.sparse.sum", "softmax", "sum"]

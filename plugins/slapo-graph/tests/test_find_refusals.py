@@ -101,7 +101,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern.__name__)
-def test_what_cannot_be_traced_says_where_and_what_to_write(pattern: Any, message: Messages) -> None:
+def test_untraceable_pattern_names_line_and_hint(pattern: Any, message: Messages) -> None:
     error = refused(pattern)
     message(error, pattern.__name__, REFUSED[pattern])
     line = pattern.__code__.co_firstlineno
@@ -110,7 +110,7 @@ def test_what_cannot_be_traced_says_where_and_what_to_write(pattern: Any, messag
 
 
 @pytest.mark.parametrize("value", [3, None, "", nn.Linear, [F.relu], lambda *x: F.relu(x[0])])
-def test_what_is_no_pattern_is_refused(value: Any) -> None:
+def test_other_values_are_refused_as_patterns(value: Any) -> None:
     assert refused(value).hint
 
 
@@ -128,7 +128,7 @@ def test_words_of_the_language_belong_inside_of_a_pattern(message: Messages) -> 
     assert "capture needs a name" in refused(lambda x: patterns.capture("a b", F.relu(x))).message
 
 
-def test_a_pattern_that_was_refused_leaves_nothing_behind() -> None:
+def test_refused_pattern_restores_torch() -> None:
     refused(branching)
     refused(with_an_error)
     assert type(torch.relu(X)) is torch.Tensor
@@ -148,17 +148,17 @@ def graph(x: torch.Tensor, y: torch.Tensor, dense: nn.Module) -> Any:
 LINE = graph.__code__.co_firstlineno
 
 MISSES: dict[str, tuple[Any, int | None]] = {
-    # a word of what is said: the pattern, and the line of the call that is named
-    "has silu": (lambda x, y: F.silu(x + y), 1),
-    "has mul": (lambda x, y: F.gelu(x * y), 1),
+    # a word of the message: the pattern, and the line of the call that the message names
+    "use in silu": (lambda x, y: F.silu(x + y), 1),
+    "wanted mul": (lambda x, y: F.gelu(x * y), 1),
     "dim=0": (lambda x: torch.softmax(x, -1), 2),
     "approximate='none'": (lambda x: F.gelu(x, approximate="tanh"), 2),
-    "has relu": (lambda x, y: F.gelu(F.relu(x) + y), 1),
+    "wanted relu": (lambda x, y: F.gelu(F.relu(x) + y), 1),
     "different values": (lambda x: F.gelu(x + x), None),
     "no call of erf": (torch.erf, None),
     "self.dense.weight": (nn.Linear(4, 8), None),
     "bias=self.dense.bias": (F.linear, 1),
-    "1 value": (lambda x, y: patterns.call_module("dense", x, y), 1),
+    "0=a value 'x'": (lambda x, y: patterns.call_module("dense", x, y), 1),
 }
 
 

@@ -290,7 +290,7 @@ class ManyForms(nn.Module):
         return self.linear(x) * (len(name) + 1) if self.linear.weight.requires_grad else x
 
 
-def test_more_than_16_forms_of_a_call_drop_the_least_recently_used() -> None:
+def test_seventeenth_variant_drops_the_least_recently_used() -> None:
     model, x = ManyForms(), torch.randn(3, 4)
     graph = traced(model, x).root.graph
     first = graph.first

@@ -84,7 +84,7 @@ def test_ranks_compare_a_pattern_by_one_line_that_tells_it_from_others() -> None
 def test_a_pattern_holds_no_live_object() -> None:
     model = Block()
     data = pickle.dumps(pattern_of(model))
-    assert b"Block" not in pickle.dumps(pattern_of(model).forms)
+    assert b"Block" not in pickle.dumps(pattern_of(model).alternatives)
     assert len(data) < 5000
 
 
@@ -107,7 +107,7 @@ def test_a_predicate_that_has_no_name_cannot_be_saved(message: Messages) -> None
         lambda data: data["forms"].__setitem__(0, {"function": "os:system"}),
     ],
 )
-def test_what_is_no_saved_pattern_is_an_error(change: Any) -> None:
+def test_invalid_saved_pattern_raises(change: Any) -> None:
     data = json.loads(json.dumps(pattern_of(lambda x: F.relu(x)).to_data()))
     change(data)
     with pytest.raises(ReplayError, match="not a saved pattern"):

@@ -140,7 +140,7 @@ def refusal(model: nn.Module, *linears: str, trace: bool = True, **options: Any)
     return str(caught.value)
 
 
-def test_what_cannot_be_merged_is_refused(message: Messages) -> None:
+def test_merge_refuses_incompatible_layers(message: Messages) -> None:
     message(refusal(Model(), "q", "k", trace=False), "not traced")
     message(refusal(Model(), "q", "w"), "'w' below 'layers.0'")
     message(refusal(Model(), "q", "q"), "each once")
@@ -177,7 +177,7 @@ def test_a_merged_projection_is_changed_no_more_under_its_old_name() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("bias", [True, False])
-def test_it_can_be_split_over_two_ranks(bias: bool) -> None:
+def test_merged_layer_shards_over_two_ranks(bias: bool) -> None:
     schedule = slapo.create_schedule(Model(bias), mesh={"tp": 2}, example_inputs=X)
     layers: Any = schedule["layers.*"]
     layers.trace()

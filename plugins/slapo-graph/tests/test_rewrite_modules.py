@@ -188,7 +188,7 @@ def one(x: Any) -> Any:
         (None, "or a module"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_model_intact(new: Any, word: str, message: Messages) -> None:
+def test_mismatched_replacement_is_refused_and_changes_nothing(new: Any, word: str, message: Messages) -> None:
     _, _, schedule = stack()
     message(refusal(schedule, lambda: schedule["blocks.0"].replace(new, lambda x, bias: F.gelu(x + bias))), word)
 

@@ -63,7 +63,7 @@ def relu_of_sum(x: Any, y: Any) -> Any:
     return torch.relu(x + 1) * y
 
 
-def test_a_value_that_leaves_the_match_and_comes_back(message: Messages) -> None:
+def test_match_that_is_not_convex_is_refused(message: Messages) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         a = x + 1
         return torch.relu(a) * torch.tanh(a)
@@ -111,7 +111,7 @@ def test_a_write_that_the_match_needs(message: Messages) -> None:
     message(text, "what 'add' reads")
 
 
-def test_a_write_to_an_input_of_what_is_run_again() -> None:
+def test_write_to_an_input_of_a_recomputed_match() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         base = self.fc(x)
         return torch.relu(base.add_(1)) + base
@@ -227,7 +227,7 @@ def test_buffers_that_a_match_writes_are_written_once() -> None:
     assert int(model.bn.num_batches_tracked) == before + 1  # type: ignore[arg-type, union-attr]
 
 
-def test_hooks_of_swallowed_modules(message: Messages) -> None:
+def test_hooks_of_replaced_modules_refuse_the_rewrite(message: Messages) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.fc(x))
 
@@ -248,7 +248,7 @@ def test_hooks_of_swallowed_modules(message: Messages) -> None:
     message(text, "'fc'", "#2 checkpoint() at 'fc'")
 
 
-def test_a_swallowed_module_is_changed_no_more(message: Messages) -> None:
+def test_hook_on_a_replaced_module_is_refused(message: Messages) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.fc(x))
 
@@ -280,7 +280,7 @@ def test_a_call_that_was_taken_out_gets_no_hook_after_calls_that_were_right() ->
     assert torch.equal(schedule.model(X), torch.tanh(X))
 
 
-def test_what_nothing_uses_any_more_goes_only_if_nobody_can_miss_it() -> None:
+def test_unused_inputs_are_dropped_only_without_side_effects() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         mask = torch.tril(torch.ones(3, 3))
         noise = torch.rand(3, 3)

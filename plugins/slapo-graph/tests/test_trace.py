@@ -125,7 +125,7 @@ def test_a_traced_block_is_bit_identical_at_other_sizes_modes_types_and_argument
     assert_same(sch.model, untouched, X.double(), mask=torch.randn(5, 5).double())
 
 
-def test_the_whole_schedule_agrees_and_every_kind_of_copy_runs_its_own_graph() -> None:
+def test_full_schedule_agrees_and_each_copy_runs_its_own_graph() -> None:
     sch = traced()
     sch["block"].checkpoint()
     assert slapo.verify(sch, X).steps_verified == 2
@@ -179,7 +179,7 @@ class Branching(nn.Module):
         ("outside", "a Linear", "self.other[0](x)"),
     ],
 )
-def test_what_a_graph_cannot_say_is_refused_with_the_line_of_the_model(
+def test_unrecordable_code_is_refused_with_the_line_of_the_model(
     how: str, word: str, line: str, message: Messages
 ) -> None:
     model = nn.Sequential(Branching(how), nn.Linear(8, 8))
@@ -289,7 +289,7 @@ def narrowed(sch: slapo.Schedule) -> None:
         layer["out"].replace(nn.Linear(2, 8), drop=["weight"])
 
 
-def test_what_the_steps_made_of_a_module_s_arguments_is_found_by_one_run_for_all() -> None:
+def test_one_run_finds_the_scheduled_arguments_of_all_modules() -> None:
     sch = slapo.create_schedule(Biased(), example_inputs=X)
     sch["layers.*"].trace()
     assert [layer.graph.example[1] is None for layer in sch["layers.*"]] == [True, False, False, False]
@@ -314,7 +314,7 @@ def test_where_the_scheduled_model_does_not_run_so_far_the_steps_to_complete_are
     assert sch["layers.2"].graph is None
 
 
-def test_without_example_inputs_the_call_to_write_is_told(message: Messages) -> None:
+def test_missing_example_inputs_error_shows_the_call(message: Messages) -> None:
     sch = slapo.create_schedule(Model())
     with pytest.raises(slapo.ArgumentError) as told:
         sch["block"].trace()
@@ -389,7 +389,7 @@ def with_graphs(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if "forward" in module.__dict__]
 
 
-def test_recursive_makes_graphs_of_what_is_called_and_undo_takes_all_back() -> None:
+def test_recursive_trace_covers_called_modules_and_undo_removes_all() -> None:
     model = nn.Sequential(Outer(), Outer()).double()
     x = X.double()
     untouched, expected = copy.deepcopy(model), model(x)
@@ -412,7 +412,7 @@ def test_recursive_makes_graphs_of_what_is_called_and_undo_takes_all_back() -> N
     assert with_graphs(model) == ["0.shared"]
 
 
-def test_recursive_with_flatten_makes_graphs_of_what_stays_a_call() -> None:
+def test_recursive_flatten_traces_modules_that_stay_calls() -> None:
     model = nn.Sequential(Outer())
     model[0].first.register_forward_hook(lambda module, args, out: out + 1)
     expected = model(X)
@@ -431,7 +431,7 @@ class Deep(nn.Module):
         return self.bad(self.good(x, 2.0))
 
 
-def test_a_child_that_cannot_be_traced_refuses_the_whole_step_and_is_named() -> None:
+def test_untraceable_child_refuses_the_step_and_is_named() -> None:
     sch = slapo.create_schedule(nn.Sequential(Deep()), example_inputs=X)
     with pytest.raises(slapo.TraceError, match=r"'0\.bad' cannot be traced") as told:
         sch["0"].trace(recursive=True)

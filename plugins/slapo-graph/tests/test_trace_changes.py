@@ -391,7 +391,7 @@ class Doubling:
         return out * 2
 
 
-def test_a_hook_beside_one_that_a_graph_holds_is_seen() -> None:
+def test_hook_beside_an_inlined_one_changes_the_variant() -> None:
     torch.manual_seed(0)
     plain = Model()
     plain.block.inner.register_forward_hook(Doubling())
@@ -442,7 +442,7 @@ def test_a_tie_that_ends_and_the_dtype_of_a_region_are_seen(flatten: bool) -> No
 
 
 @pytest.mark.parametrize("form", ["traced", "flat"])
-def test_each_form_of_a_call_gets_its_graph(form: str) -> None:
+def test_each_input_signature_gets_its_graph(form: str) -> None:
     plain, model, _ = pair(form)
     ones, wide = torch.arange(4.0), torch.ones(2, 4)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -467,7 +467,7 @@ def test_each_form_of_a_call_gets_its_graph(form: str) -> None:
         assert torch.equal(model.block(X, X.clone()), plain.block(X, X.clone()))
 
 
-def test_what_is_missing_is_refused_after_calls_that_were_right() -> None:
+def test_missing_module_is_refused_after_right_calls() -> None:
     plain, model, _ = pair("traced")
     for _ in range(2):
         assert_same(run(model), run(plain))
@@ -478,7 +478,7 @@ def test_what_is_missing_is_refused_after_calls_that_were_right() -> None:
 
 
 @pytest.mark.parametrize("form", ["traced", "flat"])
-def test_a_call_like_one_before_looks_for_no_graph(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_call_searches_no_variant(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, _ = pair(form)
     for _ in range(2):
         model.train(), run(model), model.eval(), run(model)
@@ -494,7 +494,7 @@ def test_a_call_like_one_before_looks_for_no_graph(form: str, monkeypatch: pytes
     assert looked
 
 
-def test_copies_are_told_apart_and_freed() -> None:
+def test_copies_have_snapshots_of_their_own_and_are_freed() -> None:
     plain, model, _ = pair("traced")
     twin, reference = copy.deepcopy(model), copy.deepcopy(plain)
     reference.block.shift = twin.block.shift = 3.0

@@ -13,7 +13,7 @@ from torch import nn
 import slapo_core as slapo
 
 from . import hostile_holders as holders
-from .test_trace_hostile import Whole, X, assert_equal, outcome
+from .test_trace_hostile import Enclosing, X, assert_equal, outcome
 
 
 def ones() -> nn.Module:
@@ -44,7 +44,7 @@ def test_what_is_held_elsewhere_counts(name: str, flatten: bool, monkeypatch: py
     monkeypatch.setattr(holders, "TENSORS", {"gain": torch.tensor(2.0)})
     forward, change = CHANGES[name]
     torch.manual_seed(0)
-    plain = Whole(holders.model(forward)())
+    plain = Enclosing(holders.model(forward)())
     twin = copy.deepcopy(plain)
     slapo.create_schedule(twin, example_inputs=X)["below"].trace(flatten=flatten)
     assert_equal(outcome(twin, (X,), {}), outcome(plain, (X,), {}))
@@ -54,7 +54,7 @@ def test_what_is_held_elsewhere_counts(name: str, flatten: bool, monkeypatch: py
 
 
 def test_inference_mode_has_its_own_graph() -> None:
-    plain = Whole(holders.model(holders.inference_mode)())
+    plain = Enclosing(holders.model(holders.inference_mode)())
     twin = copy.deepcopy(plain)
     slapo.create_schedule(twin, example_inputs=X)["below"].trace()
     for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):

@@ -113,7 +113,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_changed_after_tracing_counts(name: str) -> None:
+def test_changes_after_tracing_select_another_variant(name: str) -> None:
     forward, change = CHANGES[name]
     plain, twin, _ = pair(forward, flatten=True)
     assert_equal(outcome(twin, (X,), {}), outcome(plain, (X,), {}))
@@ -172,14 +172,14 @@ class Settles(nn.Module):
         return x + 1
 
 
-def test_what_the_first_call_settles_is_settled_by_the_recording() -> None:
+def test_recording_keeps_state_that_the_first_call_sets() -> None:
     sch = slapo.create_schedule(Enclosing(Settles(again=False)), example_inputs=(X,))
     sch["below"].trace(flatten=True)
     assert sch.model.below.kind == "first"
     assert_equal(sch.model(X), X + 1)  # as every call after the first
 
 
-def test_what_every_call_settles_again_is_refused_and_left_as_it_was() -> None:
+def test_state_set_at_every_call_is_refused_and_restored() -> None:
     sch = slapo.create_schedule(Enclosing(Settles(again=True)), example_inputs=(X,))
     with pytest.raises(slapo.TraceError, match=r"sets self\.kind"):
         sch["below"].trace(flatten=True)
@@ -246,7 +246,7 @@ class Counting(nn.Module):
         return self.last(self.first(x) * self.counts.factor)
 
 
-def test_what_the_forward_set_before_it_is_read_is_no_guard() -> None:
+def test_attribute_set_before_its_read_is_no_guard() -> None:
     """Of a stage, which is recorded once: in every copy of the model the attribute is None at first."""
     sch = slapo.create_schedule(Counting(), example_inputs=(torch.randn(2, 4),))
     sch["first"].pipeline_split()

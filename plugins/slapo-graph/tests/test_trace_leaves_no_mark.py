@@ -81,7 +81,7 @@ class Adds(nn.Module):
 
 
 @pytest.mark.parametrize("child", [Remembers, Positions, Draws])
-def test_what_a_child_remembers_is_not_of_the_recording(child: Callable[[], nn.Module]) -> None:
+def test_state_of_called_modules_is_restored_after_recording(child: Callable[[], nn.Module]) -> None:
     remembered.cache_clear(), Positions.static.cache_clear()
     random.seed(3)
     plain, twin = pair(Adds(child()))
@@ -101,7 +101,7 @@ def test_what_a_child_remembers_is_not_of_the_recording(child: Callable[[], nn.M
 collected: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
 
 
-def test_who_collects_outputs_gets_none_of_a_recording() -> None:
+def test_output_collectors_see_no_recording() -> None:
     plain, twin = pair(Adds(nn.Linear(8, 8)))
 
     def collect(module: nn.Module, args: Any, out: Tensor) -> None:
@@ -268,7 +268,7 @@ def registers(self: Any, x: Tensor) -> Tensor:
     ("read", "problem"),
     [(draws, "uses an RNG other than torch's"), (registers, "changes the .* of self in place")],
 )
-def test_what_a_graph_would_not_do_again_is_refused(read: Any, problem: str) -> None:
+def test_side_effects_of_recorded_code_are_refused(read: Any, problem: str) -> None:
     below = Reads(read)
     sch = slapo.create_schedule(Enclosing(below), example_inputs=(X,))
     state = random.getstate()

@@ -165,7 +165,7 @@ def test_a_block_that_differs_has_its_own_recording(name: str, flatten: bool) ->
     assert_computes_the_same(model, plain)
 
 
-def test_blocks_traced_with_other_leaves_or_at_other_places_are_told_apart() -> None:
+def test_blocks_with_other_leaves_or_places_do_not_share_recordings() -> None:
     plain = Stack()
     model = copy.deepcopy(plain)
     sch = slapo.create_schedule(model, example_inputs=X)

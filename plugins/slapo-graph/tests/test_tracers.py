@@ -137,7 +137,7 @@ def test_names_of_tracers_are_resolved_like_all_others(registry: Registry, messa
     assert sch.records == ()
 
 
-def test_without_inputs_it_says_what_it_needs(message: Messages) -> None:
+def test_trace_without_inputs_names_the_missing_argument(message: Messages) -> None:
     sch = slapo.create_schedule(nn.Sequential(Plain()))
     with pytest.raises(slapo.ArgumentError, match="has no example inputs"):
         sch["0"].trace()

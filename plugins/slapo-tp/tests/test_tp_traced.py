@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_graph.patterns.matcher import FormMatcher
+from slapo_graph.patterns.matcher import AlternativeMatcher
 from slapo_graph.tracing.tracer import RecordTracer
 from slapo_testing import run_ranks
 
@@ -215,9 +215,9 @@ def test_traced_and_split_modules_agree_with_the_untouched_model_in_any_order() 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Filled with a word for each run that records, and for each form of a pattern that is looked for."""
     seen: list[str] = []
-    trace, start = RecordTracer.trace, FormMatcher.__init__
+    trace, start = RecordTracer.trace, AlternativeMatcher.__init__
     monkeypatch.setattr(RecordTracer, "trace", lambda *args: (seen.append("recorded"), trace(*args))[1])
-    monkeypatch.setattr(FormMatcher, "__init__", lambda *args: (seen.append("searched"), start(*args))[1])
+    monkeypatch.setattr(AlternativeMatcher, "__init__", lambda *args: (seen.append("searched"), start(*args))[1])
     return seen
 
 

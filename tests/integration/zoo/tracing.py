@@ -132,7 +132,7 @@ def _run(model: nn.Module, batch: Any, *, training: bool) -> dict[str, Any]:
 
 def every_tensor(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors in a nested value, by where they lie."""
-    from slapo_graph.tracing.structure import children
+    from slapo_graph.structure import children
 
     if isinstance(value, Tensor):
         yield name, value

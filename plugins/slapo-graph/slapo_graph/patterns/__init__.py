@@ -1,7 +1,7 @@
 """The words in which patterns for ``find`` are written: ``from slapo_core import patterns``.
 
-A pattern is mostly plain Python: a function whose parameters stand for any values of the graph and which computes what
-is looked for, as a model might. ``print(node.graph)`` shows what there is to find::
+A pattern is mostly plain Python: a function whose parameters stand for any values of the graph and which writes the
+operations to find, as a model might. ``print(node.graph)`` shows what there is to find::
 
     matches = sch["encoder.layer.*"].find(lambda x, bias: F.gelu(x + bias))
 
@@ -25,6 +25,6 @@ is looked for, as a model might. ``print(node.graph)`` shows what there is to fi
 
 from __future__ import annotations
 
-from slapo_graph.patterns.language import any_constant, any_of, any_op, call_module, capture, optional, where
+from slapo_graph.patterns.vocabulary import any_constant, any_of, any_op, call_module, capture, optional, where
 
 __all__ = ["any_constant", "any_of", "any_op", "call_module", "capture", "optional", "where"]

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Attribute:
-    """A parameter, buffer or tensor of the traced module, read where no node of the graph reads it.
+    """A parameter, buffer or tensor of the traced module that no node of the graph reads.
 
     Args:
         path: relative to the traced module, e.g. ``"dense.weight"``.
@@ -71,7 +71,7 @@ def parts(value: Any) -> tuple[Any, ...] | None:
 
 @dataclass(frozen=True)
 class Wildcard:
-    """Any value, the same at all its uses in one form.
+    """Any value, the same at all its uses in one alternative.
 
     Args:
         name: of the capture; one that starts with ``_`` is not captured.
@@ -85,11 +85,11 @@ class Wildcard:
 
 
 @dataclass(frozen=True)
-class Result:
-    """The result of a step of the form.
+class StepResult:
+    """The result of a step of the alternative.
 
     Args:
-        step: its position in the form.
+        step: its position in the alternative.
     """
 
     step: int
@@ -113,7 +113,7 @@ def _key(value: Any) -> tuple[type, str]:
 
 
 @dataclass(frozen=True)
-class Target:
+class PatternTarget:
     """Which calls a step matches.
 
     Args:
@@ -132,8 +132,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One call of a form.
+class PatternStep:
+    """One call of an alternative.
 
     Args:
         target: the calls that it matches.
@@ -142,15 +142,15 @@ class Step:
         location: line of the pattern, for messages.
     """
 
-    target: Target
+    target: PatternTarget
     arguments: tuple[tuple[str, Any], ...] = ()
     is_commutative: bool = False
     location: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
-class Form:
-    """One way in which a pattern may be written in a graph, without alternatives.
+class Alternative:
+    """One way to write a pattern in a graph, without choices.
 
     Args:
         steps: operands before those who use them.
@@ -159,7 +159,7 @@ class Form:
         captures: name and operand.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PatternStep, ...]
     outputs: tuple[int, ...]
     inputs: tuple[str, ...]
     captures: tuple[tuple[str, Any], ...]

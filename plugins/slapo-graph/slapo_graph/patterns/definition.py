@@ -15,29 +15,39 @@ from torch import nn
 
 from slapo_core.errors import ArgumentError
 from slapo_graph.match import Pattern
-from slapo_graph.patterns.data import Constant, Form, Items, Result, Slice, Step, Target, Wildcard
-from slapo_graph.patterns.language import (
-    SETTING,
-    Alternatives,
-    AnyConstant,
-    AnyOf,
-    PatternReader,
-    Proxy,
-    TracedCall,
-    Where,
+from slapo_graph.patterns.data import (
+    Alternative,
+    Constant,
+    Items,
+    PatternStep,
+    PatternTarget,
+    Slice,
+    StepResult,
+    Wildcard,
 )
 from slapo_graph.patterns.operations import is_plain_module, operation_of, plain
 from slapo_graph.patterns.pattern import GraphPattern
+from slapo_graph.patterns.reader import (
+    SETTING,
+    AnyConstant,
+    OneOf,
+    PatternReader,
+    Proxy,
+    TracedCall,
+)
 from slapo_graph.patterns.schemas import required_parameters
+from slapo_graph.patterns.vocabulary import AnyOf, Where
 from slapo_graph.tracing.diagnostics import Location
 
-# From the traced function of a pattern to its forms: alternatives taken one by one.
+# From the traced function of a pattern to its alternatives, one for each combination of choices.
 
-MOST_FORMS = 256
+MOST_ALTERNATIVES = 256
 
 
-def forms_of(reader: PatternReader, returned: Any, names: Sequence[str], constants: Sequence[str]) -> list[Form]:
-    """Every form of a traced pattern, those with the earlier alternatives first.
+def alternatives_of(
+    reader: PatternReader, returned: Any, names: Sequence[str], constants: Sequence[str]
+) -> list[Alternative]:
+    """Return every alternative of a traced pattern, combinations of earlier choices first.
 
     Args:
         reader: after the run.
@@ -46,20 +56,20 @@ def forms_of(reader: PatternReader, returned: Any, names: Sequence[str], constan
         constants: of the parameters that are constants.
 
     Raises:
-        ArgumentError: it returns no call, or makes calls or has parameters that no form needs.
+        ArgumentError: it returns no call, or makes calls or has parameters that no alternative needs.
     """
     outputs = [value for value in _leaves(plain(returned)) if value is not None]
     if not outputs or not all(isinstance(value, Proxy) for value in outputs):
         raise reader.refusal(
             f"returns {returned!r}, which is not computed from its arguments", "return what the pattern computes"
         )
-    forms: list[Form] = []
+    alternatives: list[Alternative] = []
     used: set[int] = set()
     wildcards: set[str] = set()
     choices: list[tuple[int, int]] = []  # taken, and how many there were
     while True:
-        made = _FormBuilder(reader, [taken for taken, _ in choices], {*names, *constants})
-        forms.append(made.form(outputs, [*names, *constants], names))
+        made = _AlternativeBuilder(reader, [taken for taken, _ in choices], {*names, *constants})
+        alternatives.append(made.alternative(outputs, [*names, *constants], names))
         used |= made.used
         wildcards |= made.wildcards
         choices = [(taken, count) for taken, count in zip(made.taken, made.counts, strict=True)]
@@ -68,16 +78,18 @@ def forms_of(reader: PatternReader, returned: Any, names: Sequence[str], constan
         if not choices:
             break
         choices[-1] = (choices[-1][0] + 1, choices[-1][1])
-        if len(forms) > MOST_FORMS:
-            raise reader.refusal(f"has more than {MOST_FORMS} forms", "fewer any_of and optional in one pattern")
+        if len(alternatives) > MOST_ALTERNATIVES:
+            raise reader.refusal(
+                f"has more than {MOST_ALTERNATIVES} alternatives", "fewer any_of and optional in one pattern"
+            )
     for call in reader.calls:
         if id(call) not in used:
             line = f" ({call.location})" if call.location else ""
-            raise reader.refusal(f"computes {call}{line} and does not use it", "return it, or what is computed from it")
+            raise reader.refusal(f"computes {call}{line} and does not use it", "return it, or a value computed from it")
     for name in (*names, *constants):
         if name not in wildcards:
             raise reader.refusal(f"does not use its argument '{name}'", "leave it out")
-    return forms
+    return alternatives
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -88,24 +100,24 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-class _FormBuilder:
-    """Build one form: ``given`` selects an alternative at each choice point; later ones take the first."""
+class _AlternativeBuilder:
+    """Build one alternative, by the given choices; further choice points take their first value."""
 
     def __init__(self, reader: PatternReader, given: list[int], parameters: Set[str]) -> None:
         self.reader, self.given = reader, given
         self.reserved = {*parameters, *(name for name, _ in reader.captures)}
         self.taken: list[int] = []
         self.counts: list[int] = []
-        self.steps: list[Step] = []
+        self.steps: list[PatternStep] = []
         self.used: set[int] = set()
         self.wildcards: set[str] = set()
         self._made: dict[int, Any] = {}
         self._renamed: dict[str, str] = {}
         self._inputs: dict[str, Wildcard] = {}
 
-    def form(self, outputs: list[Proxy], order: Sequence[str], names: Sequence[str]) -> Form:
+    def alternative(self, outputs: list[Proxy], order: Sequence[str], names: Sequence[str]) -> Alternative:
         results = [self.operand(value) for value in outputs]
-        if not all(isinstance(result, Result) for result in results):
+        if not all(isinstance(result, StepResult) for result in results):
             raise self.reader.refusal(
                 "returns an argument as it is" if not self.taken else "may return an argument as it is",
                 "return what the pattern computes: a pattern must have at least one call",
@@ -118,7 +130,7 @@ class _FormBuilder:
                 captures.append((name, found))
         values = [name for name in names if name in self._inputs]
         values += [name for name, each in self._inputs.items() if each.kind == "parameter"]
-        return Form(
+        return Alternative(
             tuple(self.steps),
             tuple(dict.fromkeys(result.step for result in results)),
             tuple(values),
@@ -149,7 +161,7 @@ class _FormBuilder:
             return source
         if id(source) in self._made:
             return self._made[id(source)]
-        if isinstance(source, Alternatives):
+        if isinstance(source, OneOf):
             number = len(self.taken)
             chosen = self.given[number] if number < len(self.given) else 0
             self.taken.append(chosen)
@@ -159,13 +171,13 @@ class _FormBuilder:
             assert isinstance(source, TracedCall)
             self.used.add(id(source))
             arguments = tuple((name, self.operand(value)) for name, value in source.arguments.items())
-            found = Result(len(self.steps))
-            self.steps.append(Step(source.target, arguments, source.is_commutative, source.location))
+            found = StepResult(len(self.steps))
+            self.steps.append(PatternStep(source.target, arguments, source.is_commutative, source.location))
         self._made[id(source)] = found
         return found
 
     def _free(self, name: str) -> str:
-        """``name`` for a capture, or the first of ``name_2``, ... that the pattern does not use."""
+        """Return ``name`` for a capture, or the first unused one of ``name_2``, ..."""
         taken = {*self.reserved, *self._renamed.values()}
         numbered = (f"{name}_{number}" for number in itertools.count(2))
         return next(each for each in itertools.chain([name], numbered) if each not in taken)
@@ -178,18 +190,18 @@ class _FormBuilder:
         return self._made.get(id(source))
 
 
-# From what users write to a pattern as data.
+# Patterns of users as data.
 
 Load = Callable[[str], type[Pattern] | Pattern | None]
 
 
 def pattern_of(value: Any, load: Load | None = None) -> GraphPattern:
-    """What ``find`` takes, as data.
+    """Return a pattern as data.
 
     Args:
         value: a function, ``functools.partial``, module, name of a pattern of a plugin, glob or regular expression over
             call targets, ``where(...)``, ``any_of(...)``, or a pattern as data already.
-        load: gives the pattern that a plugin registered under a name, None if there is none.
+        load: returns the pattern that a plugin registered under a name; None if there is none.
 
     Raises:
         ArgumentError: it is none of these, or cannot be traced.
@@ -200,25 +212,25 @@ def pattern_of(value: Any, load: Load | None = None) -> GraphPattern:
     if plugin is not None:
         return _of_plugin(plugin, load, value)
     text = _text(value)
-    return GraphPattern(tuple(dict.fromkeys(_forms(value, load, text))), text)
+    return GraphPattern(tuple(dict.fromkeys(_alternatives(value, load, text))), text)
 
 
-def _forms(value: Any, load: Load | None, text: str) -> list[Form]:
+def _alternatives(value: Any, load: Load | None, text: str) -> list[Alternative]:
     if isinstance(value, GraphPattern):
-        return list(value.forms)
+        return list(value.alternatives)
     if isinstance(value, AnyOf):
-        return [form for each in value.alternatives for form in _forms(each, load, _text(each))]
+        return [alternative for each in value.alternatives for alternative in _alternatives(each, load, _text(each))]
     if isinstance(value, Where):
-        return [_single(Target("where", predicate=value.predicate))]
+        return [_single(PatternTarget("where", predicate=value.predicate))]
     if isinstance(value, re.Pattern):
-        return [_single(Target("regex", value.pattern, value.flags))]
+        return [_single(PatternTarget("regex", value.pattern, value.flags))]
     if isinstance(value, str):
         plugin = _plugin(value, load)
         if plugin is not None:
-            return list(_of_plugin(plugin, load, value).forms)
+            return list(_of_plugin(plugin, load, value).alternatives)
         if not value:
             raise ArgumentError("a pattern needs a text (got '')", hint='find("*gelu*")')
-        return [_single(Target("glob", value))]
+        return [_single(PatternTarget("glob", value))]
     if isinstance(value, nn.Module):
         return _of_module(value, text)
     if callable(value) and not isinstance(value, type):
@@ -233,12 +245,12 @@ def _plugin(name: Any, load: Load | None) -> type[Pattern] | Pattern | None:
     return load(name) if load is not None and isinstance(name, str) and "." in name else None
 
 
-def _single(target: Target) -> Form:
-    return Form((Step(target),), (0,), (), ())
+def _single(target: PatternTarget) -> Alternative:
+    return Alternative((PatternStep(target),), (0,), (), ())
 
 
 _OF_PLUGINS: WeakKeyDictionary[type[Pattern], GraphPattern] = WeakKeyDictionary()
-"""A cache of a pure function, not a registry: some have hundreds of forms, and are looked for in every layer."""
+"""A cache of a pure function, not a registry: some have hundreds of alternatives, and are looked for in every layer."""
 
 
 def _of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> GraphPattern:
@@ -250,31 +262,31 @@ def _of_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) ->
     return made
 
 
-def _made_by_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> list[Form]:
+def _made_by_plugin(plugin: type[Pattern] | Pattern, load: Load | None, name: str) -> list[Alternative]:
     made = plugin() if isinstance(plugin, type) else plugin
-    forms: list[Form] = []
+    alternatives: list[Alternative] = []
     expected: set[str] | None = None
-    for number, each in enumerate(made.forms(), start=1):
-        new = _forms(each, load, f"form {number} of '{name}'")
-        captures = {capture for form in new for capture, _ in form.captures}
+    for number, each in enumerate(made.alternatives(), start=1):
+        new = _alternatives(each, load, f"alternative {number} of '{name}'")
+        captures = {capture for alternative in new for capture, _ in alternative.captures}
         if expected is not None and captures != expected:
             raise ArgumentError(
-                f"the forms of '{name}' must have the same captures: form {number} has {_names(captures)}, form 1 has "
-                f"{_names(expected)}",
-                hint="give the parameters and captures of every form the same names",
+                f"the alternatives of '{name}' must have the same captures: alternative {number} has "
+                f"{_names(captures)}, alternative 1 has {_names(expected)}",
+                hint="give the parameters and captures of every alternative the same names",
             )
         expected = captures
-        forms += new
-    if not forms:
-        raise ArgumentError(f"'{name}' has no forms", hint="yield at least one from forms()")
-    return forms
+        alternatives += new
+    if not alternatives:
+        raise ArgumentError(f"'{name}' has no alternatives", hint="yield at least one from alternatives()")
+    return alternatives
 
 
 def _names(names: set[str]) -> str:
     return " and ".join(sorted(names)) or "none"
 
 
-def _of_function(function: Callable[..., Any], text: str) -> list[Form]:
+def _of_function(function: Callable[..., Any], text: str) -> list[Alternative]:
     reader = PatternReader(text, _first_line(function))
     signature = _signature(function, text)
     args, kwargs = _arguments(reader, signature, text)
@@ -282,18 +294,18 @@ def _of_function(function: Callable[..., Any], text: str) -> list[Form]:
 
 
 def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
-    """The parameters of a function; of one of torch's own, those that it cannot do without."""
+    """Return the parameters of a function; of torch's builtins, the required ones."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
-        whole: Any = function
+        wrapped: Any = function
     given = 0
     named: set[str] = set()
-    while isinstance(whole, functools.partial):
-        given += len(whole.args)
-        named |= whole.keywords.keys()
-        whole = whole.func
-    names = required_parameters(operation_of(whole))[given:]
+    while isinstance(wrapped, functools.partial):
+        given += len(wrapped.args)
+        named |= wrapped.keywords.keys()
+        wrapped = wrapped.func
+    names = required_parameters(operation_of(wrapped))[given:]
     if not names and not given:
         raise ArgumentError(f"{text} does not say which parameters it has", hint="find(lambda x: torch.relu(x))")
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -301,7 +313,7 @@ def _signature(function: Callable[..., Any], text: str) -> inspect.Signature:
 
 
 def _arguments(reader: PatternReader, signature: inspect.Signature, text: str) -> tuple[list[Any], dict[str, Any]]:
-    """A wildcard for each parameter without a default; a default stays what it is."""
+    """Return a wildcard for each parameter without a default, and the defaults of the others."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
@@ -322,7 +334,7 @@ def _arguments(reader: PatternReader, signature: inspect.Signature, text: str) -
     return args, kwargs
 
 
-def _of_module(module: nn.Module, text: str) -> list[Form]:
+def _of_module(module: nn.Module, text: str) -> list[Alternative]:
     reader = PatternReader(text, _first_line(type(module).forward))
     signature = inspect.signature(module.forward)
     reader.note_module(module)
@@ -332,7 +344,7 @@ def _of_module(module: nn.Module, text: str) -> list[Form]:
     return _traced(reader, lambda: module.forward(*args, **kwargs), signature)
 
 
-def _traced(reader: PatternReader, run: Callable[[], Any], signature: inspect.Signature) -> list[Form]:
+def _traced(reader: PatternReader, run: Callable[[], Any], signature: inspect.Signature) -> list[Alternative]:
     try:
         with reader.active():
             returned = run()
@@ -341,26 +353,26 @@ def _traced(reader: PatternReader, run: Callable[[], Any], signature: inspect.Si
     except Exception as error:
         raise reader.refusal(
             f"cannot be traced: it raises {type(error).__name__}: {error}",
-            "a pattern is called with values that stand for anything: torch functions, methods and operators only",
+            "a pattern is called with symbolic values: use torch functions, methods and operators only",
             _line(error, reader.location),
         ) from error
     names = [name for name, each in signature.parameters.items() if each.default is inspect.Parameter.empty]
     constants = [name for name, each in signature.parameters.items() if isinstance(each.default, AnyConstant)]
-    return forms_of(reader, returned, names, constants)
+    return alternatives_of(reader, returned, names, constants)
 
 
 def _first_line(function: Any) -> Location | None:
-    """Where a function begins."""
+    """Return the location of a function."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
-def _line(error: Exception, home: Location | None) -> Location | None:
-    """The last line of the pattern's own file that the error came through."""
+def _line(error: Exception, start: Location | None) -> Location | None:
+    """Return the last line in the pattern's own file of an error's traceback."""
     lines = [(each.filename, each.lineno or 0) for each in traceback.extract_tb(error.__traceback__)]
-    return next((line for line in reversed(lines) if home is not None and line[0] == home[0]), home)
+    return next((line for line in reversed(lines) if start is not None and line[0] == start[0]), start)
 
 
 def _text(value: Any) -> str:

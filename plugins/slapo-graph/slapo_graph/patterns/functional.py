@@ -28,7 +28,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class FunctionalForm:
+class FunctionalCall:
     """The one call that a module's forward consists of: ``F.linear(INPUT, Own("weight"), Own("bias"))``.
 
     Args:
@@ -43,11 +43,11 @@ class FunctionalForm:
 
     @property
     def name(self) -> str:
-        """Of the function: ``"dropout"``."""
+        """Return the name of the function, e.g. ``"dropout"``."""
         return str(getattr(self.function, "__name__", ""))
 
 
-def functional_form(module: nn.Module, *, hooked: bool = False) -> FunctionalForm | None:
+def functional_call(module: nn.Module, *, hooked: bool = False) -> FunctionalCall | None:
     """Return the one function call that a ``torch.nn`` module computes, or None.
 
     That is so for hooks and steps, for batches that are counted, for other padding modes, for weights that are computed
@@ -62,13 +62,13 @@ def functional_form(module: nn.Module, *, hooked: bool = False) -> FunctionalFor
     if getattr(module, "return_indices", False) or getattr(module, "max_norm", None) is not None:
         return None
     for given in _GIVEN:
-        seen = _Seen(given, module)
+        observed = _FirstCall(given, module)
         try:
-            with seen:
-                out = type(module).forward(module, seen.given)
+            with observed:
+                out = type(module).forward(module, observed.given)
         except Exception:  # noqa: BLE001 - of another number of axes, or not called with one tensor
             continue
-        return seen.form if out is _RESULT else None
+        return observed.call if out is _RESULT else None
     return None
 
 
@@ -78,13 +78,13 @@ _GIVEN = tuple(torch.empty((0,) * axes) for axes in (2, 3, 4, 5))
 _RESULT = torch.empty(0)
 
 
-class _Seen(TorchFunctionMode):
+class _FirstCall(TorchFunctionMode):
     """Notes the first call of a forward without computing it."""
 
     def __init__(self, given: torch.Tensor, module: nn.Module) -> None:
         super().__init__()
         self.given = given
-        self.form: FunctionalForm | None = None
+        self.call: FunctionalCall | None = None
         self._own = {id(tensor): name for name, tensor in (*buffers_of(module).items(), *parameters_of(module).items())}
         self._own.pop(id(None), None)
         self._calls = 0
@@ -100,7 +100,7 @@ class _Seen(TorchFunctionMode):
             {key: self._replacement(kwargs[key]) for key in kwargs},
         )
         is_known = not any(isinstance(value, torch.Tensor) for value in (*given[0], *given[1].values()))
-        self.form = FunctionalForm(func, *given) if is_known and self._calls == 1 else None
+        self.call = FunctionalCall(func, *given) if is_known and self._calls == 1 else None
         return _RESULT
 
     def _replacement(self, value: Any) -> Any:
@@ -110,7 +110,7 @@ class _Seen(TorchFunctionMode):
 
 
 def input_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the only argument of a call of ``module`` in a list; empty if there are others."""
+    """Return the only argument of a module's call in a list; empty if there are others."""
     if len(args) + len(kwargs) != 1:
         return []
     if args:

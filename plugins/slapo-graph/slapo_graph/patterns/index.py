@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,19 +49,25 @@ class IndexedCall:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a glob or regular expression over call targets may match."""
+        """Return the names that a glob or regular expression over call targets may match."""
         own = (self.path, self.class_name) if self.class_name is not None else ()
         return (*own, *(self.call.names if self.call is not None else ()))
 
 
-class Tables:
-    """The calls of a graph, and what they use; nothing in it is a module.
+class Indexed:
+    """The calls of a graph and their operands, looked up by operation and by operand.
 
     Args:
         graph: of a traced module.
-        module: that module.
-        state: what the tables depend on.
+        module: that module; it is not kept.
+        state: the settings that the tables depend on.
+
+    Attributes:
+        found: the matches by pattern, of patterns that ask for nothing else.
+        module: of :func:`indexed`.
     """
+
+    module: nn.Module
 
     def __init__(self, graph: fx.Graph, module: nn.Module, state: Any) -> None:
         self.state = state
@@ -85,6 +92,13 @@ class Tables:
             for value in dict.fromkeys((*found.values, *values_in(found.given.values()))):
                 self.users.setdefault(value, []).append(position)
 
+    def tensor(self, attribute: Attribute) -> Any:
+        """Return the present value of an attribute; None if it is gone."""
+        found: Any = self.module
+        for name in attribute.path.split("."):
+            found = getattr(found, name, None)
+        return found
+
     def _call(self, node: fx.Node, position: int) -> IndexedCall:
         make: Any = function_call if node.op == "call_function" else method_call
         call = make(node.target, *_given(node), self._kind)
@@ -98,7 +112,7 @@ class Tables:
         return IndexedCall(node, position, call, values, type(below).__name__, path, parameters, given)
 
     def _note_inlined(self, found: IndexedCall, module: nn.Module) -> None:
-        """Note at the last node of an inlined module that it is a call of that module, if the graph has all of it."""
+        """Let the last node of an inlined module count as a call of it, if the graph has all of its nodes."""
         path, given, names = found.node.meta.get("inlined", ("", None, ()))
         if not names:
             return
@@ -121,35 +135,21 @@ class Tables:
         return "sequence" if isinstance(value, tuple | Slice | Items) else constant_kind(value)
 
 
-class Indexed:
-    """The calls of ``graph``, as they are for ``module``.
+def indexed(graph: fx.Graph, module: nn.Module) -> Indexed:
+    """Return the calls of a graph, as they are for a module.
 
-    They are kept with the graph, for as long as neither its nodes nor the settings of the modules that it calls change.
+    Kept with the graph, for as long as neither its nodes nor the settings of the modules that it calls change.
 
     Args:
         graph: of a traced module.
         module: that module.
     """
-
-    def __init__(self, graph: fx.Graph, module: nn.Module) -> None:
-        self.graph, self.module = graph, module
-        state = _state(graph, module)
-        tables = graph.__dict__.get(_KEPT)
-        if tables is None or tables.state != state:
-            tables = graph.__dict__[_KEPT] = Tables(graph, module, state)
-        self.calls: dict[int, IndexedCall] = tables.calls
-        self.by_operation: dict[str, list[int]] = tables.by_operation
-        self.users: dict[Any, list[int]] = tables.users
-        self.position: dict[fx.Node, int] = tables.position
-        self.reads: dict[Attribute, fx.Node] = tables.reads
-        self.found: dict[Any, Any] = tables.found  # by pattern, of those that ask for nothing else
-
-    def tensor(self, attribute: Attribute) -> Any:
-        """What ``attribute`` is in the module now; None if it is gone."""
-        found: Any = self.module
-        for name in attribute.path.split("."):
-            found = getattr(found, name, None)
-        return found
+    state, kept = _state(graph, module), graph.__dict__.get(_KEPT)
+    if kept is None or kept.state != state:
+        kept = graph.__dict__[_KEPT] = Indexed(graph, module, state)
+    made = copy.copy(kept)
+    made.module = module
+    return made
 
 
 def _state(graph: fx.Graph, module: nn.Module) -> Any:
@@ -166,7 +166,7 @@ def _module_at(module: nn.Module, path: Any) -> nn.Module:
 
 
 def _given(node: fx.Node) -> Any:
-    """The arguments of a call, with attributes for the nodes that read them."""
+    """Return the arguments of a call, with attributes in place of the nodes that read them."""
 
     def known(part: Any) -> Any:
         return Attribute(str(part.target)) if isinstance(part, fx.Node) and part.op == "get_attr" else part
@@ -175,7 +175,7 @@ def _given(node: fx.Node) -> Any:
 
 
 def values_in(operands: Any) -> Iterator[Any]:
-    """The nodes and attributes among ``operands``, also inside of containers."""
+    """Yield the nodes and attributes among operands, in containers too."""
     for operand in operands:
         if isinstance(operand, fx.Node | Attribute):
             yield operand

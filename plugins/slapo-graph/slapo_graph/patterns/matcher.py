@@ -1,202 +1,40 @@
-"""Where the forms of a pattern match in a graph."""
+"""The search for the alternatives of a pattern in a graph."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import fx
 
 from slapo_core.errors import ArgumentError
-from slapo_graph.arguments import MISSING
-from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Wildcard, parts
-from slapo_graph.patterns.index import Indexed, IndexedCall, values_in
-from slapo_graph.patterns.operations import same_on_every_axis
-from slapo_graph.patterns.schemas import defaults_of
+from slapo_graph.patterns.comparison import argument_orders, could_be, has_target, pairs_of
+from slapo_graph.patterns.data import (
+    Alternative,
+    Attribute,
+    Items,
+    PatternStep,
+    Slice,
+    StepResult,
+    Wildcard,
+)
+from slapo_graph.patterns.index import Indexed, IndexedCall
 
-# Whether an operand of a pattern may stand for an operand of a graph, whatever the wildcards are.
-
-
-_AXES = ("dim", "dim0", "dim1", "dims", "start_dim", "end_dim")
-_ONE_AXIS_MORE = ("diag_embed", "unsqueeze", "unsqueeze_")
-"""Operations whose axes are those of the result."""
-_REPEATED = ("dilation", "kernel_size", "output_padding", "output_size", "padding", "stride")
-
-
-def is_constant(value: Any) -> bool:
-    """Whether no value of the graph is in it."""
-    return value is not MISSING and not any(True for _ in values_in((value,)))
+# Interchangeable steps of an alternative, which are searched in one order only.
 
 
-def could_be(
-    operand: Any, value: Any, name: str, found: IndexedCall, index: Indexed, candidates: Mapping[int, Any]
-) -> bool:
-    """Whether ``operand`` of a step may stand for ``value``.
+def twins(
+    alternative: Alternative, wildcards: list[frozenset[str]], consumers: list[list[int]]
+) -> dict[int, list[int]]:
+    """Return for each step the steps that it could change places with.
 
-    Args:
-        operand: of the pattern.
-        value: of the graph.
-        name: of the parameter.
-        found: the call that has the value.
-        index: of the graph.
-        candidates: positions where each earlier step may stand.
+    Nothing uses them, and they differ only in wildcards of their own.
     """
-    if isinstance(operand, Wildcard):
-        if operand.kind == "constant":
-            return is_constant(value)
-        if isinstance(value, Attribute):
-            return operand.shape is None or operand.shape == tuple(getattr(index.tensor(value), "shape", ()))
-        return isinstance(value, fx.Node) and operand.kind == "value"
-    if isinstance(operand, Result):
-        return isinstance(value, fx.Node) and index.position[value] in candidates[operand.step]
-    if isinstance(operand, Constant):
-        return is_constant(value) and _equal(operand.value, value, name, found)
-    if isinstance(operand, tuple) != isinstance(value, tuple):
-        return is_constant(value) and _equal(operand, value, name, found)
-    if type(operand) is not type(value):
-        return False
-    if isinstance(operand, Items) and operand.keys != value.keys:
-        return False
-    ours, theirs = parts(operand) or (), parts(value) or ()
-    if len(ours) != len(theirs):
-        return False
-    return all(could_be(ours[i], theirs[i], name, found, index, candidates) for i in range(len(ours)))
-
-
-def pairs_of(operand: Any, value: Any) -> Iterator[tuple[Any, Any]]:
-    """The wildcards and results in ``operand``, each with what it stands for."""
-    if isinstance(operand, Wildcard | Result):
-        yield operand, value
-    elif not isinstance(operand, Constant):
-        ours, theirs = parts(operand) or (), parts(value) or ()
-        for one, other in zip(ours, theirs, strict=False):
-            yield from pairs_of(one, other)
-
-
-def _equal(expected: Any, value: Any, name: str, found: IndexedCall) -> bool:
-    if type(expected) is type(value) and repr(expected) == repr(value):
-        return True
-    if isinstance(expected, tuple) != isinstance(value, tuple):
-        if isinstance(expected, tuple):
-            expected = tuple(part.value if isinstance(part, Constant) else part for part in expected)
-        many, one = (expected, value) if isinstance(expected, tuple) else (value, expected)
-        if name == "dim" and len(many) == 1:
-            return _equal(many[0], one, name, found)
-        return name in _REPEATED and same_on_every_axis(many, one)
-    if (name in _AXES or _is_shape(found)) and type(expected) is int and type(value) is int:
-        rank = _rank(found)
-        return rank is not None and rank > 0 and (expected - value) % rank == 0 and -rank <= expected < rank
-    if type(expected) in (int, float) and type(value) in (int, float) and expected == value:
-        return _is_floating(found)
-    return False
-
-
-def _rank(found: IndexedCall) -> int | None:
-    given = found.call.arguments if found.call is not None else {}
-    first = given.get("input")
-    if _is_shape(found) and isinstance(first, fx.Node):
-        first = first.args[0]
-    if "tensors" in given and found.call is not None and found.call.operation == "cat":
-        first = next(iter(parts(given["tensors"]) or (None,)))
-    example = first.meta.get("example") if isinstance(first, fx.Node) else None
-    if example is None:
-        return None
-    return len(example[0]) + (found.call is not None and found.call.operation in _ONE_AXIS_MORE)
-
-
-def _is_shape(found: IndexedCall) -> bool:
-    """Whether the call takes one length out of the shape of a tensor."""
-    call = found.call
-    whole = call.arguments.get("input") if call is not None and call.operation == "getitem" else None
-    return isinstance(whole, fx.Node) and whole.target is getattr and whole.args[1] == "shape"
-
-
-def _is_floating(found: IndexedCall) -> bool:
-    """Whether all tensors that the call uses are known to be of floating point, so that 2 and 2.0 compute the same."""
-    examples = [value.meta.get("example") if isinstance(value, fx.Node) else None for value in found.values]
-    return bool(examples) and all(example is not None and example[1].is_floating_point for example in examples)
-
-
-# A step of a pattern beside a call of a graph: the target, and the arguments one by one.
-
-
-def has_target(step: Step, found: IndexedCall) -> bool:
-    """Whether ``found`` calls what ``step`` calls."""
-    target = step.target
-    if target.kind == "call":
-        return found.call is not None and found.call.operation == target.name
-    if target.kind == "any":
-        return True
-    if target.kind == "module":
-        if found.class_name is None:
-            return False
-        return fnmatchcase(found.path, target.name) or fnmatchcase(found.class_name, target.name)
-    if target.kind == "glob":
-        return any(fnmatchcase(name, target.name) for name in found.names)
-    if target.kind == "regex":
-        expression = re.compile(target.name, target.flags)
-        return any(expression.search(name) for name in found.names)
-    assert target.predicate is not None
-    return bool(target.predicate(found.node))
-
-
-def aligned(step: Step, found: IndexedCall) -> list[tuple[str, Any, Any]] | None:
-    """The arguments of both, side by side: name, operand, value; None if they cannot be."""
-    kind = step.target.kind
-    if kind == "call":
-        assert found.call is not None
-        return _by_name(step, found.call.operation, found.call.arguments)
-    if kind == "any":
-        if len(step.arguments) != len(found.values):
-            return None
-        return [(name, operand, value) for (name, operand), value in zip(step.arguments, found.values, strict=True)]
-    if kind == "module":
-        names = found.parameters
-        ours = {
-            names[int(name)] if name.isdigit() and int(name) < len(names) else name: operand
-            for name, operand in step.arguments
-        }
-        given = dict(found.given)
-        rows = []
-        for name, operand in ours.items():
-            if name not in given and (name not in names or getattr(operand, "value", MISSING) is not None):
-                return None
-            rows.append((name, operand, given.pop(name, None)))
-        return None if given else rows
-    return []
-
-
-def _by_name(step: Step, operation: str, given: dict[str, Any]) -> list[tuple[str, Any, Any]] | None:
-    if len(step.arguments) == len(given):
-        rows = [(name, operand, given.get(name, MISSING)) for name, operand in step.arguments]
-        if all(row[2] is not MISSING for row in rows):
-            return rows
-    defaults = defaults_of(operation)
-    ours = dict(step.arguments)
-    rows = []
-    for name in (*ours, *(name for name in given if name not in ours)):
-        if name not in ours:
-            return None  # the pattern has the default, the graph has not
-        value = given.get(name, defaults.get(name, MISSING))
-        if value is MISSING:
-            return None
-        rows.append((name, ours[name], tuple(value) if isinstance(value, list) else value))
-    return rows
-
-
-# Steps of a form that could change places: searching for them in one order is enough.
-
-
-def twins(form: Form, wildcards: list[frozenset[str]], consumers: list[list[int]]) -> dict[int, list[int]]:
-    """For each step the others that it could change places with: nothing uses them, and they differ in wildcards only
-    that no other step has."""
     count = Counter(name for names in wildcards for name in names)
     groups: dict[Any, list[int]] = {}
-    for number, step in enumerate(form.steps):
+    for number, step in enumerate(alternative.steps):
         if consumers[number]:
             continue
         own = {name: f"_own_{index}" for index, name in enumerate(_met(step)) if count[name] == 1}
@@ -205,8 +43,8 @@ def twins(form: Form, wildcards: list[frozenset[str]], consumers: list[list[int]
     return {number: [each for each in group if each != number] for group in groups.values() for number in group}
 
 
-def _met(step: Step) -> list[str]:
-    """The names of a step's wildcards in the order of its arguments."""
+def _met(step: PatternStep) -> list[str]:
+    """Return the names of a step's wildcards, in the order of its arguments."""
     pairs = (pair for _, operand in step.arguments for pair in pairs_of(operand, operand))
     return list(dict.fromkeys(operand.name for operand, _ in pairs if isinstance(operand, Wildcard)))
 
@@ -221,50 +59,50 @@ def _renamed(operand: Any, names: dict[str, str]) -> Any:
     return tuple(_renamed(part, names) for part in operand) if isinstance(operand, tuple) else operand
 
 
-# Exact matching of one form in one graph.
+# Exact matching of one alternative in one graph.
 
 MOST_STEPS = 300_000
 Pairs = tuple[tuple[Any, Any], ...]
 Embedding = tuple[tuple[int, ...], dict[str, Any]]
-"""One way in which a form stands in a graph: positions of nodes, one for each step, and what the wildcards are."""
+"""A place of an alternative in a graph: the position of each step's node, and the values of the wildcards."""
 
 
-class FormMatcher:
-    """Finds where one form stands in one graph.
+class AlternativeMatcher:
+    """Search the places of one alternative in one graph.
 
-    First, for each step, where it may stand if what its wildcards have in common did not matter (``candidates``); then
-    exactly, and only there. A partial placement that failed is not tried again.
+    First the candidates of each step, without regard to shared wildcards; then exact placements among these. A partial
+    placement that failed is not tried again.
 
     Args:
-        form: of a pattern; the graph has each of its operations.
+        alternative: of a pattern; the graph has each of its operations.
         index: of the graph.
     """
 
-    def __init__(self, form: Form, index: Indexed) -> None:
-        self.form, self.index = form, index
+    def __init__(self, alternative: Alternative, index: Indexed) -> None:
+        self.alternative, self.index = alternative, index
         self.tried = 0
         self.candidates: dict[int, dict[int, list[Pairs]]] = {}
         self._failed: set[Any] = set()
         self._needed: dict[frozenset[int], tuple[int, list[str], list[int]]] = {}
         self._near: dict[tuple[Any, int], list[int]] = {}
         self._blocked = 0
-        self._consumers: list[list[int]] = [[] for _ in form.steps]
+        self._consumers: list[list[int]] = [[] for _ in alternative.steps]
         self._wildcards: list[frozenset[str]] = []
         self._operands: list[frozenset[int]] = []
-        for number, step in enumerate(form.steps):
+        for number, step in enumerate(alternative.steps):
             inner = [operand for _, each in step.arguments for operand, _ in pairs_of(each, each)]
             self._wildcards.append(frozenset(each.name for each in inner if isinstance(each, Wildcard)))
-            self._operands.append(frozenset(each.step for each in inner if isinstance(each, Result)))
+            self._operands.append(frozenset(each.step for each in inner if isinstance(each, StepResult)))
             for operand in self._operands[-1]:
                 self._consumers[operand].append(number)
         self.is_possible = self._narrow()
-        self._twins = twins(form, self._wildcards, self._consumers) if self.is_possible else {}
+        self._twins = twins(alternative, self._wildcards, self._consumers) if self.is_possible else {}
         self._sources = [number for number, operands in enumerate(self._operands) if not operands]
 
-    # -- where each step may stand ----------------------------------------------------------------------------
+    # -- candidates of each step ------------------------------------------------------------------------------
 
     def _narrow(self) -> bool:
-        steps = self.form.steps
+        steps = self.alternative.steps
         for number, step in enumerate(steps):
             where = self.index.by_operation[step.target.name] if step.target.kind == "call" else self.index.calls
             self.candidates[number] = found = {}
@@ -281,7 +119,7 @@ class FormMatcher:
                     for orders in self.candidates[consumer].values()
                     for pairs in orders
                     for operand, value in pairs
-                    if isinstance(operand, Result) and operand.step == number
+                    if isinstance(operand, StepResult) and operand.step == number
                 }
                 kept = self.candidates[number]
                 self.candidates[number] = {position: kept[position] for position in kept if position in used}
@@ -289,51 +127,44 @@ class FormMatcher:
                 return False
         return True
 
-    def _orders(self, step: Step, found: IndexedCall) -> list[Pairs]:
-        """The ways in which the operands of ``step`` may stand for those of ``found``."""
+    def _orders(self, step: PatternStep, found: IndexedCall) -> list[Pairs]:
+        """Return the pairings of a step's operands with a call's."""
         self.tried += 1
         if step.target.kind != "call" and not has_target(step, found):
             return []
-        rows = aligned(step, found)
-        if rows is None:
-            return []
-        orders = [rows]
-        if step.is_commutative and found.call is not None and found.call.is_commutative:
-            (first, left, x), (second, right, y) = rows
-            orders.append([(first, left, y), (second, right, x)])
         return [
             tuple(pair for _, operand, value in order for pair in pairs_of(operand, value))
-            for order in orders
+            for order in argument_orders(step, found)
             if all(could_be(operand, value, name, found, self.index, self.candidates) for name, operand, value in order)
         ]
 
-    # -- exactly ----------------------------------------------------------------------------------------------
+    # -- exact search------------------------------------------------------------------------------------------
 
     def starts(self) -> Iterator[tuple[int, int]]:
-        """Where a match may begin: position, and the step that stands there; not in any order."""
+        """Yield the possible first nodes of a match: position and step, in no order."""
         for number in self._sources:
             for position in self.candidates[number]:
                 yield position, number
 
     def first_at(self, position: int, step: int, taken: set[int]) -> Embedding | None:
-        """The first match whose earliest node is ``step`` at ``position``, and that has no node in ``taken``.
+        """Return the first match that begins with ``step`` at ``position`` and has no node in ``taken``.
 
-        To be asked with growing positions and a growing ``taken``.
+        Call it with growing positions and a growing ``taken``.
         """
         self._first, self._taken = position, taken
         self._placed: dict[int, int] = {}
         self._bound: dict[str, Any] = {}
         self._used: set[int] = set()
         if self._solve(((step, position),)):
-            return tuple(self._placed[number] for number in range(len(self.form.steps))), dict(self._bound)
+            return tuple(self._placed[number] for number in range(len(self.alternative.steps))), dict(self._bound)
         return None
 
     def _solve(self, goals: tuple[tuple[int, int], ...]) -> bool:
-        """Place ``goals`` and every step that is left; what it did stays only if that is possible."""
+        """Place ``goals`` and all other steps; undo it if that is impossible."""
         while goals and self._placed.get(goals[0][0]) == goals[0][1]:
             goals = goals[1:]
         if not goals:
-            if len(self._placed) == len(self.form.steps):
+            if len(self._placed) == len(self.alternative.steps):
                 return True
             return self._solve_next()
         key = self._key(goals)
@@ -379,7 +210,7 @@ class FormMatcher:
 
     def _unify(self, pairs: Pairs, bound: list[str], further: list[tuple[int, int]]) -> bool:
         for operand, value in pairs:
-            if isinstance(operand, Result):
+            if isinstance(operand, StepResult):
                 position = self.index.position[value]
                 if self._placed.get(operand.step, position) != position:
                     return False
@@ -389,14 +220,14 @@ class FormMatcher:
                     return False
             else:
                 if isinstance(value, fx.Node) and self.index.position[value] in self._used:
-                    self._blocked += 1  # what goes into a match is computed outside of it
+                    self._blocked += 1  # an input of a match is computed outside of it
                     return False
                 self._bound[operand.name] = value
                 bound.append(operand.name)
         return True
 
     def _solve_next(self) -> bool:
-        """Go on with a step that is connected to what is placed."""
+        """Continue with a step connected to the placed ones."""
         key = self._key(())
         if key in self._failed:
             return False
@@ -410,7 +241,7 @@ class FormMatcher:
         return False
 
     def _is_in_order(self, step: int, position: int) -> bool:
-        """Of steps that could change places, the earlier one stands earlier."""
+        """Return whether twins of this step are placed in their order."""
         return all(
             (twin < step) == (self._placed[twin] < position)
             for twin in self._twins.get(step, ())
@@ -418,7 +249,7 @@ class FormMatcher:
         )
 
     def _connected(self) -> tuple[int, list[int]]:
-        """The step with the fewest places left, and these."""
+        """Return the step with the fewest remaining places, and these."""
         best: tuple[int, list[int]] | None = None
         for step in range(len(self._operands)):
             if step in self._placed:
@@ -451,37 +282,37 @@ class FormMatcher:
         return found
 
     def _key(self, goals: tuple[tuple[int, int], ...]) -> Any:
-        """All that the success of what is left depends on."""
+        """Return everything that decides whether the remaining steps can be placed."""
         placed, bound = self._placed, self._bound
-        whole = frozenset(placed)
-        needed = self._needed.get(whole)
+        steps_placed = frozenset(placed)
+        needed = self._needed.get(steps_placed)
         if needed is None:
             left = [step for step in range(len(self._operands)) if step not in placed]
             names = sorted({name for step in left for name in self._wildcards[step]})
-            steps = sorted({operand for step in left for operand in self._operands[step]} & whole)
-            needed = self._needed[whole] = (len(self._needed), names, steps)
+            steps = sorted({operand for step in left for operand in self._operands[step]} & steps_placed)
+            needed = self._needed[steps_placed] = (len(self._needed), names, steps)
         number, names, steps = needed
         return number, goals, tuple([bound.get(name) for name in names]), tuple([placed[step] for step in steps])
 
 
-def positions_of(form: Form, steps: tuple[int, ...], index: Indexed) -> list[int]:
-    """Return the positions of all nodes of a match; of a module whose code is in the graph, all of its call.
+def positions_of(alternative: Alternative, steps: tuple[int, ...], index: Indexed) -> list[int]:
+    """Return the positions of all nodes of a match; for an inlined module, of its entire call.
 
     Args:
-        form: that matches.
+        alternative: that matches.
         steps: the position of each step.
         index: of the graph.
     """
     found = set(steps)
-    for step, position in zip(form.steps, steps, strict=True):
+    for step, position in zip(alternative.steps, steps, strict=True):
         call = index.calls[position]
         if call.inside and is_by_module(step, call):
             found.update(call.inside)
     return sorted(found)
 
 
-def is_by_module(step: Step, found: IndexedCall) -> bool:
-    """Whether ``step`` names the module that ``found`` calls, not the operation."""
+def is_by_module(step: PatternStep, found: IndexedCall) -> bool:
+    """Return whether a step matches a call by its module, not by its operation."""
     if step.target.kind == "module":
         return True
     return step.target.kind in ("glob", "regex") and not has_target(step, replace(found, class_name=None))
@@ -493,19 +324,23 @@ def _is_one_value(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-# All places of a pattern in one graph, one after the other.
+# All places of a pattern in one graph.
 
 
-def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
-    """Yield the places of a pattern's forms in a graph, none of them sharing a node with another.
+def embeddings(alternatives: Sequence[Alternative], index: Indexed) -> tuple[list[tuple[int, Embedding]], int]:
+    """Return the places of a pattern's alternatives in a graph; no two share a node.
 
-    The first begins at the earliest possible node; of those that begin there, the one of the earliest form counts. The
-    next begins at the earliest node that still leaves one, and so on.
+    The first begins at the earliest possible node, and is of the earliest alternative that matches there. The next
+    begins at the earliest node that still leaves one, and so on.
 
     Returns:
-        the number of the form and the place, for each; how many placements were tried, which is what it costs.
+        the number of the alternative and the place, for each; the number of placements tried, as the cost.
     """
-    matchers = {number: FormMatcher(form, index) for number, form in enumerate(forms) if _may_be_there(form, index)}
+    matchers = {
+        number: AlternativeMatcher(alternative, index)
+        for number, alternative in enumerate(alternatives)
+        if _may_be_there(alternative, index)
+    }
     starts: dict[int, list[tuple[int, int]]] = {}
     for number, matcher in matchers.items():
         if matcher.is_possible:
@@ -518,13 +353,15 @@ def embeddings(forms: Sequence[Form], index: Indexed) -> tuple[list[tuple[int, E
             continue
         for number, step in sorted(starts[position]):
             embedding = matchers[number].first_at(position, step, taken)
-            if embedding is not None and taken.isdisjoint(covered := positions_of(forms[number], embedding[0], index)):
+            if embedding is not None and taken.isdisjoint(
+                covered := positions_of(alternatives[number], embedding[0], index)
+            ):
                 taken.update(covered)
                 found.append((number, embedding))
                 break
     return found, sum(matcher.tried for matcher in matchers.values())
 
 
-def _may_be_there(form: Form, index: Indexed) -> bool:
-    """Whether the graph has each of the form's operations at all: what most forms of a long pattern end with."""
-    return all(step.target.kind != "call" or step.target.name in index.by_operation for step in form.steps)
+def _may_be_there(alternative: Alternative, index: Indexed) -> bool:
+    """Return whether the graph has each operation of an alternative: most alternatives end here."""
+    return all(step.target.kind != "call" or step.target.name in index.by_operation for step in alternative.steps)

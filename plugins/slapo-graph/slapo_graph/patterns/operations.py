@@ -16,10 +16,10 @@ from torch.nn import functional
 from slapo_core.internals import buffers_of, parameters_of
 from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.patterns.data import Attribute, CanonicalCall, Items, Slice
-from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
+from slapo_graph.patterns.functional import INPUT, Own, functional_call, input_of
 from slapo_graph.patterns.schemas import bind_function, bind_schema, defaults_of
 from slapo_graph.private import NN, VF, OpOverload, OpOverloadPacket, operator_name
-from slapo_graph.tracing.structure import is_plain
+from slapo_graph.structure import is_plain
 
 _IN_TORCH = {
     "truediv": "div",
@@ -33,7 +33,7 @@ _IN_TORCH = {
     "lshift": "bitwise_left_shift",
     "rshift": "bitwise_right_shift",
 }
-"""Names of Python's operators that torch has others for."""
+"""Torch's names of Python's operators, where they differ."""
 
 _OPERATORS: dict[Any, str] = {
     getattr(operator, f"__{place}{name}__"): _IN_TORCH.get(name, name) + suffix
@@ -84,11 +84,11 @@ _COMMUTATIVE = {
     "mul",
     "ne",
 }
-_HOMES = (torch, functional, NN, torch.Tensor, torch.functional, VF)
+_NAMESPACES = (torch, functional, NN, torch.Tensor, torch.functional, VF)
 
 
 def plain(value: Any) -> Any:
-    """An argument with lists as tuples, and with slices and dictionaries as data."""
+    """Return an argument with lists as tuples, and slices and dictionaries as data."""
     if isinstance(value, tuple | list):
         if hasattr(value, "_fields"):
             return tuple(plain(part) for part in value)
@@ -116,12 +116,12 @@ _KINDS = {
 
 
 def constant_kind(value: Any) -> str:
-    """What kind of argument a constant is, as schemas tell them apart."""
+    """Return the kind of a constant, as schemas distinguish them."""
     return _KINDS.get(type(value), "other")
 
 
 def operation_of(function: Callable[..., Any]) -> str:
-    """The canonical name of a function: ``"gelu"`` for every form of torch's own, else ``"module.name"``."""
+    """Return the canonical name of a function: ``"gelu"`` for each of torch's spellings, or ``"module.name"``."""
     known = _OPERATORS.get(function)
     if known is not None:
         return known
@@ -140,7 +140,7 @@ def operation_of(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def _name_in_torch(function: Callable[..., Any], name: str, module: str) -> str:
-    owned = any(getattr(home, name, None) is function for home in _HOMES)
+    owned = any(getattr(namespace, name, None) is function for namespace in _NAMESPACES)
     inner = inspect.unwrap(function)  # of what torch wraps: the function of x**2
     if owned or inspect.isbuiltin(inner) or inspect.ismethoddescriptor(inner):  # these have aten's names
         return _SYNONYMS.get(name, name)
@@ -150,7 +150,7 @@ def _name_in_torch(function: Callable[..., Any], name: str, module: str) -> str:
 def function_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind_of: Callable[[Any], str]
 ) -> CanonicalCall:
-    """The call of a function, as a graph has it."""
+    """Return the call of a function in canonical notation."""
     operation = operation_of(function)
     names = (operation, *_printed(function))
     args, kwargs = plain(args), {name: plain(value) for name, value in kwargs.items()}
@@ -170,7 +170,7 @@ def function_call(
 def method_call(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], kind_of: Callable[[Any], str]
 ) -> CanonicalCall:
-    """The call of a method of a tensor, as a graph has it."""
+    """Return the call of a tensor's method in canonical notation."""
     args, kwargs = plain(args), {key: plain(value) for key, value in kwargs.items()}
     names = (_SYNONYMS.get(name, name), name)
     if name in _CASTS and len(args) == 1 and not kwargs:
@@ -183,7 +183,7 @@ def method_call(
 
 
 def finished(operation: str, arguments: dict[str, Any], names: tuple[str, ...]) -> CanonicalCall:
-    """The normal form of a call whose arguments are known by canonical names."""
+    """Return a call whose arguments have canonical names, in canonical notation."""
     if operation in ("rsub", "__rsub__"):
         operation, arguments = "sub", {**arguments, "input": arguments["other"], "other": arguments["input"]}
     if operation == "transpose" and type(arguments.get("dim0")) is type(arguments.get("dim1")) is int:
@@ -220,7 +220,7 @@ def _is_default(defaults: dict[str, Any], name: str, value: Any) -> bool:
 
 
 def _window(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a pooling, without a stride that is what it would be anyway."""
+    """Return the arguments of a pooling without a stride equal to the default."""
     stride, left_out = arguments.get("stride"), set()
     if stride is None or stride == () or same_on_every_axis(stride, arguments.get("kernel_size")):
         left_out.add("stride")
@@ -230,7 +230,7 @@ def _window(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_on_every_axis(one: Any, other: Any) -> bool:
-    """Whether two settings of windows are the same, where one number stands for that number on every axis."""
+    """Return whether two window settings are equal, where one number applies to all axes."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one == other
     many, single = (one, other) if isinstance(one, tuple) else (other, one)
@@ -244,7 +244,7 @@ def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any
 
 
 def _printed(function: Callable[..., Any]) -> tuple[str, ...]:
-    """As the printed graph has it, ``F.gelu``, and in full, ``torch._C._nn.gelu``."""
+    """Return the printed name, ``F.gelu``, and the full one, ``torch._C._nn.gelu``."""
     if isinstance(function, OpOverload | OpOverloadPacket):
         return (f"torch.ops.{function}",)
     name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__))
@@ -261,12 +261,12 @@ def _printed(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is nothing but what torch.nn says: no hooks, no forward step, its own class."""
+    """Return whether a module is torch.nn's own, without hooks and with its class's forward."""
     return is_predefined(module) and not is_changed(module)
 
 
 def settings(module: nn.Module) -> Any:
-    """What :func:`module_call` depends on, to be compared later: class, hooks, settings, which tensors there are."""
+    """Return the settings that :func:`module_call` depends on: class, hooks, attributes, present tensors."""
     own = [(name, value) for name, value in vars(module).items() if isinstance(value, _COMPARED)]
     tensors = [*parameters_of(module).items(), *buffers_of(module).items()]
     return type(module), is_changed(module), own, [name for name, tensor in tensors if tensor is not None]
@@ -283,7 +283,7 @@ def _forward(forward: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 def forward_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The parameters of a module's forward, and the arguments of a call of it by their names, without defaults."""
+    """Return a forward's parameters, and a call's arguments by name without defaults."""
     parameters = _forward(type(module).forward)
     names = tuple(each.name for each in parameters)
     given: dict[str, Any] = {}
@@ -307,34 +307,34 @@ def module_call(
     path: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    held: Callable[[str], Any] | None = None,
+    tensor_of: Callable[[str], Any] | None = None,
 ) -> tuple[CanonicalCall | None, tuple[str, ...], dict[str, Any]]:
-    """What a call of a module below a graph's computes.
+    """Return the computation of a call of a module below a graph's.
 
     Args:
-        module: the one that is called.
+        module: the called one.
         path: of it, relative to the traced module.
         args: of the call.
         kwargs: of the call.
-        held: gives what stands for a parameter or buffer of the module, by its name.
+        tensor_of: returns the operand for a parameter or buffer of the module, by its name.
 
     Returns:
-        the call as an operation, if it is one of torch.nn with nothing around it; the parameters of its forward; the
-        arguments by their names.
+        the call as an operation, for a plain module of torch.nn, else None; the parameters of its forward; the
+        arguments by name.
     """
     names, given = forward_arguments(module, plain(args), {name: plain(value) for name, value in kwargs.items()})
     if not is_plain_module(module):
         return None, names, given
-    held = held or (lambda name: Attribute(f"{path}.{name}"))
+    tensor_of = tensor_of or (lambda name: Attribute(f"{path}.{name}"))
     cls = type(module)
     targets = (cls.__name__, path) if path else (cls.__name__,)
-    form, given_input = functional_form(module), input_of(module, args, kwargs)
-    if form is not None and given_input:
-        operands = [_operand(value, given_input[0], held) for value in form.args]
-        named = {name: _operand(value, given_input[0], held) for name, value in form.kwargs.items()}
-        call = function_call(form.function, tuple(operands), named, _kind)
+    single_call, given_input = functional_call(module), input_of(module, args, kwargs)
+    if single_call is not None and given_input:
+        operands = [_operand(value, given_input[0], tensor_of) for value in single_call.args]
+        named = {name: _operand(value, given_input[0], tensor_of) for name, value in single_call.kwargs.items()}
+        call = function_call(single_call.function, tuple(operands), named, _kind)
         return replace(call, names=(call.operation, *targets)), names, given
-    own = {f"self.{name}": held(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    own = {f"self.{name}": tensor_of(name) for name, _ in (*module.named_parameters(), *module.named_buffers())}
     for name, value in vars(module).items():
         if not name.startswith("_") and is_plain(value):
             own[f"self.{name}"] = plain(value)
@@ -342,10 +342,10 @@ def module_call(
     return CanonicalCall(operation, {**given, **own}, names=(operation, *targets)), names, given
 
 
-def _operand(value: Any, given: Any, held: Callable[[str], Any]) -> Any:
+def _operand(value: Any, given: Any, tensor_of: Callable[[str], Any]) -> Any:
     if value is INPUT:
         return given
-    return held(value.name) if isinstance(value, Own) else value
+    return tensor_of(value.name) if isinstance(value, Own) else value
 
 
 def _kind(value: Any) -> str:

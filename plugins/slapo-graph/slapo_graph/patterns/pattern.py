@@ -1,4 +1,4 @@
-"""`GraphPattern`: what ``find`` looks for, as plain data, and where a graph has it."""
+"""`GraphPattern`: a pattern as plain data, and its matches in a graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,34 @@ from torch import fx, nn
 
 from slapo_core.errors import ReplayError, SerializationError
 from slapo_core.internals import describe
-from slapo_graph.patterns.data import Attribute, Constant, Form, Items, Result, Slice, Step, Target, Wildcard
-from slapo_graph.patterns.index import Indexed
-from slapo_graph.patterns.matcher import embeddings, pairs_of, positions_of
+from slapo_graph.patterns.comparison import pairs_of
+from slapo_graph.patterns.data import (
+    Alternative,
+    Attribute,
+    Constant,
+    Items,
+    PatternStep,
+    PatternTarget,
+    Slice,
+    StepResult,
+    Wildcard,
+)
+from slapo_graph.patterns.index import Indexed, indexed
+from slapo_graph.patterns.matcher import embeddings, positions_of
 
-# Patterns as what JSON can hold, and back.
+# Patterns as JSON data, and back.
 
-_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Form, Items, Result, Slice, Step, Target, Wildcard)}
+_CLASSES: dict[str, type[Any]] = {
+    "Form": Alternative,
+    "Items": Items,
+    "Result": StepResult,
+    "Slice": Slice,
+    "Step": PatternStep,
+    "Target": PatternTarget,
+    "Wildcard": Wildcard,
+}
+"""By their names in saved schedules."""
+_NAMES = {cls: name for name, cls in _CLASSES.items()}
 
 
 def _named(kind: type, name: str) -> Any:
@@ -45,23 +66,23 @@ _CONSTANTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
         for name, kind in _KINDS.items()
     },
 }
-"""Constants that JSON has no form for: their class, and how they become text and back."""
+"""Constants that JSON lacks: their class, and the conversions to text and back."""
 
 
 def to_data(value: Any) -> Any:
-    """Dictionaries, lists, text and numbers for a form, or for a part of one.
+    """Return an alternative, or a part of one, as JSON data.
 
     Raises:
-        SerializationError: it holds what cannot be named.
+        SerializationError: it holds an object without a name.
     """
     if isinstance(value, Constant):
         return {"constant": _constant(value.value)}
-    if type(value).__name__ in _CLASSES and type(value) is _CLASSES[type(value).__name__]:
+    if type(value) in _NAMES:
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
-        if isinstance(value, Target) and value.predicate is not None:
+        if isinstance(value, PatternTarget) and value.predicate is not None:
             parts["predicate"] = {"function": _function(value.predicate)}
             return {"Target": {name: part if name == "predicate" else to_data(part) for name, part in parts.items()}}
-        return {type(value).__name__: {name: to_data(part) for name, part in parts.items()}}
+        return {_NAMES[type(value)]: {name: to_data(part) for name, part in parts.items()}}
     if isinstance(value, tuple):
         return [to_data(part) for part in value]
     if value is None or isinstance(value, str | int | bool):
@@ -93,17 +114,19 @@ def _function(predicate: Callable[..., Any]) -> str:
     )
 
 
-def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> tuple[tuple[Form, ...], str]:
-    """Forms and text of a saved pattern.
+def pattern_from_data(data: Any, find_function: Callable[[str], Any] | None) -> tuple[tuple[Alternative, ...], str]:
+    """Return the alternatives and the text of a saved pattern.
 
     Raises:
         ReplayError: it is none.
     """
     try:
-        forms = tuple(_from(form, find_function) for form in data["forms"])
-        if not forms or not all(isinstance(form, Form) and form.steps for form in forms):
-            raise TypeError("it has no forms, or one of them no steps")
-        return forms, str(data["text"])
+        alternatives = tuple(_from(alternative, find_function) for alternative in data["forms"])
+        if not alternatives or not all(
+            isinstance(alternative, Alternative) and alternative.steps for alternative in alternatives
+        ):
+            raise TypeError("no alternatives, or one without steps")
+        return alternatives, str(data["text"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ReplayError(
             f"not a saved pattern ({error}): {data!r}", hint="save the schedule again with this version of slapo"
@@ -141,13 +164,13 @@ class MatchedNodes:
     """A match in one graph, by its nodes; a :class:`~slapo_graph.match.Match` has their names.
 
     Args:
-        nodes: that belong to it, in the graph's order.
-        inputs: the values it reads, in the order of the pattern's arguments. A parameter or buffer of the traced module
-            that no earlier node of the graph reads (a module of torch.nn reads it) is an
+        nodes: of the match, in the graph's order.
+        inputs: the values that it reads, in the order of the pattern's arguments. A parameter or buffer that no
+            earlier node of the graph reads (a module of torch.nn reads it) is an
             :class:`~slapo_graph.patterns.data.Attribute`.
-        outputs: those of its nodes whose values are used outside of it, in the graph's order.
+        outputs: its nodes that are used outside of it, in the graph's order.
         captures: by name: a value as in ``inputs``, or a plain constant.
-        captured_first: the names of what was captured where a rewrite of the match was made; None if it is being made.
+        captured_first: names of the captures at the place where the rewrite was first made; None there.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -158,7 +181,7 @@ class MatchedNodes:
 
     @property
     def captured(self) -> frozenset[str]:
-        """The names of what the match captures and does not compute itself."""
+        """Return the names of captures that the match does not compute itself."""
         inside = set(self.nodes)
         return frozenset(
             name for name, value in self.captures.items() if not (isinstance(value, fx.Node) and value in inside)
@@ -167,69 +190,69 @@ class MatchedNodes:
 
 @dataclass(frozen=True)
 class GraphPattern:
-    """A pattern without live objects (but the function of a ``where``): comparable, hashable, to be saved.
+    """A pattern as data: comparable, hashable, serializable; live objects are only the functions of ``where``.
 
     Args:
-        forms: the alternatives; of two that begin at one node the earlier one counts.
-        text: how messages call it.
-        name: under which a plugin provides it; None if none does.
+        alternatives: of two that begin at one node, the earlier one is taken.
+        text: its name in messages.
+        name: of a plugin's pattern; None for others.
     """
 
-    forms: tuple[Form, ...]
+    alternatives: tuple[Alternative, ...]
     text: str = field(default="pattern", compare=False)
     name: str | None = field(default=None, compare=False)
 
     def matches(self, graph: fx.Graph, module: nn.Module) -> list[MatchedNodes]:
-        """Where ``graph`` has the pattern; no node is in two matches.
+        """Return the matches in ``graph``; no node is in two of them.
 
-        The first match begins at the earliest possible node; of those that begin there, the one of the earliest form
-        counts. The next begins at the earliest node that still leaves one, and so on.
+        The first match begins at the earliest possible node, and is of the earliest alternative that matches there. The
+        next begins at the earliest node that still leaves one, and so on.
 
         Args:
             graph: of a traced module.
             module: that module.
         """
-        index = Indexed(graph, module)
+        index = indexed(graph, module)
         known: list[MatchedNodes] | None = index.found.get(self)
         if known is None:
-            found, _ = embeddings(self.forms, index)
-            known = [_matched(self.forms[number], index, *embedding) for number, embedding in found]
+            found, _ = embeddings(self.alternatives, index)
+            known = [_matched(self.alternatives[number], index, *embedding) for number, embedding in found]
             if self._is_of_graphs:
                 index.found[self] = known
         return list(known)
 
     def nearest_miss(self, graph: fx.Graph, module: nn.Module) -> str | None:
-        """How what comes closest to the pattern in ``graph`` differs from it; None if nothing resembles it."""
+        """Describe the closest candidate in ``graph``; None if nothing resembles the pattern."""
         from slapo_graph.patterns.misses import nearest_miss
 
-        return nearest_miss(self.forms, Indexed(graph, module))
+        return nearest_miss(self.alternatives, indexed(graph, module))
 
     def to_data(self) -> Any:
-        """As what JSON can hold.
+        """Return the pattern as JSON data.
 
         Raises:
             SerializationError: it has a predicate that is not a function at the top level of a module.
         """
-        return {"forms": [to_data(form) for form in self.forms], "text": self.text}
+        return {"forms": [to_data(alternative) for alternative in self.alternatives], "text": self.text}
 
     @classmethod
     def from_data(cls, data: Any, find_function: Any = None) -> GraphPattern:
-        """The pattern that :meth:`to_data` saved.
+        """Return the pattern that :meth:`to_data` saved.
 
         Args:
             data: as read from JSON.
-            find_function: gives a predicate by its name, ``"module:name"``; imports nothing.
+            find_function: returns a predicate by its name, ``"module:name"``; imports nothing.
 
         Raises:
             ReplayError: it is not a pattern.
         """
-        forms, text = pattern_from_data(data, find_function)
-        return cls(forms, text)
+        alternatives, text = pattern_from_data(data, find_function)
+        return cls(alternatives, text)
 
     @cached_property
     def slapo_described(self) -> str:
-        """The pattern as ranks compare it: some have hundreds of forms, and every layer a step with it."""
-        digest = hashlib.sha256(describe(self.forms).encode()).hexdigest()
+        """Return a digest by which ranks compare the pattern, which may have hundreds of alternatives."""
+        digest = hashlib.sha256(describe(self.alternatives).encode()).hexdigest()
         return f"<{self.text}, sha256 {digest[:16]}>"
 
     def __hash__(self) -> int:
@@ -237,15 +260,15 @@ class GraphPattern:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.forms)
+        return hash(self.alternatives)
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}  # a hash is of this process
 
     @cached_property
     def _is_of_graphs(self) -> bool:
-        """Whether layers that share a graph have the same matches: nothing else is asked."""
-        steps = [step for form in self.forms for step in form.steps]
+        """Return whether the matches depend on the graph alone, so that layers that share it share them."""
+        steps = [step for alternative in self.alternatives for step in alternative.steps]
         inner = [each for step in steps for _, operand in step.arguments for each, _ in pairs_of(operand, operand)]
         return all(step.target.kind != "where" for step in steps) and not any(
             isinstance(each, Wildcard) and each.shape is not None for each in inner
@@ -255,8 +278,10 @@ class GraphPattern:
         return self.text
 
 
-def _matched(form: Form, index: Indexed, steps: tuple[int, ...], bindings: dict[str, Any]) -> MatchedNodes:
-    positions = positions_of(form, steps, index)
+def _matched(
+    alternative: Alternative, index: Indexed, steps: tuple[int, ...], bindings: dict[str, Any]
+) -> MatchedNodes:
+    positions = positions_of(alternative, steps, index)
     nodes = tuple(index.calls[position].node for position in positions)
     inside = set(nodes)
 
@@ -266,13 +291,13 @@ def _matched(form: Form, index: Indexed, steps: tuple[int, ...], bindings: dict[
             return read if read is not None and index.position[read] < positions[0] else value
         return value
 
-    if form.steps[0].target.kind in ("glob", "regex", "where"):
+    if alternative.steps[0].target.kind in ("glob", "regex", "where"):
         used = (value for position in positions if position in index.calls for value in index.calls[position].values)
         inputs = tuple(dict.fromkeys(given(value) for value in used if value not in inside))
     else:
-        inputs = tuple(given(bindings[name]) for name in form.inputs)
+        inputs = tuple(given(bindings[name]) for name in alternative.inputs)
     captures = {}
-    for name, operand in form.captures:
+    for name, operand in alternative.captures:
         if isinstance(operand, Wildcard):
             captures[name] = given(bindings[operand.name])
         elif isinstance(operand, Constant):

@@ -29,7 +29,7 @@ _MEANINGLESS = ("_stacklevel", "cudnn_enable", "cudnn_enabled")
 
 
 def parameter_name(operation: str, name: str) -> str:
-    """The canonical name of a parameter: ``input`` for what aten calls ``self``."""
+    """Return the canonical name of a parameter: ``input`` for aten's ``self``."""
     if (name == "indices" and operation != "embedding") or (name == "tensor" and operation != "split"):
         return name
     return _RENAMED.get(name, name)
@@ -37,7 +37,7 @@ def parameter_name(operation: str, name: str) -> str:
 
 @functools.cache
 def _schemas(operation: str) -> tuple[inspect.Signature, ...]:
-    """The schemas of an operation as signatures; annotations are types, e.g. ``"Tensor"``, ``"List[int]"``."""
+    """Return the schemas of an operation as signatures, annotated with ``"Tensor"``, ``"List[int]"``, ..."""
     found = []
     for schema in schemas_for_operator(operation if "::" in operation else f"aten::{operation}"):
         types = [str(argument.type) for argument in schema.arguments]
@@ -88,7 +88,7 @@ def defaults_of(operation: str) -> dict[str, Any]:
 
 
 def required_parameters(operation: str) -> tuple[str, ...]:
-    """The names of the arguments without which an operation cannot be called; empty if it is not known."""
+    """Return the names of an operation's required arguments; empty if unknown."""
     needed = [
         tuple(each.name for each in schema.parameters.values() if each.default is _NO_DEFAULT)
         for schema in _schemas(operation)
@@ -108,7 +108,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def bind_function(
     operation: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments of a call of a Python function by canonical name; None if its signature is not known."""
+    """Return the arguments of a Python function's call by canonical name; None without a signature."""
     signature = _signature(function) if inspect.isfunction(function) else inspect.Signature()
     if not signature.parameters or list(signature.parameters) == ["args", "kwargs"]:  # what it takes, the schema says
         return None
@@ -135,7 +135,7 @@ def bind_schema(
     *,
     is_method: bool,
 ) -> dict[str, Any] | None:
-    """The arguments of a call by canonical name, as the first schema that takes them has it; None if none does.
+    """Return the arguments of a call by canonical name, by the first schema that accepts them; None if none does.
 
     Args:
         operation: canonical name.

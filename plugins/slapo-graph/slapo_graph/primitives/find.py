@@ -1,4 +1,4 @@
-"""Find a pattern in the graphs of nodes, and say where nothing could be found."""
+"""The query ``find``: matches in the graphs of nodes, and modules that were not searched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo_core.internals import Internals
 from slapo_core.plugins import CORE_DISTRIBUTION, FIRST_PARTY, owner_of, split_name
 from slapo_graph.example_calls import example_calls
 from slapo_graph.graph import graph_of
-from slapo_graph.match import Match
+from slapo_graph.match import Match, name_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def opaque_calls(nodes: Iterable[Node]) -> tuple[str, ...]:
-    """List opaque calls in the graphs of ``nodes``: modules with code of their own, inlined by ``flatten=True``.
+    """Return the calls of modules that ``flatten=True`` would inline, in the graphs of ``nodes``.
 
-    Not those of torch.nn, nor those of :func:`hooked_calls`: they stay calls.
+    Modules of torch.nn stay calls, and so do :func:`hooked_calls`.
     """
     return tuple(path for node in nodes for path in _calls(node, hooked=False))
 
 
 def hooked_calls(nodes: Collection[Node]) -> tuple[str, ...]:
-    """List opaque calls that ``flatten=True`` keeps: of modules with hooks, or with a forward of the instance.
+    """Return the calls that ``flatten=True`` keeps: of modules with hooks or with a forward of the instance.
 
-    Not those that are among ``nodes`` themselves.
+    Modules among ``nodes`` are left out.
     """
     own = {node.path for node in nodes}
     return tuple(path for node in nodes for path in _calls(node, hooked=True) if path not in own)
@@ -45,20 +45,20 @@ def how_to_open(closed: tuple[str, ...], hooked: tuple[str, ...] = ()) -> str:
         closed: of :func:`opaque_calls`.
         hooked: of :func:`hooked_calls`.
     """
-    said = []
+    reasons = []
     if closed:
         them = "it is one call" if len(closed) == 1 else "each is one call"
-        said.append(f"{_shown(closed)}; {them} in the graph; trace(flatten=True) inlines it")
+        reasons.append(f"{_shown(closed)}; {them} in the graph; trace(flatten=True) inlines it")
     if hooked:
-        said.append(
+        reasons.append(
             f"{_shown(hooked)}, because of hooks or a forward set on the instance; traced on its own, "
             f"sch[{hooked[0]!r}].trace(), its own code is searched"
         )
-    return f"not searched: {'; '.join(said)}"
+    return f"not searched: {'; '.join(reasons)}"
 
 
 def _calls(node: Node, *, hooked: bool) -> Iterator[str]:
-    """Yield calls of modules with code of their own in a graph: of hooked modules, or of the others."""
+    """Yield calls of modules with code of their own: of hooked ones, or of the others."""
     from slapo_graph.leaves import is_changed, is_predefined
 
     graph: Any = graph_of(node)
@@ -81,11 +81,11 @@ class Matches(list[Match]):
 
     Args:
         matches: the places.
-        untraced: paths of modules that were not searched, because neither they nor what holds them is traced.
-        closed: where nothing was found: paths of modules that were searched as one call each, and that
-            ``trace(flatten=True)`` would open.
-        hooked: likewise, of those that are one call because of their hooks or wrapped forwards.
-        expression: where nothing was found: the text that was looked for, if it is a regular expression and no glob.
+        untraced: paths of modules that were not searched: neither they nor a module above is traced.
+        closed: without matches: paths of modules that are one call each, and that ``trace(flatten=True)`` would
+            inline.
+        hooked: without matches: paths of modules that are one call because of hooks or wrapped forwards.
+        expression: without matches: the text of the pattern, if it is a regular expression, not a glob.
     """
 
     def __init__(
@@ -121,19 +121,19 @@ def how_to_search(expression: str) -> str:
 
 
 def find(nodes: tuple[Node, ...], pattern: Any) -> Matches:
-    """Find every place at or below the nodes where the graph of a traced module has ``pattern``.
+    """Find every match of ``pattern`` in the graphs of traced modules at or below the nodes.
 
     ``dense.find(lambda x, bias: F.gelu(x + bias))`` gives a :class:`Match` for each.
 
     Args:
-        nodes: a node, those of a group, or the root of a schedule.
-        pattern: a function of the values that go in, which computes what is looked for; a module; the name of a
-            pattern of a plugin, e.g. ``"fusion.sdpa"``; a glob or regular expression over what calls are named in
+        nodes: a node, the nodes of a group, or the root of a schedule.
+        pattern: a function of the inputs, which computes the operations to find; a module; the name of a plugin's
+            pattern, e.g. ``"fusion.sdpa"``; a glob or regular expression over the names of calls in
             ``print(node.graph)``; ``where(predicate)`` or ``any_of(...)`` of :mod:`slapo_graph.patterns`.
 
     Returns:
-        the matches in the order of the model, none of which shares a graph node with another; its attribute
-        ``untraced`` has the paths of modules that were not searched because they are not traced.
+        the matches in the order of the model; no two share a graph node. The attribute ``untraced`` has the paths of
+        modules that were not searched because they are not traced.
 
     Raises:
         TraceError: nothing at or below these nodes is traced.
@@ -164,7 +164,7 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     for node in nodes:
         _collect(node, traced, untraced)
     if not traced:
-        where = ", ".join(f"'{node.path}'" if node.path else "the root" for node in nodes[:3])
+        where = ", ".join(name_of(node.path) for node in nodes[:3])
         first = nodes[0].path
         raise TraceError(
             f"nothing at or below {where} is traced: no graph to find {made} in",
@@ -175,7 +175,12 @@ def find_in(schedule: Schedule, nodes: Sequence[Node], pattern: Any) -> Matches:
     if matches:
         return Matches(matches, untraced=tuple(untraced))
     searched = traced.values()
-    globs = [step.target.name for form in made.forms for step in form.steps if step.target.kind == "glob"]
+    globs = [
+        step.target.name
+        for alternative in made.alternatives
+        for step in alternative.steps
+        if step.target.kind == "glob"
+    ]
     return Matches(
         untraced=tuple(untraced),
         closed=opaque_calls(searched),
@@ -215,7 +220,7 @@ def match_of(path: str, pattern: GraphPattern, found: MatchedNodes, index: int, 
 def first_graph(node: Node) -> fx.Graph:
     """Return the graph to search: of the variant recorded first, or recorded now.
 
-    Where that cannot be, between two steps that belong together, it is that of before.
+    If that fails, between two steps of a split, return the former graph.
     """
     graph: Any = graph_of(node)
     if graph.first is None:
@@ -228,10 +233,10 @@ def first_graph(node: Node) -> fx.Graph:
 
 
 def load_pattern(registry: Registry, name: str) -> Any:
-    """Load the pattern that a plugin registered under ``name``; None if it is a glob.
+    """Load the pattern that a plugin registered as ``name``; None if that is a glob.
 
     Raises:
-        PluginError: it is one that cannot be used, or that a plugin would provide which is not installed.
+        PluginError: the pattern cannot be used, or its plugin is not installed.
     """
     parts = split_name(name)
     if parts is None:
@@ -243,11 +248,10 @@ def load_pattern(registry: Registry, name: str) -> Any:
 
 
 def _collect(node: Node, traced: dict[str, Node], untraced: dict[str, None]) -> None:
-    """Sort the modules at and below ``node`` into those with a graph, and the topmost that no graph covers."""
-    if graph_of(node) is not None:
-        traced.setdefault(node.path, node)
-    below = {each.path: each for each in node.walk() if graph_of(each) is not None}
-    traced.update({path: each for path, each in below.items() if path not in traced})
+    """Collect the traced modules at and below ``node``, and the topmost without a graph."""
+    for each in node.walk():
+        if graph_of(each) is not None:
+            traced.setdefault(each.path, each)
     _note_untraced(node, set(traced), untraced)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def changes_lost(place: Node, match: Match) -> Iterator[Violation]:
-    """Refuse matches whose replacement would lose wrappers or hooks of steps, on any mesh size."""
+    """Refuse matches whose replacement would drop wrappers or hooks of steps."""
     inside = set(match.nodes)
     graph: Any = graph_of(place)
     called = [str(each.target) for each in graph.fx_graph.nodes if each.op == "call_module" and each.name in inside]
@@ -29,8 +29,8 @@ def changes_lost(place: Node, match: Match) -> Iterator[Violation]:
                 continue
             by = " and ".join(map(str, below.records)) or "a step at another module"
             yield Violation(
-                f"{match} calls '{below.path}', which was changed by {by}, and would be called no more",
-                "replace first, change then; or match what lies around it",
+                f"{by} changed '{below.path}', a module that {match} calls; this replacement would drop the change",
+                f"call replace() before that step, or choose a match that does not contain '{below.path}'",
             )
 
 
@@ -39,7 +39,7 @@ _POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ReplacementArguments:
     """The arguments: names of captures, or numbers of inputs.
 
     Args:
@@ -51,14 +51,14 @@ class Arguments:
     keywords: tuple[tuple[str, str | int], ...] = ()
 
 
-def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> Arguments | Violation:
+def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> ReplacementArguments | Violation:
     """Map captures of ``match`` to parameters of ``function`` by name, else inputs by order.
 
     A parameter with a default gets the capture of its name, and else keeps its default.
 
     Args:
-        function: called instead of the match; it has a signature.
-        match: of which it gets inputs and captured constants.
+        function: the replacement; it has a signature.
+        match: the source of inputs and captured constants.
         shown: the name of ``function``, for messages.
     """
     captures = names_given(match)
@@ -69,7 +69,7 @@ def arguments_for(function: Callable[..., Any], match: Match, *, shown: str) -> 
 
 
 def has_signature(function: Callable[..., Any]) -> bool:
-    """Whether the parameters of a function are known; those of C functions (most of torch's) are not."""
+    """Return whether a function's parameters are known; most of torch's C functions have no signature."""
     try:
         inspect.signature(function)
     except (TypeError, ValueError):
@@ -78,12 +78,12 @@ def has_signature(function: Callable[..., Any]) -> bool:
 
 
 def names_given(match: Match) -> list[str]:
-    """The names of captures that the match does not compute."""
+    """Return the names of captures that the match does not compute."""
     inner = set(match.nodes)
     return [name for name, value in match.captures.items() if value not in inner]
 
 
-def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: str) -> Arguments | Violation:
+def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: str) -> ReplacementArguments | Violation:
     positional: list[str | int] = []
     keywords: list[tuple[str, str | int]] = []
     in_order = True  # until a default is kept
@@ -105,12 +105,12 @@ def _by_name(parameters: list[inspect.Parameter], captures: list[str], shown: st
         left = []
     if left:
         return _mismatch(parameters, captures, shown)
-    return Arguments(tuple(positional), tuple(keywords))
+    return ReplacementArguments(tuple(positional), tuple(keywords))
 
 
 def _by_order(
     parameters: list[inspect.Parameter], match: Match, captures: list[str], shown: str
-) -> Arguments | Violation:
+) -> ReplacementArguments | Violation:
     count = len(match.inputs)
     places = [each for each in parameters if each.kind in _POSITIONAL]
     required = [each for each in parameters if _is_required(each)]
@@ -127,14 +127,14 @@ def _by_order(
     )
     if not fits or constants or crossed:
         return _mismatch(parameters, names, shown)
-    return Arguments(tuple(range(count)))
+    return ReplacementArguments(tuple(range(count)))
 
 
 def _mismatch(parameters: list[inspect.Parameter], names: list[str], shown: str) -> Violation:
     own = ", ".join(str(each.replace(annotation=_KINDS.empty)) for each in parameters)
     return Violation(
         f"{shown}({own}) does not accept the match's arguments: {', '.join(names) or 'nothing'}",
-        f"give it the parameters ({', '.join(names)}); those with a default may be left out of the match",
+        f"give it the parameters ({', '.join(names)}); parameters with a default may be absent from the match",
     )
 
 
@@ -143,14 +143,14 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 class MatchReplacement:
-    """The planned edits; made once for the checks and once for the edits.
+    """The planned replacement; made once for the checks and once for the edits.
 
     Args:
         node: where the primitive is applied.
-        new: a function or a module, or the name of a pattern of a plugin, whose replacement is taken.
-        matches: where it comes.
-        params: ``{"old.name": "new.name"}``: tensors below the traced module that become the new module's.
-        name: of the call, or of the new child; None takes one from ``new``.
+        new: a function, a module, or the name of a plugin's pattern, for its replacement.
+        matches: to be replaced.
+        params: ``{"old.name": "new.name"}``: tensors of the traced module that the new module takes over.
+        name: of the call, or of the new child; None derives it from ``new``.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class MatchReplacement:
         self.params, self.name = params, name
 
     def violations(self) -> Iterator[Violation]:
-        """Everything that speaks against it."""
+        """Yield every reason against the replacement."""
         new = self.new
         if not callable(new) or isinstance(new, type):
             yield Violation(
@@ -182,7 +182,9 @@ class MatchReplacement:
         if _is_module(new):
             yield from self._module_violations(new)
         elif self.params:
-            yield Violation("params= is for the parameters of a new module, and a function has none", "leave it out")
+            yield Violation(
+                "params= is for the parameters of a new module, and new_module is a function", "leave out params="
+            )
         yield from dict.fromkeys(self._match_violations())
 
     def _match_violations(self) -> Iterator[Violation]:
@@ -196,7 +198,7 @@ class MatchReplacement:
                     yield from self._trial(place, match, arguments)
 
     def apply(self, edit: Edit) -> None:
-        """Do it."""
+        """Replace the matches."""
         new = self.new
         for place, matches in self.places:
             graph: Any = graph_of(place)
@@ -224,17 +226,17 @@ class MatchReplacement:
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _arguments(self, place: Node, match: Match) -> Arguments | Violation:
+    def _arguments(self, place: Node, match: Match) -> ReplacementArguments | Violation:
         function = self.new.forward if _is_module(self.new) else self.new
         if has_signature(function):
             return arguments_for(function, match, shown=self.shown)
         return self._in_order(match)
 
-    def _in_order(self, match: Match) -> Arguments | Violation:
-        """The one input of a match, for a function without a signature; the order of several is not known."""
+    def _in_order(self, match: Match) -> ReplacementArguments | Violation:
+        """Return the one input of a match, for a function without a signature, or a refusal of several."""
         constants = [name for name in names_given(match) if isinstance(match.captures[name], tuple)]
         if len(match.inputs) < 2 and not constants:
-            return Arguments(tuple(range(len(match.inputs))))
+            return ReplacementArguments(tuple(range(len(match.inputs))))
         named = {value: name for name, value in match.captures.items() if isinstance(value, str)}
         inputs = [named.get(value, f"input_{number}") for number, value in enumerate(match.inputs)]
         call = f"write lambda {', '.join((*inputs, *constants))}: {self.shown}(...)"
@@ -246,15 +248,15 @@ class MatchReplacement:
             call if name is None else f"replace(match={name!r}), with what the pattern brings along; or {call}",
         )
 
-    def _groups(self, place: Node, matches: list[Match]) -> list[tuple[Arguments, list[Match]]]:
-        groups: dict[Arguments, list[Match]] = {}
+    def _groups(self, place: Node, matches: list[Match]) -> list[tuple[ReplacementArguments, list[Match]]]:
+        groups: dict[ReplacementArguments, list[Match]] = {}
         for match in matches:
             arguments = self._arguments(place, match)
-            assert isinstance(arguments, Arguments)  # or the preconditions had refused it
+            assert isinstance(arguments, ReplacementArguments)  # or the preconditions had refused it
             groups.setdefault(arguments, []).append(match)
         return list(groups.items())
 
-    def _trial(self, place: Node, match: Match, arguments: Arguments) -> Iterator[Violation]:
+    def _trial(self, place: Node, match: Match, arguments: ReplacementArguments) -> Iterator[Violation]:
         from slapo_graph.rewriting.trial import mismatch
 
         graph: Any = graph_of(place)
@@ -279,7 +281,7 @@ class MatchReplacement:
             root = root.parent
         tensors = named_tensors(new)
         if tensors and any(module is new for module in root.module.modules()):
-            yield Violation("the new module is in the model already", "make one of its own for each traced module")
+            yield Violation("the new module is in the model already", "make a new module for each traced module")
         if tensors and len(self.places) > 1:
             yield Violation(
                 f"one module with tensors cannot be shared by {len(self.places)} modules at once",
@@ -307,7 +309,7 @@ class MatchReplacement:
         doubled = [after for after in set(self.params.values()) if list(self.params.values()).count(after) > 1]
         if doubled:
             yield Violation(
-                f"{', '.join(map(repr, sorted(doubled)))} of the new module is to be several tensors at once",
+                f"params= names {', '.join(map(repr, sorted(doubled)))} of the new module for several tensors",
                 "parallel projections become one by merge()",
             )
         for name, tensor in own.items():

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Merge(Primitive):
-    """Merge several nn.Linear of one input into one: query, key and value, or gate and up.
+    """Merge several nn.Linear of one input into one, e.g. query, key and value.
 
-    The new child holds their weights one below the other, and their biases; the graph splits its output. State dicts go
-    on holding the reference names. The old modules stay at their paths, without parameters, and are called no more.
+    The new child concatenates their weights and biases; the graph splits its output. State dicts keep the reference
+    names. The old modules stay at their paths, without parameters, and are not called.
 
-    A primitive of its own, and no case of ``replace``: that the parameters are put one below the other and that the
-    output is split at the same places belong together, and one step cannot mismatch them; and the record holds
-    names only, so that it can be saved.
+    Unlike with ``replace``, parameters and outputs are split at the same places, and the record holds names only, so
+    that it can be saved.
 
     Args:
         linears: paths of the modules, relative to the traced one, e.g. ``("query", "key", "value")``; of any sizes, all
@@ -37,9 +36,9 @@ class Merge(Primitive):
         name: of the new child; None joins theirs: ``"query_key_value"``.
 
     Raises:
-        PreconditionError: the module is not traced; it does not call each of them with the same value; they are no
-            nn.Linear, split already, tied to others, or changed by steps.
-        ApplyError: their calls cannot become one.
+        PreconditionError: the module is not traced; it does not call each of them with the same value; one is not
+            an nn.Linear, is sharded, tied, or changed by steps.
+        ApplyError: the calls cannot become one.
 
     rewrite:
         ``q, k, v = x wq^T, x wk^T, x wv^T`` -> ``q, k, v = split(x w^T)``, ``w = cat(wq, wk, wv)``
@@ -57,7 +56,7 @@ class Merge(Primitive):
 
     @property
     def child(self) -> str:
-        """The name of the new child."""
+        """Return the name of the new child."""
         return self.name_ or "_".join(path.rpartition(".")[2] for path in self.linears)
 
     def preconditions(self, node: Node) -> Iterator[Violation]:
@@ -121,7 +120,7 @@ class Merge(Primitive):
 
     def _pattern(self) -> GraphPattern:
         from slapo_graph.patterns.definition import pattern_of
-        from slapo_graph.patterns.language import call_module, capture
+        from slapo_graph.patterns.vocabulary import call_module, capture
 
         def parallel(x: nn.Module) -> Any:
             return tuple(

@@ -23,7 +23,7 @@ class MergedFrom:
 
     Args:
         sizes: rows of each part, in the reference model.
-        origins: of each own parameter, the reference tensors that lie in it one below the other.
+        origins: by parameter, the reference tensors that it concatenates.
     """
 
     sizes: tuple[int, ...]
@@ -71,20 +71,25 @@ class Parts:
                 return Violation(f"module not found: '{path}' below '{node.path}'", "paths are relative to it")
             kind = type(below.module)
             if kind.forward is not nn.Linear.forward or any(forwards.overrides_of_call(kind)):
-                return Violation(f"'{path}' is a {kind.__name__}, no nn.Linear", "leave it out")
+                return Violation(f"'{path}' is a {kind.__name__}, not an nn.Linear", "leave it out")
             nodes.append(below)
         names = {tuple(name for name in ("weight", "bias") if name in each.parameters) for each in nodes}
         if len(names) > 1:
-            return Violation("some of them have a bias, and some have none", "merge equal ones only")
+            return Violation(
+                "some of the layers have a bias, and some do not", "merge only layers that all have a bias, or none"
+            )
         (own,) = names
         if "weight" not in own:
             return Violation(
-                "their weights are not there: merged already, computed from others, or on other ranks",
-                "remove this call, or undo the step that took them",
+                "the layers have no weights here: merged already, parametrized, or on other ranks",
+                "remove this call, or undo the step that moved the weights",
             )
         inputs = {each.parameters["weight"].shape[1] for each in nodes}
         if len(inputs) > 1:
-            return Violation(f"they take inputs of different sizes: {sorted(inputs)}", "merge equal ones only")
+            return Violation(
+                f"the layers have different in_features: {sorted(inputs)}",
+                "merge only layers with the same in_features",
+            )
         return cls(tuple(nodes), own)
 
     @property
@@ -96,7 +101,7 @@ class Parts:
         return SplitMerged(self.sizes)
 
     def merged(self) -> nn.Linear:
-        """The new layer."""
+        """Return the new layer."""
         import torch
         from torch import nn
 
@@ -116,7 +121,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class PartsBack:
-    """Gives the old layers their parts of the merged tensors, while another variant of the graph is recorded.
+    """Give the old layers their parts of the merged tensors, to record another variant.
 
     Args:
         child: the merged layer, relative to the traced module.
@@ -139,12 +144,12 @@ class PartsBack:
         before = [dict(slot) for slot in slots]
         try:
             for name in self.names:
-                whole = parameters_of(merged)[name]
-                assert whole is not None
-                shards = sum(self.sizes) // whole.shape[0]
-                values = whole.detach().split([size // shards for size in self.sizes])
+                full = parameters_of(merged)[name]
+                assert full is not None
+                shards = sum(self.sizes) // full.shape[0]
+                values = full.detach().split([size // shards for size in self.sizes])
                 for slot, value in zip(slots, values, strict=True):
-                    slot[name] = nn.Parameter(value, requires_grad=whole.requires_grad)
+                    slot[name] = nn.Parameter(value, requires_grad=full.requires_grad)
             yield
         finally:
             for slot, own in zip(slots, before, strict=True):
@@ -152,7 +157,7 @@ class PartsBack:
 
 
 def tensor_violations(parts: Parts) -> Iterator[Violation]:
-    """Tensors that cannot become a part of another one."""
+    """Refuse tensors that cannot become a part of another one."""
     for name in parts.names:
         tensors = [each.parameters[name] for each in parts.nodes]
         for each in parts.nodes:
@@ -172,7 +177,7 @@ def tensor_violations(parts: Parts) -> Iterator[Violation]:
             yield Violation(f"'{name}' of the parts have different annotations", "annotate the merged one instead")
 
 
-# -- the way to the reference names and back ----------------------------------------------------------------------
+# -- reference names, and back ------------------------------------------------------------------------------------
 
 
 def _origins(node: Node, name: str) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
@@ -184,7 +189,7 @@ def _origins(node: Node, name: str) -> tuple[tuple[str, ...], tuple[int, ...]] |
 
 @hookimpl
 def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """The parts of a merged tensor."""
+    """Split a merged tensor into its parts."""
     found = _origins(node, name)
     if found is None:
         return None
@@ -193,7 +198,7 @@ def slapo_to_reference(node: Node, name: str, tensor: torch.Tensor) -> dict[str,
 
 @hookimpl
 def slapo_from_reference(node: Node, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """The merged tensor of its parts."""
+    """Concatenate the parts of a merged tensor."""
     import torch
 
     found = _origins(node, name)

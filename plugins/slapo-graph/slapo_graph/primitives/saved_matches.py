@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MatchCodec(Codec):
-    """Each pattern once, however many layers it was found in; a match by its place among those of its pattern."""
+    """Save matches by path and number, and each of their patterns once."""
 
     name = "matches"
 
@@ -68,7 +68,7 @@ class MatchCodec(Codec):
 
 
 def _pattern_to_json(pattern: GraphPattern, registry: Registry | None) -> Any:
-    """Return a pattern as JSON: ``{"name": "fusion.sdpa", ...}`` if a plugin provides exactly this one.
+    """Return a pattern as JSON; by name if a plugin provides exactly this one.
 
     Raises:
         SerializationError: it holds a value without a name.
@@ -80,7 +80,7 @@ def _pattern_to_json(pattern: GraphPattern, registry: Registry | None) -> Any:
 
 
 def _saved_pattern(which: Any, document: Mapping[str, Any], registry: Registry | None, where: str) -> GraphPattern:
-    """Read a pattern by its number in the document, or the one given in place of a number."""
+    """Read a pattern by its number in the document, or the pattern in place of the number."""
     if type(which) is int:
         saved = document.get("patterns", ())
         if not isinstance(saved, Sequence) or not 0 <= which < len(saved):
@@ -101,7 +101,7 @@ def _saved_pattern(which: Any, document: Mapping[str, Any], registry: Registry |
 
 
 def _of_plugin(name: str, registry: Registry | None) -> GraphPattern | None:
-    """Return the pattern that a plugin provides by this name; None if there is none."""
+    """Return the pattern that a plugin provides under a name; None if there is none."""
     if registry is None or load_pattern(registry, name) is None:
         return None
     return pattern_of(name, lambda each: load_pattern(registry, each))

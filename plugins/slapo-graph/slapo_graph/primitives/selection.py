@@ -1,4 +1,4 @@
-"""What the fields of a primitive that take matches hold: matches of a pattern, located in the present graphs."""
+"""Matches as fields of primitives, located in the present graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slapo_core.errors import StaleError, TraceError
 from slapo_core.internals import Internals, journal
 from slapo_core.primitive import Selection, Selector, Violation
 from slapo_graph.graph import graph_of
-from slapo_graph.match import Match, by_place
+from slapo_graph.match import Match, by_place, name_of
 from slapo_graph.patterns.definition import pattern_of
 from slapo_graph.primitives.find import find_in, first_graph, how_to_open, how_to_search, load_pattern, matches_at
 from slapo_graph.primitives.match_replacement import MatchReplacement
@@ -39,7 +39,7 @@ class SelectedMatches(tuple[Match, ...], Selection):
             if not _lies_at(match, node):
                 return Violation(
                     f"{match} is not at or below this node",
-                    f"apply it at {_where(match.path)}, or at a common parent",
+                    f"apply it at {name_of(match.path)}, or at a common parent",
                 )
             again = _located(match, node.schedule)
             for each in again.nodes:
@@ -50,7 +50,7 @@ class SelectedMatches(tuple[Match, ...], Selection):
         return SelectedMatches(located)
 
     def divided(self, nodes: Sequence[Node]) -> list[tuple[Node, Selection]] | Violation:
-        """Give each node the matches at or below it; each match belongs to the first such node."""
+        """Divide the matches among nodes: each belongs to the first node at or above it."""
         parts: list[tuple[Node, Selection]] = []
         left = {id(match): match for match in self}
         for node in nodes:
@@ -131,15 +131,14 @@ class MatchSelector(Selector):
 def _located(match: Match, schedule: Schedule) -> Match:
     """Locate a match in the present graph.
 
-    By the names of its nodes; or, where this schedule never had them (a match of another instance of the model, or of
-    a saved schedule), by its number.
+    By the names of its nodes; a match of another instance of the model, or of a saved schedule, by its number.
     """
     node = Internals(schedule).node(match.path)
     if graph_of(node) is None:
         raise StaleError(
-            f"{match} is not there: {_where(match.path)} is not traced any more, its trace was undone",
+            f"{match} is not there: {name_of(match.path)} is no longer traced: its trace was undone",
             path=match.path,
-            hint="trace it again, and find the pattern again",
+            hint=f"sch[{match.path!r}].trace(), and find the pattern again",
         )
     present = matches_at(node, match.pattern)
     for each in present:
@@ -155,7 +154,7 @@ def _located(match: Match, schedule: Schedule) -> Match:
     if len(present) == match.total:
         return present[match.index]
     raise StaleError(
-        f"{match} is not there: the pattern matched {match.total} places at {_where(match.path)} when it was "
+        f"{match} is not there: the pattern matched {match.total} places at {name_of(match.path)} when it was "
         f"found, and matches {len(present)} now",
         path=match.path,
         hint="find the pattern again",
@@ -181,7 +180,3 @@ def _rewrite_of(schedule: Schedule, module: nn.Module, nodes: Collection[str]) -
 
 def _lies_at(match: Match, node: Node) -> bool:
     return not node.path or match.path == node.path or match.path.startswith(f"{node.path}.")
-
-
-def _where(path: str) -> str:
-    return f"'{path}'" if path else "the root"

@@ -31,16 +31,16 @@ class Trace(Primitive):
     the steps of a split, where the module cannot run, the graph is that of before the split, and follows after it.
 
     Args:
-        leaves: with ``flatten`` or ``recursive``: modules that stay calls of their own forward, by class, name of the
-            class, path relative to the node, or glob over either; one of them, or several.
-        flatten: whether child modules become part of the graph, all but those of ``torch.nn``, and but those that are
-            hooked, or whose forward steps have changed. Around which steps only put something (``checkpoint``,
-            ``compile``, ``fork_rng``), those get graphs of their own, in which patterns are found as well.
-        recursive: whether the modules that stay calls, and those that these call, get graphs of their own, all but
-            those of ``torch.nn``, those that ``leaves`` names, and those that have one.
+        leaves: with ``flatten`` or ``recursive``: modules that stay calls, by class, class name, path relative to
+            the node, or glob over either; one or several.
+        flatten: whether child modules are inlined. Modules of ``torch.nn``, hooked modules, and modules with a
+            changed forward stay calls. Modules that steps only wrapped (``checkpoint``, ``compile``, ``fork_rng``) get
+            graphs of their own, in which patterns are found as well.
+        recursive: whether modules that stay calls, and the modules that they call, get graphs of their own; not
+            modules of ``torch.nn``, modules that ``leaves`` names, and traced modules.
         tracer: the name of a tracer: ``"record"``, or a plugin's.
         example_inputs: arguments of the module: a mapping (keyword arguments), a tuple (positional ones), or one
-            argument. None records them while the whole model runs on the schedule's example inputs: the reference
+            argument. None records them while the entire model runs on the schedule's example inputs: the reference
             model, or, if the steps changed the module's signature, the scheduled one.
 
     Raises:
@@ -79,7 +79,7 @@ class Trace(Primitive):
                 yield Violation(f"leaves= names modules, and {leaf.__qualname__} is not a module class", "nn.Linear")
         if self.leaves and not self.flatten and not self.recursive:
             yield Violation(
-                "leaves= says what flatten=True and recursive=True leave alone; without them every child is a call",
+                "leaves= has no effect without flatten=True or recursive=True: every child is a call",
                 "flatten=True",
             )
         if node.forward_is_replaced:
@@ -91,14 +91,14 @@ class Trace(Primitive):
             )
 
     def apply(self, node: Node, edit: Edit) -> None:
-        calls: Mapping[str, Call] = {}  # by path from here; of the others the schedule knows
+        calls: Mapping[str, Call] = {}  # by path from here; the schedule knows others
         if self.example_inputs is not None:
             given = call_with(self.example_inputs)
             calls = reference_calls(node.module, self.example_inputs)[0] if self.recursive else {"": given}
         self._trace(node, "", calls, edit)
 
     def _trace(self, node: Node, path: str, calls: Mapping[str, Call], edit: Edit) -> None:
-        """Set the graph of ``node``, which lies at ``path`` from where the primitive is applied."""
+        """Set the graph of ``node``, at ``path`` below the primitive's node."""
         tracer = node.plugin("tracers", self.tracer)()
         forward = forwards.ModuleForward.of(node.module).bottom
         leaves = Leaves(self._leaves(), self.flatten, path)
@@ -110,7 +110,9 @@ class Trace(Primitive):
         except TraceError as error:
             if not (_is_between_steps(node, error) and _recorded_before(graph, node, calls.get(path))):
                 raise
-            edit.note("it cannot run between the steps of a split: recorded as before them, and again after them")
+            edit.note(
+                "recorded as before the first step of a split, and again after the last: it cannot run in between"
+            )
         self._set(node, edit, graph)
         for name in graph.called if self.recursive else ():
             child = node[name]
@@ -122,7 +124,7 @@ class Trace(Primitive):
                 self._trace(child, f"{path}.{name}".lstrip("."), calls, edit)
 
     def _set(self, node: Node, edit: Edit, graph: TracedForward) -> None:
-        """Have the graph run; what steps wrapped below, and so stays a call, runs its own within the wrappers."""
+        """Let the graph run; modules below that steps wrapped run graphs of their own within the wrappers."""
         edit.set_forward(node, graph)
         closed = ""
         for below in node.walk() if self.flatten else ():
@@ -148,9 +150,9 @@ class Trace(Primitive):
 
 
 def _is_between_steps(node: Node, error: TraceError) -> bool:
-    """Whether the forward fails where something is split: the rest of the split may be still to come."""
+    """Return whether the forward fails with a sharded tensor, whose other steps may follow."""
     if isinstance(error.__cause__, (Untraceable, SlapoError)):
-        return False  # the recording was refused; it is not that the forward raises
+        return False  # the recording was refused; the forward did not raise
     return any(
         below.layout(name).is_sharded
         for below in node.walk()
@@ -160,7 +162,7 @@ def _is_between_steps(node: Node, error: TraceError) -> bool:
 
 
 def _recorded_before(graph: Any, node: Node, call: Call | None) -> bool:
-    """Record the module as it was when it last could run; the graph follows as soon as it can again."""
+    """Record the module as it was when it last could run; later steps record it again."""
     for before in sorted({record.index - 1 for record in _changes(node)}, reverse=True):
         with contextlib.suppress(TraceError, PathError), node.reference(to=before) as module:
             graph.record(module, [example_call(node) if call is None else call])
@@ -169,7 +171,7 @@ def _recorded_before(graph: Any, node: Node, call: Call | None) -> bool:
 
 
 def _changes(node: Node) -> list[Record]:
-    """The steps at the module, around it, and below."""
+    """Return the steps at the module, around it, and below."""
     found = list(node.records_below())
     here: Node | None = node
     while here is not None:
@@ -179,7 +181,7 @@ def _changes(node: Node) -> list[Record]:
 
 
 def _graphs_of_peers(node: Node) -> Iterator[Any]:
-    """The graphs at the corresponding places of repeated parts of the model: of the same child of other layers."""
+    """Yield the graphs of the same child of other layers."""
     below = ""
     here: Node | None = node
     while here is not None and here.parent is not None:

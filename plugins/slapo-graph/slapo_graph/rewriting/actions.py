@@ -1,4 +1,4 @@
-"""What may come in the place of a match: a call of its own region, or of something else."""
+"""Actions on a match: a call of its transformed region, or of a replacement."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class NamedCall:
     """A function under another name, as the target of a call.
 
     Args:
-        function: what is called.
-        name: what the printed graph shows: ``slapo_bias_gelu(x, bias)`` for ``"bias_gelu"``.
-        draws: whether it may use the RNG; None where that is not known, and neither what it writes to.
+        function: the called one.
+        name: in the printed graph: ``slapo_bias_gelu(x, bias)`` for ``"bias_gelu"``.
+        draws: whether it may use the RNG; None if its side effects are unknown.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, draws: bool | None = None) -> None:
@@ -52,7 +52,7 @@ class NamedCall:
 
 
 def target_for(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``function`` as the target of a call: itself where code can name it, else under ``name``."""
+    """Return a function as the target of a call, under ``name`` if code cannot name it."""
     module = getattr(function, "__module__", None) or ""
     own = getattr(function, "__name__", "")
     if module.partition(".")[0] in ("torch", "_operator"):
@@ -61,7 +61,7 @@ def target_for(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return function if is_named else NamedCall(function, name)
 
 
-# A replacement in another variant, whose match captured other things: a mask that is there now, one that is absent.
+# A replacement in another variant, whose match has other captures, e.g. a mask more or less.
 
 Positional = tuple[str | int, ...]
 Keywords = tuple[tuple[str, str | int], ...]
@@ -71,17 +71,17 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 def adapted(
     new: Callable[..., Any] | str, module: nn.Module, arguments: Positional, keywords: Keywords, place: MatchedNodes
 ) -> tuple[Positional, Keywords]:
-    """The arguments of a call of ``new`` in ``place``, by position and by name.
+    """Return the arguments of a call of ``new`` in ``place``, by position and by name.
 
     Captures that only this match has are passed by name. Captures that it lacks are omitted where ``new`` has a default
-    for them. Alternatives of a pattern differ in what they compute only by what they capture.
+    for them. Alternatives of a pattern differ in their computation only by their captures.
 
     Args:
-        new: what is called: a function, or the path of a module.
+        new: the replacement: a function, or the path of a module.
         module: the traced one.
-        arguments: what was passed by position.
-        keywords: what was passed by name.
-        place: where, with the names that were captured where the replacement was made.
+        arguments: passed by position.
+        keywords: passed by name.
+        place: the match, with the names of the captures where the replacement was first made.
 
     Raises:
         CannotPlace: ``new`` cannot be called so.
@@ -121,17 +121,17 @@ def _listed(names: Collection[str]) -> str:
 
 @dataclass
 class NewCall:
-    """What comes in the place of a match.
+    """The call in the place of a match.
 
     Args:
         op: ``"call_function"`` or ``"call_module"``.
         target: of the call.
         args: nodes, :class:`~slapo_graph.patterns.data.Attribute` and constants.
         kwargs: the same, by name.
-        then: called with what it gives, and gives the results; None where the call gives them itself.
-        results: nodes of the match for which the results stand, in order; None: those used outside, in the graph's.
-        flags: what the call takes for granted, besides those of the graph.
-        no_longer_called: modules that are called no more.
+        then: converts its output to the results; None if the output is the result.
+        results: nodes of the match that the results replace, in order; None: nodes used outside, in the graph's order.
+        flags: further assumptions of the call, besides the graph's.
+        no_longer_called: modules that the graph no longer calls.
     """
 
     op: str
@@ -146,12 +146,12 @@ class NewCall:
 
 @dataclass(frozen=True)
 class Outline:
-    """A call of what ``transform`` makes of the match's region.
+    """A call of the transformed region of a match.
 
     Args:
         transform: called once for each distinct region.
         name: of the call.
-        made: what it gave, by region.
+        made: the transformed regions.
     """
 
     transform: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -167,10 +167,10 @@ class Outline:
         module: nn.Module,
         effects: Effects,
     ) -> NewCall:
-        """The call that stands for ``nodes``, those of ``place`` that compute.
+        """Return the call that stands for ``nodes``, the computing nodes of ``place``.
 
         Raises:
-            CannotPlace: there is none.
+            CannotPlace: the nodes cannot become one call.
         """
         copied = _written_operands(nodes, module, effects)
         taken = take_out(nodes, place.inputs, outputs, module, effects, copied=copied)
@@ -199,11 +199,11 @@ class Replacement:
         arguments: names of captures, or numbers of inputs, by position.
         keywords: the same, by keyword.
         name: of the call.
-        results: names of captures for which the results stand; empty: the values used outside, in the graph's order.
-        then: called with what ``new`` gives, and gives the results.
-        undone: gives, for the traced module, a context in which what the matches call can run; None: it always can.
-        values: how many values of a match are used outside of it, which ``new`` gives; None: not looked at.
-        results_only: values of a match that the graph only gives out become None, all but the last.
+        results: names of the captures that the results replace; empty: the values used outside, in the graph's order.
+        then: converts the output of ``new`` to the results.
+        undone: makes, for the traced module, a context in which the replaced modules can run; None: they always can.
+        values: the number of values that ``new`` returns; None: any.
+        results_only: values of a match that the graph only returns become None, except the last.
     """
 
     new: Callable[..., Any] | str
@@ -253,18 +253,18 @@ class Replacement:
 
 
 Action = Outline | Replacement
-"""Says what comes in the place of a match."""
+"""What replaces a match."""
 
 
 @contextlib.contextmanager
 def as_before(action: Action, module: nn.Module) -> Iterator[None]:
-    """The traced module as it was before ``action``, for recording another variant of what it rewrites."""
+    """Undo an action on the traced module while the block runs, to record another variant."""
     undone, new = (action.undone, action.new) if isinstance(action, Replacement) else (None, None)
     with undone(module) if undone is not None else contextlib.nullcontext():
         if not isinstance(new, str) or new not in children_of(module):
             yield
             return
-        # A forward that goes through all children must not meet the one that came with the rewrite.
+        # A forward that loops over all children must not meet the new one.
         children = dict(children_of(module))
         del children_of(module)[new]
         try:
@@ -275,7 +275,7 @@ def as_before(action: Action, module: nn.Module) -> Iterator[None]:
 
 
 def _is_written_later(output: fx.Node, effects: Effects) -> bool:
-    """Whether the graph goes on to write to a value in place."""
+    """Return whether a later node writes to a value in place."""
     memory, waiting, seen = effects.roots(output), [output], {output}
     while waiting:
         for user in waiting.pop().users:
@@ -288,7 +288,7 @@ def _is_written_later(output: fx.Node, effects: Effects) -> bool:
 
 
 def _cloned(then: Callable[[Any], Any] | None, value: Any) -> Any:
-    """What a replacement gives, for a graph that writes to it: the replacement may keep its own for backward."""
+    """Return clones of a replacement's outputs, which the graph writes to and the replacement may keep for backward."""
     return tree_map_only(torch.Tensor, torch.clone, value if then is None else then(value))
 
 
@@ -310,10 +310,10 @@ def _operand(place: MatchedNodes, which: str | int, inside: set[fx.Node]) -> Any
 
 
 def _written_operands(nodes: Sequence[fx.Node], module: nn.Module, effects: Effects) -> tuple[fx.Node, ...]:
-    """What the match is given and writes to in place: its region works on copies of these.
+    """Return the inputs that the match writes to in place; its region works on copies.
 
     Raises:
-        CannotPlace: others read it later, or the match is given the same memory twice.
+        CannotPlace: others read it later, or two inputs share its memory.
     """
     _refuse_lasting_writes(nodes, module, effects)
     inside = set(nodes)
@@ -332,7 +332,7 @@ def _written_operands(nodes: Sequence[fx.Node], module: nn.Module, effects: Effe
 
 
 def _refuse_lasting_writes(nodes: Sequence[fx.Node], module: nn.Module, effects: Effects) -> None:
-    """What the match wrote to and others read later would not be written to any more."""
+    """Refuse matches that write in place to values which others read later."""
     inside = set(nodes)
     outside = Effects(effects.graph, module, fresh=inside)
     for node in nodes:

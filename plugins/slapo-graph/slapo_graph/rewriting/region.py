@@ -1,4 +1,4 @@
-"""A match as a pure function of its inputs, the same object for all places that compute the same."""
+"""Regions: matches as pure functions of their inputs; equal regions are one object."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slapo_graph.effects import Effects
 from slapo_graph.guards import fingerprint
 from slapo_graph.leaves import is_changed, is_predefined
 from slapo_graph.patterns.data import Attribute
-from slapo_graph.patterns.functional import INPUT, Own, functional_form, input_of
+from slapo_graph.patterns.functional import INPUT, Own, functional_call, input_of
 from slapo_graph.protocol import Flag
 from slapo_graph.specialization import graph_function
-from slapo_graph.tracing.structure import is_plain
+from slapo_graph.structure import is_plain
 from slapo_graph.tracing.writer import empty_graph, placeholder
 
-# Where one call can stand for several nodes: what runs before it, and what after it.
+# The place of one call for several nodes: the nodes before it, and the nodes after it.
 
 
 class CannotPlace(Exception):  # noqa: N818 - becomes an ApplyError
@@ -33,7 +33,7 @@ class CannotPlace(Exception):  # noqa: N818 - becomes an ApplyError
 
 
 def nodes_after(matched: Collection[fx.Node], effects: Effects) -> list[fx.Node]:
-    """Which nodes between the matched ones must run after a call that stands for all of these, in their order.
+    """Return the nodes between the matched ones that must run after the match, in their order.
 
     The others between them run before it. Both keep their order.
 
@@ -42,14 +42,13 @@ def nodes_after(matched: Collection[fx.Node], effects: Effects) -> list[fx.Node]
         effects: of that graph.
 
     Raises:
-        CannotPlace: a matched node needs what is computed from another one outside of the match; or two nodes would
-            change places that must not.
+        CannotPlace: the match is not convex, or two nodes would be swapped that must not be.
     """
     first, last = matched[0], matched[-1]  # type: ignore[index]
     inside = set(matched)
-    earlier: list[fx.Node] = []  # of the match, so far
+    earlier: list[fx.Node] = []  # matched nodes so far
     after: list[fx.Node] = []
-    reasons: dict[fx.Node, str] = {}  # why a node that needs nothing of the match comes after it all the same
+    reasons: dict[fx.Node, str] = {}  # why a node comes after the match without needing it
     node = first
     while True:
         if node in inside:
@@ -88,11 +87,11 @@ def _why(node: fx.Node, back: fx.Node, reasons: dict[fx.Node, str], earlier: lis
     raise AssertionError(f"'{back}' needs nothing of the match")
 
 
-# Modules whose calls a rewrite took out of a graph: what happened around those calls must not get lost.
+# Modules whose calls a rewrite removed: their hooks and wrappers must not get lost.
 
 
 def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[str]:
-    """The paths of the modules that ``nodes`` call.
+    """Yield the paths of the modules that ``nodes`` call.
 
     Raises:
         CannotPlace: one of them, or one below it, has hooks or another forward than its class's.
@@ -107,15 +106,15 @@ def refuse_changed(nodes: Sequence[fx.Node], module: nn.Module) -> Iterator[str]
                 place = f"{path}.{name}" if name else path
                 raise CannotPlace(
                     f"'{node}' calls '{place}', which has hooks or a forward of its own that the rewrite would drop",
-                    "rewrite first, change the module then; or match what lies around it",
+                    "rewrite before the step that changed it, or choose a match without it",
                 )
         yield path
 
 
 def settings_of(nodes: Sequence[fx.Node], module: nn.Module) -> tuple[Flag, ...]:
-    """The plain attributes of modules of torch.nn that ``nodes`` call: what comes in their place was made for these.
+    """Return the plain attributes of the torch.nn modules that ``nodes`` call, as flags of the new call.
 
-    Not the mode: it decides between variants.
+    Without the training mode, which decides between variants.
     """
     found: list[Flag] = []
     for node in nodes:
@@ -136,9 +135,9 @@ class TakenOut:
 
     Args:
         region: the function; identical regions are one object.
-        operands: what it is called with, by position.
-        flags: attributes of modules that became a part of its code.
-        no_longer_called: paths of modules that are called no more.
+        operands: its arguments, by position.
+        flags: attributes of modules inlined in it.
+        no_longer_called: paths of modules that the graph no longer calls.
         draws: whether it may use the RNG.
     """
 
@@ -158,15 +157,15 @@ def take_out(
     *,
     copied: Sequence[fx.Node] = (),
 ) -> TakenOut:
-    """The region that computes ``outputs``.
+    """Return the region that computes ``outputs``.
 
     Args:
         nodes: of the match, in the graph's order.
-        inputs: those of the pattern, which come first among the operands.
-        outputs: what the region gives: one value, or a tuple of several.
-        module: the traced one; what the nodes call is looked up there.
+        inputs: of the pattern; they come first among the operands.
+        outputs: of the region: one value, or a tuple of several.
+        module: the traced one, for modules that the nodes call.
         effects: of the graph.
-        copied: those operands that the nodes write to in place: the region writes to copies of them.
+        copied: operands that the nodes write to in place; the region writes to copies.
     """
     writer = _Writer(module)
     for operand in inputs:
@@ -194,8 +193,8 @@ _REGIONS: weakref.WeakValueDictionary[Any, Callable[..., Any]] = weakref.WeakVal
 
 
 @dataclass(frozen=True)
-class _Step:
-    """One call of the region; in its arguments, slots and positions stand for values."""
+class _RegionCall:
+    """One call of the region, with slots and positions in place of values."""
 
     op: str
     target: Any
@@ -218,7 +217,7 @@ class _Writer:
         self.module = module
         self.slots: list[fx.Node | Attribute] = []
         self.used: set[fx.Node | Attribute] = set()
-        self.steps: list[_Step] = []
+        self.steps: list[_RegionCall] = []
         self.positions: dict[fx.Node, _Position] = {}
         self.flags: list[Flag] = []
         self.no_longer_called: list[str] = []
@@ -236,7 +235,7 @@ class _Writer:
         return self.positions[node] if node in self.positions else self.use(node)
 
     def copy(self, node: fx.Node) -> None:
-        self.steps.append(_Step("call_method", "clone", (self.use(node),), {}))
+        self.steps.append(_RegionCall("call_method", "clone", (self.use(node),), {}))
         self.positions[node] = _Position(len(self.steps) - 1)
 
     def add(self, node: fx.Node) -> None:
@@ -244,15 +243,15 @@ class _Writer:
         if node.op == "call_module":
             self._add_module(node, args, kwargs)
         else:
-            self.steps.append(_Step(node.op, node.target, args, kwargs))
+            self.steps.append(_RegionCall(node.op, node.target, args, kwargs))
         self.positions[node] = _Position(len(self.steps) - 1)
 
     def _add_module(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         path = str(node.target)
         below = self.module.get_submodule(path)
-        form, given = functional_form(below), input_of(below, args, kwargs)
-        if form is None or not given or form.name in _KEPT:
-            self.steps.append(_Step("call_method", "__call__", (self.use(Attribute(path)), *args), kwargs))
+        single_call, given = functional_call(below), input_of(below, args, kwargs)
+        if single_call is None or not given or single_call.name in _KEPT:
+            self.steps.append(_RegionCall("call_method", "__call__", (self.use(Attribute(path)), *args), kwargs))
             return
 
         def here(value: Any) -> Any:
@@ -262,10 +261,10 @@ class _Writer:
 
         self.no_longer_called.append(path)
         self.flags += settings_of([node], self.module)
-        named = {name: here(value) for name, value in form.kwargs.items()}
+        named = {name: here(value) for name, value in single_call.kwargs.items()}
         if "training" in named:  # the graph may be of another mode than the module is in now
             named["training"] = self.use(Attribute(f"{path}.training"))
-        self.steps.append(_Step("call_function", form.function, tuple(map(here, form.args)), named))
+        self.steps.append(_RegionCall("call_function", single_call.function, tuple(map(here, single_call.args)), named))
 
     def key(self, operands: tuple[Any, ...], results: tuple[_Position, ...]) -> Any:
         order = {operand: index for index, operand in enumerate(operands)}
@@ -310,7 +309,7 @@ def _label(operand: fx.Node | Attribute) -> str:
 
 
 def _frozen(value: Any, order: dict[Any, int]) -> Any:
-    """Hashable, and equal only for what code would be the same."""
+    """Return a hashable key, equal only for equal code."""
     if isinstance(value, _Slot):
         return ("operand", order[value.operand])
     if isinstance(value, _Position):
@@ -325,7 +324,7 @@ def _frozen(value: Any, order: dict[Any, int]) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """1, 1.0 and True are three, and so are 0.0 and -0.0."""
+    """Return a hashable key of a constant; 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, float | int | complex):
         return (type(value), repr(value))
     try:

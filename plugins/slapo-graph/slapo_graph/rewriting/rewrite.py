@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from slapo_core.errors import ApplyError, TraceError
 from slapo_graph.effects import Effects
-from slapo_graph.match import Match
+from slapo_graph.match import Match, name_of
 from slapo_graph.patterns.data import Attribute
 from slapo_graph.private import is_erased
 from slapo_graph.protocol import Recorded, check
@@ -29,10 +29,10 @@ class Rewrite:
 
     Args:
         pattern: as :class:`slapo_graph.match.Match` holds it.
-        indices: which of the matches, ascending.
-        total: how many there are.
-        action: what comes there.
-        captured: for each of the indices, the names of what its match captured.
+        indices: numbers of the matches, ascending.
+        total: the number of all matches.
+        action: on each match.
+        captured: for each index, the names of its match's captures.
     """
 
     pattern: Any
@@ -51,7 +51,7 @@ def rewritten(
     """Return a new graph with ``action`` at each place, and the absorbed modules.
 
     Raises:
-        CannotPlace: one of them is not a single call.
+        CannotPlace: a match cannot become one call.
     """
     graph = empty_graph()
     twins: dict[fx.Node, fx.Node] = {}
@@ -140,7 +140,7 @@ def _inserted(graph: fx.Graph, call: NewCall, name: str) -> fx.Node:
 
 
 def only_given_out(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of a match, all but the last, whose values the graph gives out and does not use outside of the match."""
+    """Return the nodes of a match, except the last, that only the graph's output uses outside of the match."""
     inside = set(nodes)
     return [node for node in nodes[:-1] if {user.op for user in node.users if user not in inside} == {"output"}]
 
@@ -149,7 +149,7 @@ _DECIDED_BY_INPUTS = ("dtype", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_spar
 
 
 def _drop_type_checks(graph: fx.Graph, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> None:
-    """Guards on the type or device of a value inside: those of the arguments decide it, and they have guards too."""
+    """Drop guards on dtype or device of inner values; guards of the arguments decide these."""
     for node in nodes:
         for user in list(node.users):
             is_read = user not in inside and user.target is getattr and user.args[1] in _DECIDED_BY_INPUTS
@@ -173,7 +173,7 @@ def _drop_unused(graph: fx.Graph, candidates: set[fx.Node], effects: Effects) ->
 
 
 def matches_in(pattern: GraphPattern, recorded: Recorded, module: nn.Module) -> tuple[list[MatchedNodes], str | None]:
-    """Return every match of a pattern in graph order, and the closest candidate where there is none."""
+    """Return all matches of a pattern in graph order, and the closest candidate if there are none."""
     places = pattern.matches(recorded.graph, module)
     return places, None if places else pattern.nearest_miss(recorded.graph, module)
 
@@ -197,7 +197,7 @@ def rewrite_of(
     """Return the rewrite of ``matches`` of one pattern in this graph.
 
     Raises:
-        ApplyError: one of them is not there.
+        ApplyError: a match is not there.
     """
     places, miss = matches_in(pattern, recorded, module)
     names = [tuple(node.name for node in place.nodes) for place in places]
@@ -220,24 +220,23 @@ def rewrite_of(
 
 
 def applied(
-    rewrite: Rewrite, recorded: Recorded, module: nn.Module, where: str, path: str, *, first: bool
+    rewrite: Rewrite, recorded: Recorded, module: nn.Module, path: str, *, first: bool
 ) -> tuple[Recorded, tuple[str, ...]]:
     """Rewrite the graph of one specialization.
 
     Args:
-        rewrite: what is done.
+        rewrite: to apply.
         recorded: the variant.
         module: the traced one.
-        where: it stands, for messages.
-        path: of it.
-        first: whether the rewrite is being made; else it is repeated.
+        path: of it, for messages.
+        first: whether the rewrite is new; otherwise it is repeated.
 
     Raises:
         ApplyError: a match cannot become one call.
-        TraceError: that happens in a variant that was recorded later, or the pattern matches another number of places.
+        TraceError: the same in a repetition, or the pattern has another number of matches there.
     """
     places, miss = matches_in(rewrite.pattern, recorded, module)
-    name = rewrite.action.name
+    name, where = rewrite.action.name, name_of(path)
     if len(places) != rewrite.total:
         nearest = f"; closest candidate: {miss}" if miss else ""
         raise TraceError(
@@ -245,7 +244,7 @@ def applied(
             f"eval, other arguments): its pattern matched {rewrite.total} places, and matches {len(places)} "
             f"there{nearest}",
             path=path,
-            hint="call the module as it was traced, or take a pattern that matches both, e.g. with optional steps",
+            hint="call the module as it was traced, or write a pattern that matches both, e.g. with patterns.optional",
         )
     chosen = [
         replace(places[index], captured_first=None if first else captured)
@@ -256,7 +255,7 @@ def applied(
     except CannotPlace as error:
         if first:
             raise ApplyError(
-                f"the match of '{name}' at {where} cannot be taken out: {error.problem}", path=path, hint=error.hint
+                f"the match of '{name}' at {where} cannot become one call: {error.problem}", path=path, hint=error.hint
             ) from None
         raise TraceError(
             f"the rewrite '{name}' of {where} cannot be repeated in another specialization of its graph: "

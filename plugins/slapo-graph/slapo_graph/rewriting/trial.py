@@ -19,7 +19,7 @@ from slapo_graph.rewriting.rewrite import only_given_out
 from slapo_graph.tracing.session import buffers_restored
 
 _TRIALS: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
-"""Answers by function and by what it was given: a cache, not a registry."""
+"""Results by function and arguments: a cache, not a registry."""
 
 
 def mismatch(
@@ -32,12 +32,12 @@ def mismatch(
     *,
     results_only: bool = False,
 ) -> str | None:
-    """Return how the outputs of ``new`` differ from the match's; None if equal or unknown.
+    """Return the difference of the outputs of ``new`` from the match's; None if equal or unknown.
 
     Args:
         recorded: the graph that the match lies in.
         module: the traced one.
-        match: in the place of which ``new`` is called.
+        match: that ``new`` replaces.
         new: a function or a module.
         arguments: as of :meth:`slapo_graph.graph.TracedForward.replaced`.
         keywords: the same.
@@ -64,7 +64,7 @@ def mismatch(
 
 
 class _UNKNOWN:
-    """In place of a value of which nothing is known."""
+    """Marks an unknown value."""
 
 
 def _example(match: Match, which: str | int, nodes: Mapping[str, fx.Node], module: nn.Module) -> Any:

@@ -1,9 +1,8 @@
-"""Locations in the model, texts of values, and errors of recordings."""
+"""Locations in the model, and errors of recordings."""
 
 from __future__ import annotations
 
 import inspect
-import operator
 import os
 import re
 import sys
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
-from torch.fx.graph import magic_methods
 
 from slapo_core.errors import SlapoError, TraceError
+from slapo_graph.match import name_of
 from slapo_graph.protocol import Location, Tracer, Untraceable
 
 # Where in the model's source a recorded call was written.
@@ -48,39 +46,9 @@ def model_location() -> Location:
 
 
 def first_line(function: Callable[..., Any]) -> Location | None:
-    """Return the location of a function's source; None if it is not written in Python."""
+    """Return the location of a function's source; None for builtins."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
-
-
-# What a node of a graph computes, as the model's author might have written it; for messages.
-
-SIGNS = {
-    getattr(operator, name): template.split()[1]
-    for name, template in magic_methods.items()
-    if hasattr(operator, name) and template.startswith("{} ")
-}
-
-
-def expression(value: Any, *, depth: int = 6) -> str:
-    """``value`` (a node or a constant) in Python, e.g. ``"x.shape[1] > 4"``; deeper parts by their names only."""
-    if not isinstance(value, fx.Node):
-        return repr(value)
-    if depth == 0 or value.op in ("placeholder", "call_module", "output"):
-        return str(value)
-    if value.op == "get_attr":
-        return f"self.{value.target}"
-    parts = [expression(argument, depth=depth - 1) for argument in value.args]
-    if value.op == "call_method":
-        return f"{parts[0]}.{value.target}({', '.join(parts[1:])})"
-    if value.target in SIGNS and len(parts) == 2:
-        left, right = (f"({part})" if " " in part else part for part in parts)
-        return f"{left} {SIGNS[value.target]} {right}"
-    if value.target is operator.getitem:
-        return f"{parts[0]}[{parts[1]}]"
-    if value.target is getattr:
-        return f"{parts[0]}.{value.args[1]}"
-    return f"{getattr(value.target, '__name__', value.target)}({', '.join(parts)})"
 
 
 # The error for a module that cannot be traced.
@@ -101,7 +69,7 @@ def refusal(error: Exception, tracer: Tracer, path: str) -> SlapoError:
         tracer: that raised it.
         path: of the traced module.
     """
-    where = f"'{path}'" if path else "the root"
+    where = name_of(path)
     if isinstance(error, Untraceable):
         message = f"{where} cannot be traced (tracer '{tracer.name}'): it {error.problem}"
         cache = _CACHE_HINT if re.search(r"\bof a \w*Cache$|into a \w*Cache$", error.problem) else None

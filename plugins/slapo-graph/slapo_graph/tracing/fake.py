@@ -13,23 +13,22 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_core.internals import SafeFakeTensorMode
 from slapo_graph.private import GROUPED_MM, FakeTensor, disable_current_modes, tree_leaves
-from slapo_graph.tracing.structure import children, is_plain, rebuild
+from slapo_graph.structure import children, is_plain, rebuild
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class FakeMode(SafeFakeTensorMode):
-    """Computes shapes and types only; real tensors that it meets (parameters) are taken as if they were fake.
+    """Compute shapes and dtypes only, with real tensors (parameters) as if they were fake.
 
-    Grouped matrix products are computed in every type here: torch's shape function refuses all but bfloat16, where its
-    kernels take float32 too, and so do the experts of nearly all mixtures.
+    Grouped matrix products accept every dtype: torch's shape function accepts bfloat16 only, its kernels float32 too.
 
-    Torch's log of an operation that fails is off meanwhile: the error says it.
+    Torch's log of failing operations is disabled: the error has the message.
 
     Args:
-        meta_device: the device for which tensors on the meta device stand that were not made in this mode: parameters
-            without memory, such as those of other pipeline stages. None leaves them on the meta device.
-        sizes: whether tensors may have sizes that depend on values; an operation that makes one raises otherwise.
+        meta_device: the device that meta tensors from outside represent, e.g. parameters of other pipeline stages.
+            None leaves them on the meta device.
+        sizes: whether sizes may depend on values; otherwise an operation that makes such a tensor raises.
     """
 
     def __init__(self, meta_device: torch.device | None = None, *, sizes: bool = False) -> None:
@@ -86,8 +85,7 @@ class FakeMode(SafeFakeTensorMode):
     def _all_fake(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace real tensors by fake ones among arguments that hold both.
 
-        torch does that, too, but only after it has looked for the call among those whose results it knows: every call
-        with a parameter would be computed anew.
+        torch does that after its cache lookup, and would compute every call with a parameter anew.
         """
         kinds = {_kind(part) for value in (*args, *kwargs.values()) for part in _parts(value)}
         if not kinds >= {"fake", "real"} or torch.Tag.inplace_view in func.tags:
@@ -118,7 +116,7 @@ def _kind(value: Any) -> str:
 
 
 def meta_device_of(module: nn.Module, arguments: Any) -> torch.device | None:
-    """Return the device for which meta tensors of a module stand: that of the arguments; None if it has none."""
+    """Return the device that a module's meta tensors represent: the arguments' device; None without meta tensors."""
     if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return None
     given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
@@ -134,7 +132,7 @@ def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dty
 
 
 def without_values(mode: FakeMode, value: Any) -> Any:
-    """Replace the tensors in ``value`` by fake ones; the same tensor by the same one."""
+    """Replace the tensors in ``value`` by fake ones; equal tensors stay equal."""
     return with_tensors(value, mode.fake)
 
 
@@ -150,7 +148,7 @@ def with_tensors(value: Any, changed: Callable[[torch.Tensor], torch.Tensor]) ->
 
     Args:
         value: arguments of a call.
-        changed: gives the replacement of a tensor; called once for each.
+        changed: returns the replacement of a tensor; called once for each.
 
     Raises:
         TypeError: an object cannot be copied.

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from slapo_graph.sizes import is_symbolic
+from slapo_graph.structure import Opaque, children, concrete, is_plain, rebuild
 from slapo_graph.tracing.recording import Recording
-from slapo_graph.tracing.sizes import is_symbolic
-from slapo_graph.tracing.structure import Opaque, children, concrete, is_plain, rebuild
 
-# In the graph: what a call left in the containers that it was given, and the context variables that it was called with.
+# Functions in graphs: contents of containers after a call, and context variables during a call.
 
 
 def contents_after(result: Any, tokens: Any, *containers: Any) -> tuple[Any, ...]:
-    """In a graph: what is in containers after a call, as tuples and dictionaries.
+    """Return in a graph the contents of containers after a call, as tuples and dictionaries.
 
     Args:
         result: of the call, which runs before.
-        tokens: of :class:`SetVariables`, whose variables are reset; None without any.
+        tokens: of :class:`SetVariables`, whose variables are reset; None without variables.
         containers: that the call was given.
     """
     for variable, token in tokens or ():
@@ -58,6 +58,8 @@ class MakeDefaultDict:
         factory: of missing values.
     """
 
+    slapo_draws = False
+
     def __init__(self, cls: type[defaultdict[Any, Any]], factory: Callable[[], Any] | None) -> None:
         self.cls, self.factory = cls, factory
         self.__name__ = self.__qualname__ = cls.__name__
@@ -71,7 +73,7 @@ class MakeDefaultDict:
 
 
 def sets_variables(graph: fx.Graph) -> bool:
-    """Return whether a graph sets context variables, which must not stay set where it fails."""
+    """Return whether a graph sets context variables, which a failure must reset."""
     return any(isinstance(node.target, SetVariables) for node in graph.nodes)
 
 
@@ -84,25 +86,25 @@ def _contents(container: Any) -> Any:
 # While recording.
 
 
-class _Held:
+class _Container:
     """A container among the arguments of a call.
 
     Args:
-        value: the recorded code's.
-        handed: what the call is given in its place.
-        before: the parts of ``value`` before the call: how they are reached, key, and part.
-        parts: the parts of ``handed`` before the call.
+        value: of the recorded code.
+        passed: the copy that the call gets.
+        before: the parts of ``value`` before the call: kind of access, key, part.
+        parts: of ``passed`` before the call.
     """
 
-    def __init__(self, value: Any, handed: Any, before: list[tuple[str, Any, Any]], parts: list[Any]) -> None:
-        self.value, self.handed, self.before, self.parts = value, handed, before, parts
+    def __init__(self, value: Any, passed: Any, before: list[tuple[str, Any, Any]], parts: list[Any]) -> None:
+        self.value, self.passed, self.before, self.parts = value, passed, before, parts
         self.after: list[tuple[str, Any, Any]] = []
         self.node: Any = None
-        self.is_around: bool | None = None
+        self.holds_changed: bool | None = None
 
-    def look(self) -> bool:
+    def find_changes(self) -> bool:
         """Return whether the call has changed it."""
-        self.after = list(children(self.handed) or ())
+        self.after = list(children(self.passed) or ())
         is_same = len(self.after) == len(self.before) and all(
             key == old and part is own
             for (_, key, part), (_, old, _), own in zip(self.after, self.before, self.parts, strict=True)
@@ -114,63 +116,64 @@ class Given:
     """The arguments of a call that stays one node, and the containers among them.
 
     Args:
-        recording: of the code that calls.
+        recording: of the calling code.
         args: of the call.
         kwargs: likewise.
     """
 
     def __init__(self, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._recording = recording
-        self._held: dict[int, _Held] = {}
-        self.args: tuple[Any, ...] = tuple([self._handed(value) for value in args])
-        self.kwargs: dict[str, Any] = {name: self._handed(value) for name, value in kwargs.items()}
-        self._arguments = len(self._held)
+        self._containers: dict[int, _Container] = {}
+        self.args: tuple[Any, ...] = tuple([self._hand_over(value) for value in args])
+        self.kwargs: dict[str, Any] = {name: self._hand_over(value) for name, value in kwargs.items()}
+        self._arguments = len(self._containers)
         present = contextvars.copy_context().items()
         self._variables = [(variable, value) for variable, value in present if _is_some(value)]
         for _, value in self._variables:
-            self._handed(value)
-        self._changed: list[_Held] = []
+            self._hand_over(value)
+        self._changed: list[_Container] = []
         self._are_set = False
 
     @property
     def has_variables(self) -> bool:
-        """Whether the recorded code set a context variable to a container that holds something."""
+        """Return whether the recorded code set a context variable to a filled container."""
         return bool(self._variables)
 
     def is_changed(self) -> bool:
         """Return whether the call has changed a container."""
-        self._changed = [held for held in self._held.values() if held.look()]
+        self._changed = [container for container in self._containers.values() if container.find_changes()]
         return bool(self._changed)
 
     def before_call(self, out: Any) -> None:
         """Write the nodes of the changed containers, as they were before the call.
 
         Args:
-            out: the result of the call, as the module gave it.
+            out: the result of the call.
 
         Raises:
             Untraceable: a container is of a class that a graph cannot make.
         """
-        ambient = list(self._held.values())[self._arguments :]
+        ambient = list(self._containers.values())[self._arguments :]
         known = set(map(id, _parts(out)))
         self._are_set = any(
-            held in self._changed and not all(self._is_known(part, held, known) for _, _, part in held.after)
-            for held in ambient
+            container in self._changed
+            and not all(self._is_known(part, container, known) for _, _, part in container.after)
+            for container in ambient
         )
-        if not self._are_set:  # what hooks note is what the graph has anyway
-            self._changed = [held for held in self._changed if held not in ambient]
-        for held in self._held.values():
-            self._recording.forget(held.value)
-        for held in self._changed:
-            _put(held.value, held.before)
-        for held in self._changed:
-            self._write(held)
-        for held in self._held.values():
-            self._write_around(held)
+        if not self._are_set:  # hooks note only values that the graph has anyway
+            self._changed = [container for container in self._changed if container not in ambient]
+        for container in self._containers.values():
+            self._recording.forget(container.value)
+        for container in self._changed:
+            _put(container.value, container.before)
+        for container in self._changed:
+            self._write(container)
+        for container in self._containers.values():
+            self._write_holders(container)
         self._tokens = self._set() if self._are_set else None
 
     def after_call(self, node: fx.Node) -> None:
-        """Write what the call left in the changed containers, and let the recorded code have it.
+        """Write the new contents of the changed containers, and give them to the recorded code.
 
         Args:
             node: the call.
@@ -178,87 +181,89 @@ class Given:
         if not self._changed:
             return
         recording = self._recording
-        contents = recording.compute(contents_after, (node, self._tokens, *[held.node for held in self._changed]))
+        contents = recording.compute(
+            contents_after, (node, self._tokens, *[container.node for container in self._changed])
+        )
         found = []
-        for number, held in enumerate(self._changed):
+        for number, container in enumerate(self._changed):
             part = recording.take(contents, number)
-            now = {key: each for _, key, each in held.after}
-            own = {id(handed): each for handed, (_, _, each) in zip(held.parts, held.before, strict=True)}
-            recording.know(snapshot := tuple(now.values()) if isinstance(held.value, list) else now, part)
+            now = {key: each for _, key, each in container.after}
+            own = {id(passed): each for passed, (_, _, each) in zip(container.parts, container.before, strict=True)}
+            recording.register(snapshot := tuple(now.values()) if isinstance(container.value, list) else now, part)
             recording.guard_structure(snapshot, part)
             parts = []
-            for how, key, each in held.after:
+            for how, key, each in container.after:
                 if id(each) in own:
                     each = own[id(each)]
                 elif not recording.is_known(each):
                     each = recording.give(each, recording.take(part, key))
                 parts.append((how, key, each))
             found.append(snapshot)
-            _put(held.value, parts)
-        recording.know(tuple(found), contents)
-        for held in self._held.values():
-            recording.forget(held.value)
+            _put(container.value, parts)
+        recording.register(tuple(found), contents)
+        for container in self._containers.values():
+            recording.forget(container.value)
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _handed(self, value: Any) -> Any:
-        """Return what the call is given for a value: without symbolic numbers and opaque objects."""
+    def _hand_over(self, value: Any) -> Any:
+        """Return the value that the call gets: without symbolic numbers and opaque objects."""
         if isinstance(value, torch.Tensor) or is_symbolic(value) or type(value) is Opaque:
             return concrete(value)
-        if id(value) in self._held:
-            return self._held[id(value)].handed
+        if id(value) in self._containers:
+            return self._containers[id(value)].passed
         before = children(value)
         if before is None:
             return concrete(value)
         own = list(before)
-        parts = [self._handed(part) for _, _, part in own]
-        is_same = all(part is handed for (_, _, part), handed in zip(own, parts, strict=True))
-        handed = value if is_same else rebuild(value, parts)
-        self._held[id(value)] = _Held(value, handed, own, parts)
-        return handed
+        parts = [self._hand_over(part) for _, _, part in own]
+        is_same = all(part is passed for (_, _, part), passed in zip(own, parts, strict=True))
+        passed = value if is_same else rebuild(value, parts)
+        self._containers[id(value)] = _Container(value, passed, own, parts)
+        return passed
 
-    def _is_known(self, part: Any, held: _Held, results: Collection[int]) -> bool:
-        is_old = any(part is each for each in held.parts)
+    def _is_known(self, part: Any, container: _Container, results: Collection[int]) -> bool:
+        is_old = any(part is each for each in container.parts)
         return is_old or id(part) in results or is_plain(part) or self._recording.is_known(part)
 
-    def _write(self, held: _Held) -> None:
+    def _write(self, container: _Container) -> None:
         """Write the call that makes a container like one, with its parts."""
-        if held.node is not None:
+        if container.node is not None:
             return
-        for _, _, part in held.before:  # inner ones first
-            inner = self._held.get(id(part))
+        for _, _, part in container.before:  # inner ones first
+            inner = self._containers.get(id(part))
             if inner is not None and inner in self._changed:
                 self._write(inner)
-        recording, value = self._recording, held.value
-        if not all(is_plain(key) for _, key, _ in (*held.before, *held.after)):
+        recording, value = self._recording, container.value
+        if not all(is_plain(key) for _, key, _ in (*container.before, *container.after)):
             raise recording.refusal(f"calls a module that fills a {type(value).__name__} by keys that are objects")
-        parts = {key: recording.node(part) for _, key, part in held.before}
+        parts = {key: recording.node(part) for _, key, part in container.before}
         if isinstance(value, list):
-            held.node = recording.compute(type(value), (list(parts.values()),))
+            container.node = recording.compute(type(value), (list(parts.values()),))
         elif dataclasses.is_dataclass(value):
-            held.node = recording.compute(type(value), (), parts)
+            container.node = recording.compute(type(value), (), parts)
         elif isinstance(value, dict | UserDict):
-            held.node = recording.compute(_class_like(value), (parts,))
+            container.node = recording.compute(_class_like(value), (parts,))
         else:
             raise recording.refusal(
                 f"calls a module that changes the {type(value).__name__} that it is given",
                 "give it a list, a dictionary or a dataclass",
             )
-        recording.represent(value, held.node)
+        recording.represent(value, container.node)
 
-    def _write_around(self, held: _Held) -> bool:
-        """Let a container that holds a changed one be made of its parts; return whether it is or holds one."""
-        if held.is_around is None:
-            inner = [self._held[id(part)] for _, _, part in held.before if id(part) in self._held]
-            is_around = any(list(map(self._write_around, inner)))
-            held.is_around = is_around or held in self._changed
-            if is_around and held.node is None:
-                if type(held.value) in (list, tuple, dict):
-                    parts = [self._recording.node(part) for _, _, part in held.before]
-                    self._recording.represent(held.value, rebuild(held.value, parts))
-                elif not isinstance(held.value, tuple):
-                    self._write(held)
-        return held.is_around
+    def _write_holders(self, container: _Container) -> bool:
+        """Rebuild a container that holds a changed one; return whether it is or holds one."""
+        if container.holds_changed is None:
+            inner = [self._containers[id(part)] for _, _, part in container.before if id(part) in self._containers]
+            holds_changed = any(list(map(self._write_holders, inner)))
+            container.holds_changed = holds_changed or container in self._changed
+            if holds_changed and container.node is None:
+                if type(container.value) in (list, tuple, dict):
+                    parts = [self._recording.node(part) for _, _, part in container.before]
+                    self._recording.represent(container.value, rebuild(container.value, parts))
+                elif not isinstance(container.value, tuple):
+                    self._write(container)
+        return container.holds_changed
 
     def _set(self) -> fx.Node:
         variables, values = zip(*self._variables, strict=True)
@@ -292,5 +297,5 @@ def _put(value: Any, parts: list[tuple[str, Any, Any]]) -> None:
 
 
 def _class_like(value: Mapping[Any, Any]) -> Callable[..., Any]:
-    """Return what is called with the parts alone."""
+    """Return a class or function that is called with the parts alone."""
     return MakeDefaultDict(type(value), value.default_factory) if isinstance(value, defaultdict) else type(value)

@@ -17,9 +17,9 @@ from torch import nn
 
 from slapo_core.internals import module_index
 from slapo_graph.protocol import Location, Untraceable
+from slapo_graph.structure import Opaque
 from slapo_graph.tracing.diagnostics import first_line
 from slapo_graph.tracing.reads import GlobalNames, is_followed, is_source
-from slapo_graph.tracing.structure import Opaque
 
 _CONTAINERS = (list, dict, set, collections.deque, bytearray)
 _NO_HOLDERS = (
@@ -38,13 +38,13 @@ class Changed(Untraceable):
     """Recorded code changed an object outside of its graph."""
 
 
-class _Place:
-    """One object, or names of a table, with the contents that it had.
+class _Contents:
+    """The contents of one object, or of a name in a table, at the beginning.
 
     Args:
         name: for messages.
         read: returns the present contents, compared by identity.
-        restore: puts former contents back; None if it cannot.
+        restore: sets former contents; None if that is impossible.
     """
 
     __slots__ = ("contents", "name", "original", "read", "restore")
@@ -59,14 +59,14 @@ class _Place:
 
 
 class Outside:
-    """Snapshots of the objects that a forward may reach, besides what it makes itself.
+    """Snapshots of the outside objects that a forward may reach.
 
-    Held are containers and objects in its arguments, in attributes of its modules, of their classes, of functions that
-    it calls, and in their closures, default values and global names.
+    These are containers and objects in its arguments, in attributes of its modules, of their classes and of functions
+    that it calls, and in the functions' closures, defaults and global names.
     """
 
     def __init__(self) -> None:
-        self._places: dict[Any, _Place] = {}
+        self._places: dict[Any, _Contents] = {}
         self._alive: list[Any] = []  # an id stands for one object only as long as that lives
         self.is_elsewhere = False
 
@@ -100,7 +100,7 @@ class Outside:
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """While this lasts, code runs that the graph calls again: what it changes is accepted.
+        """Accept changes by code that the graph calls again, while the block runs.
 
         Raises:
             Changed: recorded code changed something before.
@@ -125,7 +125,7 @@ class Outside:
         if first is not None:
             raise Changed(f"changes {first.name} in place, which a graph would not do again", location, _HINT)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the contents from before the recording."""
         for place in self._places.values():
             if place.restore is not None and place.differs(place.original):
@@ -134,7 +134,7 @@ class Outside:
 
     # ----------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: Any, this: Any, place: Callable[[], _Place]) -> bool:
+    def _add(self, key: Any, this: Any, place: Callable[[], _Contents]) -> bool:
         if key in self._places or len(self._places) >= _MOST:
             return False
         self._alive.append(this)
@@ -195,7 +195,7 @@ class Outside:
                 self._hold(next(iter(_contents_of_cell(cell)), None), where)
 
 
-def _of_container(value: Any, name: str) -> _Place:
+def _of_container(value: Any, name: str) -> _Contents:
     kind: Any = next(each for each in (collections.OrderedDict, *_CONTAINERS) if isinstance(value, each))
     if issubclass(kind, dict):
 
@@ -208,16 +208,16 @@ def _of_container(value: Any, name: str) -> _Place:
             for key, part in zip(before[:half], before[half:], strict=True):
                 kind.__setitem__(value, key, part)
 
-        return _Place(name, read, restore)
+        return _Contents(name, read, restore)
 
     def replace(before: Any) -> None:
         kind.clear(value)
         (kind.update if kind is set else kind.extend)(value, before)
 
-    return _Place(name, lambda: tuple(kind.__iter__(value)), replace)
+    return _Contents(name, lambda: tuple(kind.__iter__(value)), replace)
 
 
-def _of_attributes(value: Any, names: list[str], where: str) -> _Place:
+def _of_attributes(value: Any, names: list[str], where: str) -> _Contents:
     def restore(before: Any) -> None:
         for name, part in zip(names, before, strict=True):
             if part is not _ABSENT:
@@ -226,7 +226,7 @@ def _of_attributes(value: Any, names: list[str], where: str) -> _Place:
     def read() -> tuple[Any, ...]:
         return tuple(_attribute(value, name) for name in names)
 
-    return _Place(where, read, restore)
+    return _Contents(where, read, restore)
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -237,17 +237,17 @@ def _attribute(value: Any, name: str) -> Any:
         return _ABSENT
 
 
-def _of_name(table: dict[str, Any], name: str, where: str) -> _Place:
+def _of_name(table: dict[str, Any], name: str, where: str) -> _Contents:
     def restore(before: Any) -> None:
         if before[0] is _ABSENT:
             table.pop(name, None)
         else:
             table[name] = before[0]
 
-    return _Place(where, lambda: (table.get(name, _ABSENT),), restore)
+    return _Contents(where, lambda: (table.get(name, _ABSENT),), restore)
 
 
-def _of_class(cls: type) -> _Place:
+def _of_class(cls: type) -> _Contents:
     def read() -> tuple[Any, ...]:
         own = {name: value for name, value in vars(cls).items() if not name.startswith("_abc") and name[:2] != "__"}
         return (*own, *own.values())
@@ -263,15 +263,15 @@ def _of_class(cls: type) -> _Place:
             if vars(cls).get(name, _ABSENT) is not value:
                 setattr(cls, name, value)
 
-    return _Place(f"an attribute of the class {cls.__qualname__}", read, restore)
+    return _Contents(f"an attribute of the class {cls.__qualname__}", read, restore)
 
 
-def _of_cell(cell: CellType, where: str) -> _Place:
+def _of_cell(cell: CellType, where: str) -> _Contents:
     def restore(before: Any) -> None:
         for value in before:
             cell.cell_contents = value
 
-    return _Place(where, lambda: _contents_of_cell(cell), restore)
+    return _Contents(where, lambda: _contents_of_cell(cell), restore)
 
 
 def _contents_of_cell(cell: CellType) -> tuple[Any, ...]:
@@ -296,7 +296,7 @@ def _is_of_model(cls: type) -> bool:
     return holder is not None and is_source(holder)
 
 
-# -- the forward of a recording -------------------------------------------------------------------------------------
+# -- the recorded forward -------------------------------------------------------------------------------------------
 
 
 def refusing_changes(forward: Callable[..., Any], names: GlobalNames) -> Callable[..., Any]:
@@ -321,21 +321,21 @@ def refusing_changes(forward: Callable[..., Any], names: GlobalNames) -> Callabl
             out = run()
             outside.check()
         except Changed as error:
-            outside.put_back()
+            outside.restore()
             if error.location is None:
                 error.location = _line_of_change(run, outside) or first_line(forward)
             raise
         finally:
             is_running = False
             ACTIVE.reset(token)
-            outside.put_back()
+            outside.restore()
         return out
 
     return kept
 
 
 def _line_of_change(run: Callable[[], Any], outside: Outside) -> Location | None:
-    """Run once more, line by line, up to the change; return the line, or None under a debugger."""
+    """Run once more by line up to the change; return the line, or None under a debugger."""
     if sys.gettrace() is not None:
         return None
     last: list[Location] = []
@@ -356,7 +356,7 @@ def _line_of_change(run: Callable[[], Any], outside: Outside) -> Location | None
         run()
     except Changed as error:
         return error.location
-    except Exception:  # noqa: BLE001 - it ran before: what it meets now is of the second run
+    except Exception:  # noqa: BLE001 - the first run passed
         return None
     finally:
         sys.settrace(None)

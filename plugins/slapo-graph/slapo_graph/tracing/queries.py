@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from slapo_graph.sizes import symbolic
+from slapo_graph.structure import concrete
 from slapo_graph.tracing.recording import Recording
-from slapo_graph.tracing.sizes import symbolic
-from slapo_graph.tracing.structure import concrete
 from slapo_graph.tracing.targets import attribute_of, is_method
 
 Query = Callable[[Recording, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -51,7 +51,7 @@ def _size(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _number(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """numel, len, stride: numbers, or tuples of them."""
+    """Answer numel, len and stride by symbolic numbers."""
     out = func(*concrete(args), **concrete(kwargs))
     node = recording.call(func, args, kwargs) if func is not torch.Tensor.__len__ else None
     if node is None:
@@ -60,7 +60,7 @@ def _number(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _length(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """len() must give a plain number: a guard stays behind."""
+    """Answer len() by a plain number, with a guard."""
     out = func(*args, **kwargs)
     recording.guard(recording.compute(len, (recording.node(args[0]),)), out)
     return out
@@ -71,7 +71,7 @@ def _constant(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rank(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """The number of axes: a plain number. The tensors that come in are held to theirs; modules may give others."""
+    """Answer the number of axes by a plain number, guarded for all tensors but the arguments."""
     node = recording.node(args[0])
     if node.op != "placeholder":
         recording.guard(recording.compute(torch.Tensor.dim, (node,)), func(*args, **kwargs))
@@ -79,18 +79,18 @@ def _rank(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _guarded(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """A property that the code may branch on: dtype, requires_grad, is_cuda, ..."""
+    """Answer a property that code may branch on (dtype, requires_grad, ...), with a guard."""
     out = func(*args, **kwargs)
     recording.guard(recording.call(func, args, kwargs), out)
     return out
 
 
 def _device(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
-    """The device, as an object of its own, so that it is known again where it is used."""
+    """Answer the device by an object of its own, so that its uses are recognized."""
     device = func(*args)
     if device.type == "meta" and recording.meta_device is not None:
         device = recording.meta_device
-    return recording.know(torch.device(str(device)), recording.call(func, args, kwargs))
+    return recording.register(torch.device(str(device)), recording.call(func, args, kwargs))
 
 
 _PROPERTIES = (

@@ -1,4 +1,4 @@
-"""What a forward reads while it is recorded: attributes of modules and of the objects they hold, and global names."""
+"""Reads of a recorded forward: attributes of modules and their objects, and global names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from slapo_core.internals import forwards, module_index
-from slapo_graph.guards import ABSENT, Same, fingerprint, is_setting, is_told
+from slapo_graph.guards import ABSENT, Same, fingerprint, has_full_fingerprint, is_setting
 from slapo_graph.leaves import LeafRule, inlined_modules
 from slapo_graph.private import TABLES, FakeTensor, methods_put_on
 from slapo_graph.protocol import Flag, Location, Untraceable
+from slapo_graph.sizes import is_symbolic
+from slapo_graph.structure import Opaque, is_plain
 from slapo_graph.tracing.diagnostics import is_of_the_model
-from slapo_graph.tracing.session import attributes_restored, put_back
-from slapo_graph.tracing.sizes import is_symbolic
-from slapo_graph.tracing.structure import Opaque, is_plain
+from slapo_graph.tracing.session import attributes_restored, restore
 
 HolderPath = tuple[str, ...]
 _DEPTH = 4
@@ -37,14 +37,14 @@ _OWN_OF_EVERY_MODULE = frozenset(name for name in _OF_EVERY_MODULE if not name.s
 
 
 class AttributeReads:
-    """Notes the attributes that are read, by methods put on the classes for as long as a recording lasts.
+    """Note the attributes that are read during a recording, by methods put on the classes.
 
-    Modules that stay calls are watched too: what they read decides whether another module's recording is the same.
+    Called modules are watched too: their reads decide whether another module shares the recording.
 
     Args:
-        refuse: makes the error for recorded code that sets an attribute.
-        line: where the forward is written.
-        is_paused: whether what runs now is a module that stays a call, and no recorded code.
+        refuse: makes the error for setting an attribute.
+        line: of the forward.
+        is_paused: whether a called module runs now, not recorded code.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class AttributeReads:
         self._by_code: set[tuple[HolderPath, str]] = set()
         self._found: dict[tuple[HolderPath, str], Any] = {}
         self._set_below: dict[Any, Exception] = {}
-        # What is read after it was written comes from the forward itself.
+        # An attribute that is read after it was written has the forward's own value.
         self._written: set[tuple[HolderPath | None, str]] = set()
         self._places: dict[int, HolderPath] = {}
         self._watched: list[Any] = []  # an id stands for one object only as long as that lives
         self._spied: dict[type, Callable[[], None]] = {}
-        self._thread = get_ident()  # of the recording: what others read and set meanwhile is not the forward's
+        self._thread = get_ident()  # of the recording; other threads' reads and writes are not the forward's
         self._of_others: list[tuple[Any, str]] = []
         self._recorded: set[HolderPath] = set()
         self._is_known = True
@@ -70,7 +70,7 @@ class AttributeReads:
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[dict[tuple[HolderPath, str], None]]:
-        """What is read while this lasts, by place and name, also where it was read before."""
+        """Log reads by place and name while the block runs, repeated ones too."""
         log: dict[tuple[HolderPath, str], None] = {}
         self._logs.append(log)
         try:
@@ -93,13 +93,13 @@ class AttributeReads:
                     raise refused
 
     @property
-    def seen(self) -> tuple[Flag, ...]:
-        """What recorded code read, each attribute once; not the training mode, which decides between variants."""
+    def guarded(self) -> tuple[Flag, ...]:
+        """Return the reads of recorded code, each once, without the training mode."""
         return tuple(flag for flag in self._flags() if (flag.path, flag.attribute) in self._by_code)
 
     @property
     def read(self) -> tuple[Flag, ...] | None:
-        """What was read, by modules that stay calls too; None if that included what cannot be looked into."""
+        """Return all reads, of called modules too; None if they include values without a full fingerprint."""
         return self._flags() if self._is_known else None
 
     def _flags(self) -> tuple[Flag, ...]:
@@ -107,12 +107,12 @@ class AttributeReads:
 
     @contextlib.contextmanager
     def watching(self, root: nn.Module, leaves: LeafRule) -> Iterator[Callable[[], bool]]:
-        """Watch ``root``, all modules below, and plain objects that are read from them; what they set is taken back.
+        """Watch ``root``, all modules below and the plain objects read from them, and restore them.
 
-        Gives a function that says whether all attributes are still as they were.
+        Gives a function that returns whether all attributes are unchanged.
 
         Raises:
-            Untraceable: recorded code changed what is in an attribute.
+            Untraceable: recorded code changed the contents of an attribute.
         """
         inlined = inlined_modules(root, leaves)
         self._recorded = set(map(_place, inlined))
@@ -125,8 +125,8 @@ class AttributeReads:
                     self._watch(module, _place(path))
                 yield is_unchanged
             finally:
-                for restore in self._spied.values():
-                    restore()
+                for undo in self._spied.values():
+                    undo()
 
     def _watch(self, value: Any, path: HolderPath) -> None:
         if id(value) not in self._places and self._spy(type(value)):
@@ -134,7 +134,7 @@ class AttributeReads:
             self._watched.append(value)
 
     def _spy(self, cls: Any) -> bool:
-        """Put methods on a class that note reads and refuse writes; whether it takes them."""
+        """Put methods on a class that note reads and refuse writes; return whether it accepts them."""
         if cls in self._spied:
             return True
         watch = self
@@ -165,7 +165,7 @@ class AttributeReads:
                 original_set(this, name, new)
                 return
             path = watch._places.get(id(this))
-            # `self.count += 1` on a tensor sets what is there already
+            # `self.count += 1` on a tensor sets the same object
             is_below = path is not None and path not in watch._recorded and not watch._is_paused()
             if (path in watch._recorded or is_below) and (old := getattr(this, name, watch)) is not new:
                 refused = watch._refuse(f"sets {'.'.join(('self', *(path or ()), name))}")
@@ -178,32 +178,32 @@ class AttributeReads:
             original_set(this, name, new)
 
         read.slapo_original, write.slapo_original = original, original_set  # type: ignore[attr-defined]
-        restore = methods_put_on(cls, {"__getattribute__": read, "__setattr__": write})
-        if restore is not None:
-            self._spied[cls] = restore
-        return restore is not None
+        undo = methods_put_on(cls, {"__getattribute__": read, "__setattr__": write})
+        if undo is not None:
+            self._spied[cls] = undo
+        return undo is not None
 
     def _read(self, this: Any, name: str, found: Any) -> None:
         path = self._places.get(id(this))
         if path is None:
             return
-        if self._logs and not isinstance(getattr(type(this), name, None), property):  # it reads what it is made of
+        if self._logs and not isinstance(getattr(type(this), name, None), property):  # its own reads are noted
             for log in self._logs:
                 log[path, name] = None
         if not self._is_paused():
             self._by_code.add((path, name))
         if hasattr(found, "__dict__") and not isinstance(found, _NO_HOLDERS):
-            self._hold(found, (*path, name), path)
+            self._watch_object(found, (*path, name), path)
         if (path, name) in self._found or (path, name) in self._written:
             return
         if name not in object.__getattribute__(this, "__dict__"):
             static = getattr(type(this), name, None)
             if isinstance(static, property) or callable(static) or not is_setting(found):
-                return  # a property reads what it is made of; methods are code
+                return  # a property's own reads are noted; methods are code
         self._note(path, name, found)
 
     def _read_all(self, this: Any) -> None:
-        """Code asks for the dictionary of attributes: whatever setting is in it may matter."""
+        """Note all settings in the dictionary of attributes, which code asked for."""
         ignored = _OF_EVERY_MODULE if isinstance(this, nn.Module) else ()
         for name, value in tuple(object.__getattribute__(this, "__dict__").items()):
             if name not in ignored and is_setting(value):
@@ -236,10 +236,10 @@ class AttributeReads:
 
     def _note(self, path: HolderPath, name: str, found: Any) -> None:
         self._found[path, name] = fingerprint(found)
-        self._is_known = self._is_known and (id(found) in self._places or is_told(found))
+        self._is_known = self._is_known and (id(found) in self._places or has_full_fingerprint(found))
 
-    def _hold(self, value: Any, path: HolderPath, reader: HolderPath) -> None:
-        """Watch an object that is not a module: a configuration."""
+    def _watch_object(self, value: Any, path: HolderPath, reader: HolderPath) -> None:
+        """Watch an object that is not a module, such as a configuration."""
         if len(path) - len(reader) > 1 or len(path) > _DEPTH + max(map(len, self._recorded)):
             return
         known = self._places.get(id(value))
@@ -266,8 +266,8 @@ _CONTAINERS = (tuple, list, dict, set, frozenset)
 class GlobalNames:
     """The global names in the source of what a recording may run, with their values.
 
-    Names are taken from the code, not from what was executed: those of branches not taken are among them. Followed are
-    functions of the model's own files and methods of the recorded modules; not torch.
+    The names are from the source code, of branches not taken too: of functions in the model's own files, and of methods
+    of the recorded modules; not of torch.
 
     Args:
         forward: that is recorded.
@@ -284,12 +284,12 @@ class GlobalNames:
         self._tables = {id(vars(each)): vars(each) for each in holders if each is not None and is_source(each)}
         self.functions: list[FunctionType] = []
         self.tables: list[tuple[str, dict[str, Any], set[str]]] = []
-        seen: set[int] = set()
-        while waiting and len(seen) < _MOST_FUNCTIONS:
+        followed: set[int] = set()
+        while waiting and len(followed) < _MOST_FUNCTIONS:
             function = waiting.pop()
-            if function is None or id(function.__code__) in seen or not is_followed(function.__code__.co_filename):
+            if function is None or id(function.__code__) in followed or not is_followed(function.__code__.co_filename):
                 continue
-            seen.add(id(function.__code__))
+            followed.add(id(function.__code__))
             self.functions.append(function)
             names = _names(function.__code__)
             waiting += [_function(getattr(cls, name, None)) for cls in classes for name in names]
@@ -299,14 +299,14 @@ class GlobalNames:
 
     @property
     def flags(self) -> tuple[Flag, ...]:
-        """What a graph depends on."""
+        """Return the flags of the global names."""
         return tuple(Flag(path, name, found[2], owner) for (owner, path, name), found in self._values.items())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Give the names their values again, and lists and dictionaries their contents.
 
-        Meanwhile ``type`` is among them: it gives the class that a number or a tensor has outside of a recording.
+        Meanwhile ``type`` is replaced: it returns the class that a number or a tensor has outside of a recording.
 
         Raises:
             Untraceable: one of them was changed.
@@ -319,7 +319,7 @@ class GlobalNames:
         finally:
             for table in tables:
                 del table["type"]
-            changed = [key for key, held in self._values.items() if _put_back(key[2], *held)]
+            changed = [key for key, held in self._values.items() if _restore(key[2], *held)]
         if changed:
             owner, path, name = changed[0]
             raise Untraceable(f"changes the global name {'.'.join((owner, *path, name))}")
@@ -351,11 +351,11 @@ class GlobalNames:
             self._values[owner, path, name] = (table, value, expected, contents)
 
 
-def _put_back(name: str, table: dict[str, Any], value: Any, _: Any, contents: Any) -> bool:
+def _restore(name: str, table: dict[str, Any], value: Any, _: Any, contents: Any) -> bool:
     """Give a name its value and contents again; whether they had changed."""
     is_other = table.get(name) is not value
     table[name] = value
-    return (contents is not None and put_back(value, contents)) or is_other
+    return (contents is not None and restore(value, contents)) or is_other
 
 
 class _AnswersOutside(type):
@@ -377,11 +377,11 @@ class _AnswersOutside(type):
 
 
 class _TypeOutside(type, metaclass=_AnswersOutside):
-    """``type`` for recorded code: of what stands for a number or a tensor, the class outside."""
+    """``type`` for recorded code; returns the class that symbolic numbers and fake tensors represent."""
 
 
 def is_source(holder: ModuleType) -> bool:
-    """Whether a Python module is the model's; an interactive ``__main__`` has no file."""
+    """Return whether a Python module is the model's; an interactive ``__main__`` has no file."""
     return is_followed(getattr(holder, "__file__", None) or holder.__name__)
 
 
@@ -391,16 +391,16 @@ def is_followed(file: str) -> bool:
 
 
 def _is_compared(value: Any) -> bool:
-    """What is cheap to compare at every call: functions, numbers, texts, and a few of them."""
+    """Return whether a value is cheap to compare at every call: a function, number, text, or a few of these."""
     if isinstance(value, type | ModuleType):
         return False
     if isinstance(value, FunctionType):
         return is_followed(value.__code__.co_filename)
-    return is_told(value) and (not isinstance(value, _CONTAINERS) or len(value) <= _MOST_PARTS)
+    return has_full_fingerprint(value) and (not isinstance(value, _CONTAINERS) or len(value) <= _MOST_PARTS)
 
 
 def _functions_in(function: Any) -> Iterator[FunctionType | None]:
-    """A function, what it wraps, and the functions that it closes over."""
+    """Yield a function, the function that it wraps, and the functions in its closure."""
     for one in (function, getattr(function, "__wrapped__", None)):
         yield _function(one)
     for cell in getattr(function, "__closure__", None) or ():

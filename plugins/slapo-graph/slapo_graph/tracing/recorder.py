@@ -1,4 +1,4 @@
-"""Runs torch calls on fake tensors, and hands each of them to the recording."""
+"""The mode that runs torch calls on fake tensors and records each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from slapo_core.internals import is_data_pointer_error, module_calls_through
 from slapo_core.observers import Origin
 from slapo_graph import autocast_state
-from slapo_graph.effects import Observer
+from slapo_graph.effects import SideEffectObserver
 from slapo_graph.leaves import LeafRule, is_changed, is_predefined
 from slapo_graph.private import (
     DataDependentOutputException,
@@ -32,6 +32,7 @@ from slapo_graph.private import (
     write_count,
 )
 from slapo_graph.protocol import Location, Untraceable
+from slapo_graph.structure import concrete, tensors_in
 from slapo_graph.tracing.diagnostics import model_location, raised_at
 from slapo_graph.tracing.given import Given
 from slapo_graph.tracing.outside import ACTIVE
@@ -39,7 +40,6 @@ from slapo_graph.tracing.queries import query_of
 from slapo_graph.tracing.recording import Recording
 from slapo_graph.tracing.repeated_calls import RepeatedCalls
 from slapo_graph.tracing.session import rng_restored
-from slapo_graph.tracing.structure import concrete, tensors_in
 from slapo_graph.tracing.targets import writes_to_first
 from slapo_graph.tracing.writer import module_end
 
@@ -49,9 +49,9 @@ _CUT = {"split": "split_size", "chunk": "chunks", "unsafe_split": "split_size", 
 
 
 def guard_elements(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Where ``func`` cuts a tensor into as many parts as its size makes, keep their number.
+    """Guard the number of parts into which ``func`` cuts a tensor by its size.
 
-    The guard asks the tensor that is cut, and not the parts, which only the code that was recorded uses.
+    The guard asks the tensor that is cut; only the recorded code uses its parts.
     """
     name = getattr(func, "__name__", "")
     if name not in _CUT:
@@ -73,18 +73,17 @@ def guard_elements(recording: Recording, func: Any, args: tuple[Any, ...], kwarg
     recording.guard(getattr(chunks.node, "node", None), int(concrete(chunks)))
 
 
-# What autograd does that torch-function modes do not see: custom functions, and hooks on what is saved.
+# Autograd that torch-function modes do not see: custom functions, and hooks on saved tensors.
 
 _CHECKPOINTING = (
     "checkpoints activations (torch.utils.checkpoint), which its graph would not do",
-    "take it out of the model's code (transformers: model.gradient_checkpointing_disable()) and call "
-    "sch['a.b'].checkpoint() of what it is to cover; or trace and cut where it lies inside of a module that stays a "
-    "call",
+    "disable it in the model (transformers: model.gradient_checkpointing_disable()) and checkpoint by "
+    "sch['a.b'].checkpoint(); or trace and cut so that it lies inside of a module that stays a call",
 )
 
 
 class ApplyFunction:
-    """``function.apply`` as a target of a graph: one call, with the backward that its author wrote.
+    """``function.apply`` as one call in a graph, with its author's backward.
 
     Args:
         function: the custom autograd function.
@@ -106,9 +105,9 @@ class ApplyFunction:
 
 
 def autograd_functions(recorder: Recorder) -> AbstractContextManager[None]:
-    """While this lasts, a call of a custom ``torch.autograd.Function`` is one call in the graph.
+    """Record each call of a custom ``torch.autograd.Function`` as one call.
 
-    What its forward computes would be seen, but without its backward.
+    Recording the operations of its forward would lose its backward.
     """
 
     def call(cls: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +121,7 @@ def autograd_functions(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 def checkpointing_refused(recorder: Recorder) -> AbstractContextManager[None]:
-    """While this lasts, recorded code that checkpoints activations is refused: the graph would keep them.
+    """Refuse recorded code that checkpoints activations, which the graph would keep.
 
     Raises:
         Untraceable: it entered ``saved_tensors_hooks``, as ``torch.utils.checkpoint`` and ``save_on_cpu`` do.
@@ -135,11 +134,11 @@ def checkpointing_refused(recorder: Recorder) -> AbstractContextManager[None]:
     return before_saved_tensors_hooks(refuse)
 
 
-# Calls of modules below the recorded one: one call in the graph, or looked into.
+# Calls of modules below the recorded one: one call in the graph, or inlined.
 
 
 def module_calls(recorder: Recorder, root: nn.Module, leaves: LeafRule) -> AbstractContextManager[None]:
-    """While this lasts, a call of a leaf below the recorded module is written down, and not what it does."""
+    """Record a call of a leaf below the recorded module as one call."""
     recording = recorder.recording
 
     def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -175,27 +174,24 @@ def module_calls(recorder: Recorder, root: nn.Module, leaves: LeafRule) -> Abstr
 
 
 class Regions:
-    """Writes the switches into the graph whenever a call is made in another state than the one before it."""
+    """Write a switch of gradients and autocast into the graph before a call in another state."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.now = self.entry = autocast_state.state()
 
     def enter(self) -> None:
-        """Before a call is written."""
-        present = autocast_state.state()
-        if present == self.now:
-            return
-        self.now = present
-        grad, autocast, cache = present
-        self.recording.compute(autocast_state.set_state, (grad, autocast, cache))
+        """Switch to the present state, before a call is written."""
+        self._switch(autocast_state.state())
 
     def finish(self) -> None:
-        """At the end: the state of the beginning again."""
-        if self.now != self.entry:
-            self.now = self.entry
-            grad, autocast, cache = self.entry
-            self.recording.compute(autocast_state.set_state, (grad, autocast, cache))
+        """Switch back to the state of the beginning, at the end."""
+        self._switch(self.entry)
+
+    def _switch(self, state: autocast_state.State) -> None:
+        if self.now != state:
+            self.now = state
+            self.recording.compute(autocast_state.set_state, state)
 
 
 _SWITCHES = (set_grad_enabled,)
@@ -208,11 +204,11 @@ _READS = frozenset(
         "__int__", "__repr__", "data_ptr", "item", "numpy", "storage", "tolist", "untyped_storage",
     )
 )  # fmt: skip
-"""Give values of a tensor that has some, also where a run is on tensors without values."""
+"""Return values of real tensors, in runs on fake tensors too."""
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether it is real, or torch has computed it of real ones nevertheless, as it does for one element."""
+    """Return whether a tensor is real, or a fake one whose value torch computed."""
     return type(tensor) is not FakeTensor or tensor.constant is not None
 
 
@@ -222,15 +218,15 @@ _CUSTOM_OPERATOR = (
 
 
 class NeedsValues(Untraceable):
-    """A forward does what a run on tensors without values cannot follow; one on real tensors may."""
+    """Signal a forward that needs values of tensors; it may be recorded on real ones."""
 
 
 class Recorder(TorchFunctionMode):
-    """A mode in which every torch call is run and written down.
+    """Run and record every torch call.
 
     Args:
-        recording: where to.
-        memory_of: gives the fake tensor whose memory stands for that of a real one; None: each has its own.
+        recording: of the calls.
+        memory_of: returns the fake tensor that represents the memory of a real one; None: each represents its own.
     """
 
     slapo_is_recorder = True  # slapo_core.observers: is_recording
@@ -240,15 +236,15 @@ class Recorder(TorchFunctionMode):
         self._memory_of = memory_of
         self.recording = recording
         self.regions = Regions(recording)
-        self.alike: RepeatedCalls | None = None
+        self.repeated_calls: RepeatedCalls | None = None
         self.is_in_root = True
         self.given: Given | None = None  # of the call that runs now
         self._is_paused, self._thread = False, threading.get_ident()
-        self._path = ""  # of the module below whose own code runs
+        self._path = ""  # of the module whose code runs
 
     @property
     def is_paused(self) -> bool:
-        """Whether what runs now is not written down: inside of a call that is one node, or in another thread."""
+        """Return whether nothing is recorded now: inside of a call that is one node, or in another thread."""
         return self._is_paused or threading.get_ident() != self._thread
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,9 +262,10 @@ class Recorder(TorchFunctionMode):
         return self.record_call(func, func, args, kwargs)
 
     def record_call(self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``run``, and write it down as a call of ``func``.
+        """Run ``run``, and record it as a call of ``func``.
 
-        One that writes to its first argument gives just that: a fake one may stand for a buffer while it runs.
+        A call that writes to its first argument returns that very object: a fake tensor may represent a buffer during
+        the run.
         """
         if (from_hook := getattr(func, "slapo_from", None)) is not None and (hook := _running_hook()) is not None:
             func = from_hook(Origin(self._path, hook))
@@ -278,18 +275,19 @@ class Recorder(TorchFunctionMode):
         write = functools.partial(self.recording.call, func, args, kwargs)
         out = self._record(run, args, kwargs, write, caller=caller, may_change=isinstance(func, ApplyFunction))
         if writes_to_first(func) and args and isinstance(args[0], torch.Tensor) and isinstance(out, torch.Tensor):
-            return self.recording.know(args[0], self.recording.node(out))
+            return self.recording.register(args[0], self.recording.node(out))
         return out
 
     def record_module(
         self, path: str, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a module below the recorded one, and write it down as one call."""
+        """Run a module below the recorded one, and record it as one call."""
         is_observed = is_predefined(module)
-        alike = None if is_observed else self.alike
         run = functools.partial(call, module)
+        if self.repeated_calls is not None and not is_observed:
+            run = functools.partial(self._call_or_repeat, self.repeated_calls, call, path, module)
         return self._record(
-            run if alike is None else functools.partial(self._alike, alike, call, path, module),
+            run,
             args,
             kwargs,
             lambda: self.recording.call_module(path, args, kwargs),
@@ -299,11 +297,11 @@ class Recorder(TorchFunctionMode):
             may_change=not is_observed or is_changed(module),
         )
 
-    def _alike(self, alike: RepeatedCalls, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_or_repeat(self, repeated: RepeatedCalls, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.given is not None
         if self.given.has_variables:  # which the call may read and fill
             return call(*args[1:], **kwargs)
-        return alike.call(call, *args, **kwargs)
+        return repeated.call(call, *args, **kwargs)
 
     def _record(
         self,
@@ -319,7 +317,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         self.regions.enter()
         notes = self.recording.notes
-        with self.paused():  # asking for a version is a call too
+        with self.paused():  # reading a version is a call too
             before = [(one, write_count(one)) for one in tensors_in((args, kwargs))] if notes is not None else []
         given = Given(self.recording, args, kwargs) if may_vary else None
         self.given = given
@@ -329,7 +327,7 @@ class Recorder(TorchFunctionMode):
             rng_restored() if may_vary else contextlib.nullcontext(),
             outside.elsewhere() if outside is not None else contextlib.nullcontext(),
         ):
-            observer = Observer(self._memory_of)
+            observer = SideEffectObserver(self._memory_of)
             try:
                 with observer if is_observed else contextlib.nullcontext():
                     if given is None:
@@ -353,7 +351,7 @@ class Recorder(TorchFunctionMode):
                 changed.before_call(out)
             node = write()
             if is_observed:
-                node.meta["seen"] = observer.seen(args, kwargs, out)
+                node.meta["side_effects"] = observer.side_effects(args, kwargs, out)
             if notes is not None:
                 with self.paused():
                     written = [self.recording.node(one) for one, version in before if write_count(one) != version]
@@ -380,10 +378,10 @@ class Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def inside(self, path: str) -> Iterator[None]:
-        """While this lasts, the code of the module at ``path`` runs, and that of its hooks.
+        """Set the path of the running module, or of its hooks, for messages.
 
         Raises:
-            Untraceable: it launched a kernel that no graph has, on the memory of a tensor.
+            Untraceable: it used the data pointer of a tensor, e.g. to launch a kernel.
         """
         before, self._path = self._path, path
         try:
@@ -397,7 +395,7 @@ class Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While this lasts, nothing is written down."""
+        """Pause recording while the block runs."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -406,7 +404,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _running_hook() -> Any:
-    """The hook of a step, an object that a graph can hold, inside of which this is called; None outside of any."""
+    """Return the running hook that a graph can hold; None outside of any."""
     frame, found = sys._getframe(1), None
     while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
         first = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))

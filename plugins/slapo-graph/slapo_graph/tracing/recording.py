@@ -1,4 +1,4 @@
-"""The graph in the making: which node gives which value, and what every call becomes."""
+"""The graph in the making, with the values of its nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import fx, nn
 
 from slapo_core.internals import buffers_of, module_index, parameters_of
 from slapo_graph.private import FakeTensor, tree_leaves
-from slapo_graph.tracing.sizes import is_symbolic, symbolic
-from slapo_graph.tracing.structure import Opaque, children, is_plain, rebuild
+from slapo_graph.sizes import is_symbolic, symbolic
+from slapo_graph.structure import Opaque, children, is_plain, rebuild
 from slapo_graph.tracing.targets import target_of
 from slapo_graph.tracing.writer import GraphWriter, Notes, placeholder
 
 
 def structure_of(value: Any) -> Any:
-    """The kind of a result of several parts, and which: ``("tuple", 2)``, ``("dict", ("hidden", "weights"))``."""
+    """Return class and size of a result of several parts: ``("tuple", 2)``, ``("dict", ("hidden",))``."""
     if isinstance(value, Mapping):
         return type(value).__name__, tuple(value)
     return type(value).__name__, len(value) if isinstance(value, tuple | list) else None
@@ -33,7 +33,9 @@ _NO_HOLDERS = _NO_CONTAINERS | {dict, list, tuple, OrderedDict}
 
 @dataclass(frozen=True)
 class Operand:
-    """What a node uses, in the meta of others: copies of a graph keep names, and rewrites put other operands there.
+    """An operand of a node, named in the meta of others.
+
+    Copies of a graph keep the names, and rewrites replace the operands.
 
     Args:
         node: the name of the node.
@@ -52,13 +54,13 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 class Recording(GraphWriter):
-    """The graph in the making, and which of its nodes gives which value.
+    """The graph in the making, with the values of its nodes.
 
     Args:
         root: the recorded module; its parameters, buffers and modules are known by their names.
-        may_capture: whether tensors from elsewhere may become a part of the code.
-        notes: what else is to be known of the run.
-        meta_device: the device for which the module's tensors on the meta device stand; None: they are there.
+        may_capture: whether tensors from outside may become a part of the graph.
+        notes: further observations of the run.
+        meta_device: the device that the module's meta tensors represent; None: the meta device.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class Recording(GraphWriter):
 
     # -- values and their nodes -------------------------------------------------------------------------------
 
-    def know(self, value: Any, node: fx.Node) -> Any:
-        """Remember that ``node`` gives ``value``; what code gets in its place (numbers that stay symbolic)."""
+    def register(self, value: Any, node: fx.Node) -> Any:
+        """Let ``node`` give ``value``; return the value for the recorded code."""
         self._alive.append(value)
         self._nodes[id(value)] = node
         if self.notes is not None:
@@ -100,7 +102,7 @@ class Recording(GraphWriter):
                 raise self.refusal("makes a tensor whose shape depends on values")
             node.meta["example"] = (tuple(value.shape), value.dtype)
             if isinstance(value, FakeTensor):
-                # Another object for each tensor, so that a device that is read from it is known again.
+                # A new object for each tensor, so that a device read from it is recognized.
                 device = torch.device(str(value.fake_device))
                 value.fake_device = device
                 self._alive.append(device)
@@ -108,9 +110,9 @@ class Recording(GraphWriter):
         return value
 
     def give(self, value: Any, node: fx.Node) -> Any:
-        """Every part of a result, each known by a node that takes it out of ``node``; what code gets to see."""
+        """Register every part of a result, each with a node of its own; return the result for the recorded code."""
         if isinstance(value, torch.Tensor):
-            return self.know(value, node)
+            return self.register(value, node)
         if type(value) in (int, float):
             return symbolic(self, value, node)
         parts = children(value)
@@ -119,7 +121,7 @@ class Recording(GraphWriter):
             return value
         if parts is None:
             opaque = Opaque(value, self.refusal)
-            self.know(opaque, node)
+            self.register(opaque, node)
             return opaque
         taken = []
         for how, key, part in list(parts):
@@ -129,14 +131,14 @@ class Recording(GraphWriter):
                 below = self.compute(getattr, (node, key))
             taken.append(self.give(part, below))
         made = rebuild(value, taken)
-        return self.know(made, node)
+        return self.register(made, node)
 
     def known(self, value: Any) -> fx.Node | None:
-        """The node that gives this very object, if any does."""
+        """Return the node that gives this very object; None if no node does."""
         return self._nodes.get(id(value))
 
     def represent(self, value: Any, node: Any) -> None:
-        """Let ``node``, or a container of nodes, give a container, until :meth:`forget`: what is in it may change."""
+        """Let a node, or a container of nodes, give a mutable container until :meth:`forget`."""
         self._alive.append(value)
         self._nodes[id(value)] = node
 
@@ -148,12 +150,12 @@ class Recording(GraphWriter):
         """Return whether a node gives ``value``, or the module holds it."""
         return id(value) in self._nodes or id(value) in self._held or id(value) in self._parts
 
-    def take(self, whole: fx.Node, key: Any) -> fx.Node:
-        """An item of a container that a node gives."""
-        return self.compute(operator.getitem, (whole, key))
+    def take(self, container: fx.Node, key: Any) -> fx.Node:
+        """Return the node of an item of a container."""
+        return self.compute(operator.getitem, (container, key))
 
     def node(self, value: Any) -> Any:
-        """What an argument is in the graph: a node, or a constant, or a container of such."""
+        """Return an argument in the graph: a node, a constant, or a container of these."""
         if is_symbolic(value):
             node = value.node.node
             return value.node.hint if node is None else node
@@ -203,7 +205,7 @@ class Recording(GraphWriter):
                     f"reads a parameter of shape {tuple(tensor.shape)} outside the traced module",
                     "trace the module that holds both",
                 )
-            if isinstance(tensor, FakeTensor):  # another call's inside
+            if isinstance(tensor, FakeTensor):  # of the inside of another call
                 raise self.refusal(
                     "uses a tensor that a module below made, and neither returned nor put into a list, a dictionary or "
                     "a dataclass that it is given",
@@ -213,7 +215,7 @@ class Recording(GraphWriter):
                 raise self.refusal("uses a tensor created outside the traced forward")
             node = placeholder(self.graph, f"captured_{len(self.captured)}")
             first = next(each for position, each in enumerate(self.graph.nodes) if position == len(self.captured))
-            if first is not node:  # behind those captured before: they are given in their order
+            if first is not node:  # after the former ones, in their order
                 first.prepend(node)
             self.captured.append(tensor)
         self._alive.append(tensor)
@@ -225,7 +227,7 @@ class Recording(GraphWriter):
     # -- writing ----------------------------------------------------------------------------------------------
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A call of a torch function in the graph."""
+        """Write the call of a torch function."""
         kind, target, order = target_of(func, self.refusal)
         nodes = tuple(self.node(argument) for argument in args)
         if order is not None:
@@ -240,7 +242,7 @@ class Recording(GraphWriter):
         return self._marked(node)
 
     def call_module(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        """A call of a module below the recorded one."""
+        """Write the call of a module below the recorded one."""
         nodes = tuple(self.node(argument) for argument in args)
         named = {name: self.node(value) for name, value in kwargs.items()}
         return self._marked(self.graph.call_module(path, nodes, named))
@@ -248,7 +250,7 @@ class Recording(GraphWriter):
     def note_inlined(
         self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, begin: fx.Node | None
     ) -> None:
-        """Note at the last node of an inlined module which nodes its call consists of, to be found by its path.
+        """Note the nodes of an inlined module at its last node, to find the module by its path.
 
         Args:
             path: of the module.
@@ -276,13 +278,13 @@ class Recording(GraphWriter):
             self.guard(self.compute(structure_of, (node,)), structure_of(value))
 
     def length(self, tensor: torch.Tensor, dim: int) -> Any:
-        """The size of a tensor along ``dim``, which the graph reads at every call."""
+        """Return the symbolic size of a tensor along ``dim``."""
         node = self._marked(self.graph.call_method("size", (self.node(tensor), dim)))
         return symbolic(self, int(tensor.size(dim)), node)
 
 
 def _registered(modules: Modules, table: Callable[[nn.Module], Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters or buffers, under each of their names."""
+    """Yield parameters or buffers, under each of their names."""
     for path, module in modules:
         for name, tensor in table(module).items():
             if tensor is not None:
@@ -290,7 +292,7 @@ def _registered(modules: Modules, table: Callable[[nn.Module], Any]) -> Iterator
 
 
 def _plain_tensors(modules: Modules) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are attributes and no buffers: read anew at every call, as the recorded code does."""
+    """Yield tensors that are plain attributes, which graphs read at every call as the code does."""
     for path, module in modules:
         for name, value in module.__dict__.items():
             if type(value) in _NO_HOLDERS:
@@ -305,7 +307,7 @@ def _plain_tensors(modules: Modules) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors_in_containers(modules: Modules) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Tensors in lists, tuples and dictionaries that are attributes: the attribute, index or key, and the tensor."""
+    """Yield tensors in containers that are attributes: attribute, index or key, and tensor."""
     for path, module in modules:
         for name, value in module.__dict__.items():
             if type(value) in _NO_CONTAINERS:

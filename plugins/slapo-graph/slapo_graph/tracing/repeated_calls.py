@@ -1,4 +1,4 @@
-"""Calls of modules that are the same run as an earlier one in the same recording: they are not run again."""
+"""Calls of modules that equal an earlier one of the same recording, and are not run again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 from slapo_core.internals import module_index
 from slapo_graph import autocast_state
-from slapo_graph.guards import fingerprint, is_told
+from slapo_graph.guards import fingerprint, has_full_fingerprint
 from slapo_graph.private import FakeTensor, is_view, storage_id, write_count
+from slapo_graph.structure import children, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.reads import AttributeReads, HolderPath
-from slapo_graph.tracing.structure import children, is_plain, rebuild, tensors_in
 from slapo_graph.tracing.writer import Notes
 
 _Reads = tuple[tuple[HolderPath, str, Any], ...]
@@ -24,14 +24,13 @@ _Reads = tuple[tuple[HolderPath, str, Any], ...]
 class RepeatedCalls:
     """Reuse the result of an earlier equal call in one recording.
 
-    The modules have the same structure, modes and hooks, the arguments have the same metadata and share memory alike,
-    and whatever the first run read below its module is the same in the other. A call that changed anything (an
-    argument, a buffer, an attribute), looked into values or gave what shares memory with its arguments stands for no
-    other.
+    Equal calls have modules of the same structure, modes and hooks, arguments with the same metadata and sharing of
+    memory, and the same values of everything that the first call read below its module. A call is not reused if it
+    changed anything (an argument, a buffer, an attribute), read values, or returned memory of its arguments.
 
     Args:
-        reads: which attributes are read.
-        notes: whether values are read.
+        reads: of attributes.
+        notes: which count reads of values.
         is_unchanged: whether no attribute changed since the recording began.
     """
 
@@ -41,13 +40,13 @@ class RepeatedCalls:
 
     def call(self, run: Callable[..., Any], path: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``run(module, *args, **kwargs)`` on fake tensors."""
-        form = _form((args, kwargs), {})
-        if form is None:
+        signature = _signature((args, kwargs), {})
+        if signature is None:
             return run(module, *args, **kwargs)
         key = (
             module_index.structure(module),
             module_index.around(module),
-            form,
+            signature,
             autocast_state.state(),
             torch.is_inference_mode_enabled(),
         )
@@ -73,7 +72,7 @@ class RepeatedCalls:
         return result
 
 
-def _form(value: Any, memory: dict[int, int]) -> Any:
+def _signature(value: Any, memory: dict[int, int]) -> Any:
     """Return an argument's complete signature, with storages numbered by ``memory``; None if unknown."""
     if isinstance(value, torch.Tensor):
         if type(value) is not FakeTensor or value.layout is not torch.strided:
@@ -84,7 +83,7 @@ def _form(value: Any, memory: dict[int, int]) -> Any:
     if is_plain(value):
         return (type(value), repr(value))
     parts = children(value)
-    inner = None if parts is None else [(repr(key), _form(part, memory)) for _, key, part in parts]
+    inner = None if parts is None else [(repr(key), _signature(part, memory)) for _, key, part in parts]
     return None if inner is None or any(part is None for _, part in inner) else (type(value), tuple(inner))
 
 
@@ -118,7 +117,7 @@ def _fresh_copy(value: Any) -> Any:
 
 
 def _is_equal(found: Any, value: Any) -> bool:
-    return found is value or (is_told(value) and fingerprint(found) == fingerprint(value))
+    return found is value or (has_full_fingerprint(value) and fingerprint(found) == fingerprint(value))
 
 
 def _at(module: nn.Module, place: HolderPath, name: str) -> Any:

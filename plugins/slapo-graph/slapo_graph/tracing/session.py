@@ -1,6 +1,6 @@
 """State that a recording restores or refuses to change.
 
-What a graph would not do again is refused in recorded code, and put back for modules that stay calls.
+Changes that a graph would not repeat are refused in recorded code, and restored after called modules.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def without_other_modes() -> Iterator[None]:
         if isinstance(each, private.DeviceContext):  # `with torch.device(...)`: it decides where tensors are made
             private.push_function_mode(each)
     torch.clear_autocast_cache()
-    # On top of those of others, torch.utils.checkpoint's for one, which must not count what a recording saves.
-    # Emptied in the end: an operation that saves its own result would keep it, and the parameters behind, for ever.
+    # On top of other hooks, e.g. torch.utils.checkpoint's, which must not count tensors that a recording saves.
+    # Emptied at the end: an operation that saves its own result would keep it, and its parameters, for ever.
     boxes: list[list[torch.Tensor]] = []
     saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _boxed(tensor, boxes), lambda box: box[0])
     try:
@@ -64,7 +64,7 @@ def _boxed(tensor: torch.Tensor, boxes: list[list[torch.Tensor]]) -> list[torch.
 def buffers_restored(module: nn.Module) -> Iterator[None]:
     """Restore at the end the buffers written in between.
 
-    Also where the run is fake: torch computes with small tensors for real there, to know their values.
+    In fake runs too: torch computes small tensors for real there, to know their values.
     """
     kept = [buffer for buffer in module.buffers() if not buffer.is_meta]
     before = [(buffer, private.write_count(buffer), buffer.detach().clone()) for buffer in kept]
@@ -104,9 +104,9 @@ def rng_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def caches_restored(root: nn.Module) -> Iterator[None]:
-    """Clear at the end every ``functools.lru_cache`` of the modules' code that was filled in between.
+    """Clear every ``functools.lru_cache`` of the modules' code that the block filled.
 
-    Known are those in the classes and in the files where the classes are written, decorated once more or not.
+    These are the caches in the classes and in their files, decorated once more or not.
     """
     caches = {id(cache): (cache, cache.cache_info().misses) for cache in _caches(root)}
     try:
@@ -148,7 +148,7 @@ def is_unchanged(container: Any, before: Any) -> bool:
     return all(map(operator.is_, container, before))
 
 
-def put_back(container: Any, before: Any) -> bool:
+def restore(container: Any, before: Any) -> bool:
     """Restore a container from its copy; return whether it had changed."""
     if is_unchanged(container, before):
         return False
@@ -166,70 +166,70 @@ def attributes_restored(
 ) -> Iterator[Callable[[], bool]]:
     """Restore attributes, and containers and objects in them.
 
-    Gives a function that says whether nothing has changed so far.
+    Gives a function that returns whether nothing has changed so far.
 
     Args:
         root: with all its submodules.
         recorded: modules whose own code becomes the graph.
         refuse: makes the error for a change in one of those.
-        of_others: filled meanwhile: objects and names of attributes that other threads set, which stay.
+        of_others: filled meanwhile: objects and attribute names that other threads set, which stay.
     """
     own = {id(module) for module in recorded}
-    held: dict[int, _Held] = {}
+    saved: dict[int, _Saved] = {}
     for path, module in module_index.walk(root):
-        _hold(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, held)
+        _save(module.__dict__, ("self", *path.split(".")) if path else ("self",), id(module) in own, saved)
     completed = False
     try:
-        yield lambda: next(_changed(held, of_others), None) is None
+        yield lambda: next(_changed(saved, of_others), None) is None
         completed = True
     except Exception as error:
-        error.slapo_changes = _changes(_changed(held, of_others))  # type: ignore[attr-defined]
+        error.slapo_changes = _changes(_changed(saved, of_others))  # type: ignore[attr-defined]
         raise
     finally:
-        changed = list(_changed(held, of_others))
+        changed = list(_changed(saved, of_others))
         for value, before, _, _ in changed:
-            put_back(value, before)
+            restore(value, before)
     first = next((keys for _, _, keys, is_own in changed if is_own), None)
     if completed and first is not None:
         raise refuse(f"changes {_name(first)} in place, which a graph would not do again")
 
 
-_Held = tuple[Any, Any, tuple[Any, ...], bool]
-"""A container, a copy of it, the keys by which it is reached, and whether it is part of a module that is recorded."""
+_Saved = tuple[Any, Any, tuple[Any, ...], bool]
+"""A container, its copy, the keys that lead to it, and whether it belongs to a recorded module."""
 
 
-def _hold(value: Any, keys: tuple[Any, ...], is_own: bool, held: dict[int, _Held]) -> None:
-    """Note what is in a container, and in containers and objects in it."""
-    if id(value) in held:
+def _save(value: Any, keys: tuple[Any, ...], is_own: bool, saved: dict[int, _Saved]) -> None:
+    """Snapshot a container, and the containers and objects in it."""
+    if id(value) in saved:
         return
     before = dict(value) if isinstance(value, dict) else value.copy()  # a class of its own may not be made so
-    held[id(value)] = (value, before, keys, is_own)
-    if keys[-1] in private.HOOK_TABLES:  # what a hook holds is not the model's
+    saved[id(value)] = (value, before, keys, is_own)
+    if keys[-1] in private.HOOK_TABLES:  # the contents of a hook are not the model's
         return
     for key, part in before.items() if isinstance(before, dict) else enumerate(before):
         if isinstance(part, _CONTAINERS):
-            _hold(part, (*keys, key), is_own, held)
+            _save(part, (*keys, key), is_own, saved)
         elif not isinstance(part, _NO_HOLDERS) and type(getattr(part, "__dict__", None)) is dict:
-            _hold(part.__dict__, (*keys, key), is_own, held)
+            _save(part.__dict__, (*keys, key), is_own, saved)
 
 
-def _changed(held: dict[int, _Held], of_others: Collection[tuple[Any, str]]) -> Iterator[_Held]:
+def _changed(saved: dict[int, _Saved], of_others: Collection[tuple[Any, str]]) -> Iterator[_Saved]:
     for this, name in of_others:
         own = getattr(this, "__dict__", {})
         for table in (own, *(own.get(each, {}) for each in private.TABLES)):
-            before = held[id(table)][1] if id(table) in held else {}
+            before = saved[id(table)][1] if id(table) in saved else {}
             if name in table:
                 before[name] = table[name]
             else:
                 before.pop(name, None)
-    for each in held.values():
+    for each in saved.values():
         value, before, _, _ = each
         if (value or before) and not is_unchanged(value, before):  # most are tables of hooks, and empty
             yield each
 
 
-def _changes(changed: Iterable[_Held]) -> list[tuple[Any, dict[Any, Any]]] | None:
-    """Return the tables of hooks with the hooks that came to them; None if anything else changed, too."""
+def _changes(changed: Iterable[_Saved]) -> list[tuple[Any, dict[Any, Any]]] | None:
+    """Return the tables of hooks with their new hooks; None if anything else changed, too."""
     added = []
     for value, before, keys, _ in changed:
         if keys[-1] not in private.HOOK_TABLES or list(before) != list(value)[: len(before)]:

@@ -32,11 +32,11 @@ def target_of(func: Any, refuse: Callable[[str], Exception]) -> tuple[str, Any, 
     """Return how a graph calls a torch function.
 
     Args:
-        func: as a torch-function mode gets it.
-        refuse: makes the error for one that no graph can call.
+        func: of a torch-function mode.
+        refuse: makes the error for a function that no graph can call.
 
     Returns:
-        ``"function"``, ``"method"`` or ``"attribute"``; what is called; the order of its operands, or None.
+        ``"function"``, ``"method"`` or ``"attribute"``; the target; the order of its operands, or None.
     """
     owner = getattr(func, "__self__", None)
     if getattr(func, "__name__", None) == "__get__" and owner is not None:
@@ -60,7 +60,7 @@ def writes_to_first(func: Any) -> bool:
 
 
 def _name(func: Any) -> str:
-    """Return the name of the tensor method that a torch function is, or its own name."""
+    """Return the name of the tensor method behind a torch function, or its own name."""
     name = str(getattr(func, "__name__", ""))
     return name if is_method(func, name) or not isinstance(func, types.FunctionType) else _WRAPPED.get(func, name)
 

@@ -26,13 +26,13 @@ from slapo_graph.tracing.repeated_calls import RepeatedCalls
 from slapo_graph.tracing.session import caches_restored, generators, rng_restored, without_other_modes
 from slapo_graph.tracing.writer import Notes, placeholder
 
-# Take out of a recorded graph what nothing uses; only what certainly has no effect.
+# Unused nodes without effects, which are dropped.
 
 
 def drop_unused(graph: fx.Graph) -> None:
     """Remove unused reads of sizes, parts and parameters, and unused arithmetic on sizes.
 
-    Torch calls stay, used or not: the recorded code made them, and one may use the RNG or write to a tensor.
+    Torch calls stay, used or not: they may use the RNG or write to a tensor.
     """
     for node in reversed(list(graph.nodes)):
         is_read = is_inert(node) and node.op not in ("placeholder", "output") and node.target is not check
@@ -48,9 +48,8 @@ _RANDOM = "draw them with torch (torch.rand), or in a module below that stays a 
 class RecordTracer(Tracer):
     """Run the forward once on fake tensors, and record its torch calls.
 
-    The default. Sizes stay symbolic; what the forward decided on is
-    a guard. Where shapes or modules below depend on values it runs on the tensors themselves, if they have values; what
-    the recorded code itself decides on values of tensors is refused.
+    The default. Sizes stay symbolic; a decision on a size becomes a guard. Where shapes or called modules depend on
+    values, it runs on real tensors, if there are any. Recorded code that reads values of tensors is refused.
     """
 
     name = "record"
@@ -74,7 +73,7 @@ def recorded(
     noted: bool = False,
     meta_device: torch.device | None = None,
 ) -> tuple[Recorded, Notes]:
-    """Record on fake tensors; where shapes or modules below depend on values, on the tensors themselves.
+    """Record on fake tensors; on real ones if the forward or modules below need values.
 
     Args:
         module: as of :func:`record`, like the others.
@@ -85,7 +84,7 @@ def recorded(
         Untraceable: it cannot be recorded.
     """
     notes = Notes()
-    # In an empty context: what collects outputs of modules there must not collect those of a recording.
+    # In an empty context, whose collectors of module outputs must not see a recording's.
     run = contextvars.Context().run
     try:
         return run(
@@ -113,7 +112,7 @@ def recorded(
 
 
 def after_first_call(recording: Callable[[], T]) -> T:
-    """Record a later call, where the first one sets state, e.g. the loss type by its labels.
+    """Record a later call if the first one sets state, e.g. the loss type by its labels.
 
     If the forward sets an attribute that was None to a string or a bool, or a missing one to True, that value is kept,
     as after a real call, with the hooks that the call registered until then. Setting it twice is an error, and so is a
@@ -150,17 +149,17 @@ def record(
     meta_device: torch.device | None = None,
     sizes: bool = False,
 ) -> Recorded:
-    """Run ``forward`` once, on fake tensors like those of ``arguments``, and record it.
+    """Run ``forward`` once on fake tensors like the arguments, and record it.
 
     Args:
         module: whose forward it is.
         forward: takes the module first.
         arguments: by parameter.
-        leaves: says which modules below are called as they are.
-        fake: False runs on the tensors themselves, where an operation has no fake implementation.
+        leaves: which modules below stay calls.
+        fake: False runs on real tensors, for operations without a fake implementation.
         notes: filled with the values and writes of the run.
-        meta_device: the device for which tensors on the meta device stand; None: that of the arguments.
-        sizes: whether calls may compute with tensors inside whose sizes depend on values; their results may not.
+        meta_device: the device that meta tensors represent; None: the arguments' device.
+        sizes: whether inner tensors of calls may have sizes that depend on values; results may not.
 
     Raises:
         Untraceable: it cannot be recorded.
@@ -192,14 +191,14 @@ def record(
             recorder,
         ):
             if fake and notes is not None:
-                recorder.alike = RepeatedCalls(
+                recorder.repeated_calls = RepeatedCalls(
                     reads, notes, lambda: is_unchanged() and not (recorder.given and recorder.given.is_changed())
                 )
             try:
                 with recorder.inside(""):
                     out = forward(module, *args, **kwargs)
             except Exception as error:
-                error.slapo_read = reads.read  # type: ignore[attr-defined] # decides whether alike modules fail too
+                error.slapo_read = reads.read  # type: ignore[attr-defined] # decides whether equal modules fail too
                 raise
         if generators() != drawn:
             raise Untraceable("uses an RNG other than torch's", first_line(forward), _RANDOM)
@@ -211,4 +210,4 @@ def record(
     reads.refuse_settings_of(str(node.target) for node in graph.nodes if node.op == "call_module")
     drop_unused(graph)
     graph.lint()
-    return Recorded(graph, tuple(recording.guards), reads.seen, tuple(recording.captured), reads.read)
+    return Recorded(graph, tuple(recording.guards), reads.guarded, tuple(recording.captured), reads.read)

@@ -8,42 +8,43 @@ from typing import Any
 import torch
 from torch import fx
 
+from slapo_graph.printing import expression
 from slapo_graph.private import storage_id
 from slapo_graph.protocol import Guard, Untraceable, check
-from slapo_graph.tracing.diagnostics import expression, model_location
+from slapo_graph.tracing.diagnostics import model_location
 
 
 def empty_graph() -> fx.Graph:
-    """Return a graph that names no value ``self``, which is the module in its code."""
+    """Return a graph in which no value takes the name ``self``."""
     graph = fx.Graph()
     graph.erase_node(graph.placeholder("self"))  # the name stays taken
     return graph
 
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """Add a placeholder that hides no name used by the code of graphs, e.g. ``torch``; its meta has ``name``."""
+    """Add a placeholder with a name that the code of graphs does not use; its meta has ``name``."""
     node = graph.placeholder(name)
     node.target, node.meta["parameter"] = node.name, name
     return node
 
 
-# What a recording saw besides the graph: the values of its nodes, what calls wrote to, which values share memory.
+# Observations of a recording besides the graph: values of nodes, writes, shared memory.
 
 
 def module_end(path: str) -> None:
-    """Mark the end of an inlined call of a module, in a graph with notes."""
+    """Mark the end of an inlined call, in a graph with notes."""
 
 
 class Notes:
-    """Filled while a module is recorded; it keeps the tensors of that run, so it is thrown away with what it is for.
+    """Observations of one recording; they keep its tensors, and go with their user.
 
     Attributes:
-        values: of nodes, as far as they are known: tensors (without values, mostly), numbers, containers of such, and
-            an ``Opaque`` for any other object.
-        writes: for nodes that changed some of their arguments in place: which.
-        storages: for nodes that give tensors: a number that those share which lie in the same memory.
+        values: known values of nodes: tensors (mostly fake), numbers, containers of these, and an ``Opaque`` for
+            any other object.
+        writes: by node, the arguments that it changed in place.
+        storages: by node, a number of its tensor's storage; nodes that share memory have equal ones.
         value_reads: number of reads of concrete values (of a buffer, e.g.) during the run.
-        needs_values: why the run was on values; None of a run without.
+        needs_values: the error on fake tensors, if the run is on real ones; else None.
     """
 
     def __init__(self) -> None:
@@ -54,12 +55,12 @@ class Notes:
         self.needs_values: Exception | None = None
 
     def note_writes(self, node: fx.Node, written: list[Any]) -> None:
-        """After a call: the arguments that it wrote to."""
+        """Note the arguments that a call wrote to."""
         if written:
             self.writes[node] = tuple(dict.fromkeys(written))
 
     def note_storages(self, mode: Any) -> None:
-        """At the end of a recording: where the tensors lie; ``mode`` is that of fake tensors, or None."""
+        """Note the storages of the tensors, at the end; ``mode`` is the fake mode, or None."""
         for node, value in self.values.items():
             if isinstance(value, torch.Tensor):
                 own = value if mode is None else mode.fake(value)
@@ -70,10 +71,10 @@ _COMPARABLE = (bool, int, float, str, type(None))
 
 
 class GraphWriter:
-    """Writes calls, arithmetic on sizes and guards to a new graph.
+    """Write calls, arithmetic on sizes and guards to a new graph.
 
     Args:
-        notes: filled with what else is to be known of the run; None for nothing.
+        notes: filled with observations of the run; None for none.
     """
 
     def __init__(self, notes: Notes | None = None) -> None:
@@ -82,11 +83,11 @@ class GraphWriter:
         self._guarded: set[tuple[fx.Node, Any]] = set()
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-        """A call of ``function`` in the graph; ``args`` are nodes and constants already."""
+        """Write a call of ``function``; ``args`` are nodes and constants."""
         return self._marked(self.graph.call_function(function, args, kwargs or {}))
 
     def guard(self, node: fx.Node | None, expected: Any) -> None:
-        """The recorded code went on because ``node`` gave ``expected``: check that at every call."""
+        """Write a check that ``node`` gives ``expected``, as in the recording."""
         if node is None:
             return
         key = (node, expected if isinstance(expected, _COMPARABLE) else repr(expected))
@@ -102,11 +103,11 @@ class GraphWriter:
         return node
 
     def size(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-        """Arithmetic on sizes: dropped again if nothing uses it."""
+        """Write arithmetic on sizes, dropped later if unused."""
         node = self.compute(function, args)
         node.meta["is_size"] = True
         return node
 
     def refusal(self, problem: str, hint: str | None = None) -> Untraceable:
-        """The error for what cannot be recorded, with the model's line."""
+        """Return the error for code that cannot be recorded, with the model's line."""
         return Untraceable(problem, model_location(), hint)

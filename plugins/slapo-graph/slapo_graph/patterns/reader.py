@@ -1,4 +1,4 @@
-"""The words of patterns, and the reader of the functions that use them."""
+"""The reader of patterns: it runs their functions on values that record their operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import module_calls_through
 from slapo_core.observers import PATCHING
-from slapo_graph.patterns.data import CanonicalCall, Items, Slice, Target, Wildcard
+from slapo_graph.patterns.data import CanonicalCall, Items, PatternTarget, Slice, Wildcard
 from slapo_graph.patterns.operations import (
     constant_kind,
     function_call,
@@ -29,153 +29,25 @@ from slapo_graph.patterns.operations import (
     plain,
 )
 from slapo_graph.private import dropout_default
+from slapo_graph.structure import PLAIN
 from slapo_graph.tracing.diagnostics import Location, model_location
 from slapo_graph.tracing.recorder import autograd_functions
-from slapo_graph.tracing.structure import PLAIN
 from slapo_graph.tracing.targets import target_of
 
-# The words in which patterns are written, besides plain Python.
+# The arguments of a pattern's function.
 
 
 @dataclass(frozen=True)
 class AnyConstant:
-    """What :func:`any_constant` gives."""
-
-
-@dataclass(frozen=True)
-class AnyOf:
-    """What :func:`any_of` gives."""
-
-    alternatives: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Where:
-    """What :func:`where` gives."""
-
-    predicate: Callable[..., Any]
-
-
-def any_constant() -> Any:
-    """A number, text, dtype, None, ... that is written in the graph, whatever it is.
-
-    An omitted argument matches its default value. As the default of a parameter it is captured under its name::
-
-        ANY = any_constant()
-
-        def pattern(x, p=ANY):
-            return F.dropout(x, p)
-    """
-    reader = active_reader()
-    return AnyConstant() if reader is None else reader.value(AnyConstant())
-
-
-def any_op(*values: Any) -> Any:
-    """The result of any single call whose values are these, in this order; its constants do not matter.
-
-    Args:
-        values: of the pattern: its parameters, and what was computed from them.
-
-    Raises:
-        ArgumentError: called outside of a pattern.
-    """
-    return _reader().any_op(values)
-
-
-def capture(name: str, value: Any) -> Any:
-    """``value``, which is reported under ``name`` with each match.
-
-    Args:
-        name: as parameters are; not that of a parameter of the pattern.
-        value: a value of the pattern, or :func:`any_constant`.
-
-    Raises:
-        ArgumentError: called outside of a pattern, or the name is taken.
-    """
-    return _reader().capture(name, value)
-
-
-def call_module(glob: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of a call of a module, hooked or not.
-
-    Args:
-        glob: over its path relative to the traced module, e.g. ``"*.query"``, and over the name of its class.
-        args: all values it is called with, in the order of its forward's parameters; None where one is left out.
-        kwargs: such by name.
-
-    Raises:
-        ArgumentError: called outside of a pattern.
-    """
-    return _reader().call_module(glob, args, kwargs)
-
-
-def optional(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """``function(x, *args, **kwargs)``, or ``x`` itself where that step is absent; the step is preferred.
-
-    Args:
-        function: a torch function, a function of the user's, or a module of torch.nn.
-        x: what it is called with.
-        args: the same.
-        kwargs: the same.
-
-    Raises:
-        ArgumentError: called outside of a pattern.
-    """
-    return _reader().any_of((function(x, *args, **kwargs), x))
-
-
-def any_of(*alternatives: Any) -> Any:
-    """The first of the alternatives that matches.
-
-    Args:
-        alternatives: values, within a pattern; patterns, outside of one: anything that ``find`` takes.
-
-    Raises:
-        ArgumentError: there are none.
-    """
-    if not alternatives:
-        raise ArgumentError("any_of needs alternatives (got none)", hint="any_of(pattern, other_pattern)")
-
-    reader = active_reader()
-    return AnyOf(alternatives) if reader is None else reader.any_of(alternatives)
-
-
-def where(predicate: Callable[..., Any]) -> Any:
-    """A pattern of one node: each for which ``predicate(node)`` is true.
-
-    Args:
-        predicate: takes a :class:`torch.fx.Node`. In a saved schedule only a function at the top level of a module can
-            be named.
-
-    Raises:
-        ArgumentError: it is not callable.
-    """
-    if not callable(predicate):
-        raise ArgumentError(
-            f"where needs a function of a node (got {predicate!r})", hint="where(lambda node: node.op == 'call_module')"
-        )
-    return Where(predicate)
-
-
-def _reader() -> Any:
-    reader = active_reader()
-    if reader is None:
-        raise ArgumentError(
-            "any_op, capture, call_module and optional belong inside of a pattern's function",
-            hint="find(lambda x: patterns.call_module('dense', x))",
-        )
-    return reader
-
-
-# The values that the function of a pattern is called with.
+    """The result of :func:`any_constant`."""
 
 
 class Proxy:
-    """Stands for a value: what is done with it is written down.
+    """A value of a pattern, which records the operations on it.
 
     Args:
-        reader: where to.
-        source: what gives the value: a wildcard, a traced call, or alternatives.
+        reader: that records them.
+        source: of the value: a wildcard, a traced call, or alternatives.
         length: of its parts, if it is known.
     """
 
@@ -224,7 +96,7 @@ class Proxy:
 
 
 class _Member(Proxy):
-    """``x.name``: a method that is called next, or an attribute."""
+    """``x.name``: a method, if it is called next, or else an attribute."""
 
     def __init__(self, owner: Proxy, name: str) -> None:
         self._owner, self._name = owner, name
@@ -266,24 +138,24 @@ for _name in ("neg", "pos", "abs", "invert"):
 
 
 def _unpacked_into(frame: Any) -> int | None:
-    """Into how many names the code of ``frame`` unpacks what it is about to iterate over."""
+    """Return the number of names that the code of ``frame`` unpacks the next iterable into."""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset == frame.f_lasti:
             return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else None
     return None
 
 
-# The function of a pattern, run on values that write down what is done with them.
+# The reader, which runs a pattern's function on values that record their operations.
 
 SETTING = "_setting "
-"""Begins the name of a constant that is captured although the pattern leaves it out."""
+"""Prefix of the names of captured constants that the pattern omits."""
 
 _LEFT_OUT = float("0.5")  # the default p of dropouts, as an object of its own
 _ACTIVE: ContextVar[PatternReader | None] = ContextVar("the reader of the pattern that is being made", default=None)
 
 
 def active_reader() -> Any:
-    """The reader of the pattern whose function is running; None outside of one."""
+    """Return the reader of the pattern whose function is running; None outside of one."""
     return _ACTIVE.get()
 
 
@@ -291,13 +163,13 @@ class TracedCall:
     """A call that the function of a pattern made.
 
     Args:
-        target: which calls of a graph it stands for.
+        target: the calls of a graph that it matches.
         arguments: with proxies in them.
         is_commutative: whether ``input`` and ``other`` may change places.
         location: line of the pattern.
     """
 
-    def __init__(self, target: Target, arguments: dict[str, Any], is_commutative: bool, location: str) -> None:
+    def __init__(self, target: PatternTarget, arguments: dict[str, Any], is_commutative: bool, location: str) -> None:
         self.target, self.arguments = target, arguments
         self.is_commutative, self.location = is_commutative, location
 
@@ -305,7 +177,7 @@ class TracedCall:
         return self.target.name or self.target.kind
 
 
-class Alternatives:
+class OneOf:
     """A value that is one of several; the first is preferred."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
@@ -316,11 +188,11 @@ class Alternatives:
 
 
 class PatternReader:
-    """Writes down what the function of one pattern does.
+    """Record the operations of one pattern's function.
 
     Args:
         where: the pattern, for messages.
-        location: where its function begins.
+        location: of its function.
     """
 
     def __init__(self, where: str, location: Location | None = None) -> None:
@@ -336,15 +208,15 @@ class PatternReader:
     # -- values -----------------------------------------------------------------------------------------------
 
     def wildcard(self, name: str, kind: str = "value", shape: tuple[int, ...] | None = None) -> Proxy:
-        """A value of its own."""
+        """Return a new wildcard."""
         return Proxy(self, Wildcard(name, kind, shape))
 
     def setting(self, name: str) -> Proxy:
-        """Any constant, captured in each form under ``name``, or the first of ``name_2``, ... that is free there."""
+        """Return a constant that each alternative captures as ``name``, or as ``name_2``, ... if that is taken."""
         return self.wildcard(f"{SETTING}{name} {id(self.fresh())}", "constant")
 
     def note_module(self, root: nn.Module) -> None:
-        """From now on the parameters and buffers of ``root`` are wildcards by their names."""
+        """Let the parameters and buffers of ``root`` be wildcards by their names."""
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
             self._names.setdefault(id(tensor), name)
             self._alive.append(tensor)
@@ -363,7 +235,7 @@ class PatternReader:
         return found
 
     def value(self, value: Any) -> Any:
-        """An operand: proxies, constants, and containers of such."""
+        """Convert an operand to proxies, constants, and containers of these."""
         if isinstance(value, Proxy):
             return value
         if isinstance(value, AnyConstant):
@@ -378,10 +250,10 @@ class PatternReader:
             return {key: self.value(part) for key, part in value.items()}
         if isinstance(value, PLAIN):
             return value
-        raise self.refusal(f"passes on a {type(value).__name__}", "constants and values of the pattern only")
+        raise self.refusal(f"passes on a {type(value).__name__}", "pass constants and values of the pattern only")
 
     def fresh(self) -> object:
-        """An object whose id nothing else has while the pattern is traced."""
+        """Return an object whose id is unique while the pattern is traced."""
         made = object()
         self._alive.append(made)
         return made
@@ -389,7 +261,7 @@ class PatternReader:
     # -- calls ------------------------------------------------------------------------------------------------
 
     def torch_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch function was called."""
+        """Record the call of a torch function."""
         kind, target, order = target_of(func, self.refusal)
         if order is not None:
             args = tuple(args[position] for position in order)
@@ -400,7 +272,7 @@ class PatternReader:
         return self.call(target, args, kwargs)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
-        """A function was called."""
+        """Record the call of a function."""
         given, named = self.value(tuple(args)), self.value(kwargs)
         call = function_call(function, given, named, _kind)
         if any(value is _LEFT_OUT for value in (*args, *kwargs.values())):
@@ -410,23 +282,23 @@ class PatternReader:
         return self._written(call)
 
     def record_call(self, run: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
-        """A custom autograd function was called; nothing is run."""
+        """Record the call of a custom autograd function, without running it."""
         return self.call(function, args, kwargs)
 
     def method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
-        """A method of a value was called."""
+        """Record the call of a method of a value."""
         if name in ("item", "tolist", "numpy", "dim", "ndimension", "__len__"):
             raise self.refusal(f"reads .{name}() of a value", "patterns.any_constant() stands for a number")
         given, named = self.value(tuple(args)), self.value(kwargs)
         return self._written(method_call(name, given, named, _kind))
 
     def module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
-        """A module of torch.nn was called."""
+        """Record the call of a module of torch.nn."""
         given, named = self.value(tuple(args)), self.value(kwargs)
         tensors = dict(
             (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         )
-        call, _, _ = module_call(module, "", given, named, held=lambda name: self._tensor(tensors[name]))
+        call, _, _ = module_call(module, "", given, named, tensor_of=lambda name: self._tensor(tensors[name]))
         assert call is not None  # is_plain_module was asked
         for name in call.arguments.keys() & {"training", "self.training"}:  # a module follows the mode of its model
             call.arguments[name] = self.wildcard(f"_training_{id(self.fresh())}", "constant")
@@ -441,28 +313,28 @@ class PatternReader:
         elif call.operation in ("split", "split_with_sizes"):
             sizes = call.arguments.get("split_size_or_sections", call.arguments.get("split_size"))
             length = len(sizes) if isinstance(sizes, tuple) else None
-        return self._add(Target("call", call.operation), call.arguments, call.is_commutative, length)
+        return self._add(PatternTarget("call", call.operation), call.arguments, call.is_commutative, length)
 
     def _add(
-        self, target: Target, arguments: dict[str, Any], is_commutative: bool = False, length: int | None = None
+        self, target: PatternTarget, arguments: dict[str, Any], is_commutative: bool = False, length: int | None = None
     ) -> Proxy:
         file, line = model_location()
         made = TracedCall(target, arguments, is_commutative, f"{file}:{line}" if line else "")
         self.calls.append(made)
         return Proxy(self, made, length=length)
 
-    # -- the words of the language ----------------------------------------------------------------------------
+    # -- the vocabulary ----------------------------------------------------------------------------------------
 
     def any_op(self, values: tuple[Any, ...]) -> Proxy:
-        return self._add(Target("any"), {str(i): self.value(value) for i, value in enumerate(values)})
+        return self._add(PatternTarget("any"), {str(i): self.value(value) for i, value in enumerate(values)})
 
     def call_module(self, glob: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
         given = {str(i): plain(self.value(value)) for i, value in enumerate(args)}
         given.update({name: plain(self.value(value)) for name, value in kwargs.items()})
-        return self._add(Target("module", glob), given)
+        return self._add(PatternTarget("module", glob), given)
 
     def any_of(self, values: tuple[Any, ...]) -> Proxy:
-        return Proxy(self, Alternatives(tuple(self.value(value) for value in values)))
+        return Proxy(self, OneOf(tuple(self.value(value) for value in values)))
 
     def capture(self, name: str, value: Any) -> Proxy:
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
@@ -481,7 +353,7 @@ class PatternReader:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """While this lasts, torch calls and calls of torch.nn modules are written down."""
+        """Record torch calls and calls of torch.nn modules while the block runs."""
 
         def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_plain_module(module):
@@ -503,7 +375,7 @@ class PatternReader:
                 _ACTIVE.reset(token)
 
     def refusal(self, problem: str, hint: str | None = None, location: Location | None = None) -> ArgumentError:
-        """The error for what a pattern cannot say; while its function runs, with the line."""
+        """Return the error for a pattern, with the line while its function runs."""
         location = location or (model_location() if active_reader() is self else self.location)
         if location is None:
             return ArgumentError(f"{self.where} {problem}", hint=hint)

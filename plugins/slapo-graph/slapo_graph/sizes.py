@@ -51,7 +51,7 @@ _ANSWERS_ON_SIZES = ("guard_size_oblivious", "int_", "statically_known_true")
 class SizeNode:
     """Hold the value and graph node of a SymInt, SymFloat or SymBool.
 
-    Arithmetic adds to the graph; whoever needs the plain number (a branch, a loop) leaves a guard there.
+    Arithmetic adds nodes to the graph; a use of the plain number (a branch, a loop) adds a guard.
 
     Args:
         recording: the one in progress; None after its end.
@@ -135,14 +135,14 @@ class SizeNode:
         return SizeNode(self.recording, hint, node)
 
 
-class _Whole(torch.SymInt):
-    """A symbolic number that says it is an ``int``, as the number is that the code gets when nothing is recorded."""
+class _Int(torch.SymInt):
+    """A symbolic number whose class reads as ``int``."""
 
     __class__ = property(lambda self: int)  # type: ignore[assignment]
 
 
-class _Real(torch.SymFloat):
-    """As :class:`_Whole`, for ``float``."""
+class _Float(torch.SymFloat):
+    """As :class:`_Int`, for ``float``."""
 
     __class__ = property(lambda self: float)  # type: ignore[assignment]
 
@@ -152,15 +152,15 @@ def _own(number: Any) -> Any:
     if isinstance(number, tuple):
         return tuple(_own(part) for part in number)
     if type(number) is torch.SymInt:
-        return _Whole(number.node)
-    return _Real(number.node) if type(number) is torch.SymFloat else number
+        return _Int(number.node)
+    return _Float(number.node) if type(number) is torch.SymFloat else number
 
 
 def _of_torch(number: Any) -> Any:
     """Convert a symbolic number to torch's own, where an ``int`` is a constant."""
-    if type(number) is _Whole:
+    if type(number) is _Int:
         return torch.SymInt(number.node)
-    return torch.SymFloat(number.node) if type(number) is _Real else number
+    return torch.SymFloat(number.node) if type(number) is _Float else number
 
 
 def _computed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ _OPERATIONS = (
     "rshift", "rsub", "rtruediv", "rxor", "sub", "truediv", "trunc", "xor", "sym_float", "sym_int", "sym_max",
     "sym_min", "sym_ite",
 )  # fmt: skip
-for _class in (_Whole, _Real):
+for _class in (_Int, _Float):
     for _name in [f"__{name}__" for name in _OPERATIONS]:
         if hasattr(_class.__base__, _name):
             setattr(_class, _name, _computed(getattr(_class.__base__, _name)))
@@ -201,8 +201,8 @@ def constant(hint: Any) -> Any:
 
 def _number(made: SizeNode) -> Any:
     if made.is_int():
-        return _Whole(made)
-    return _Real(made) if made.is_float() else torch.SymBool(made)
+        return _Int(made)
+    return _Float(made) if made.is_float() else torch.SymBool(made)
 
 
 def is_symbolic(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slapo_graph.tracing.sizes import hint_of, is_symbolic
+from slapo_graph.sizes import hint_of, is_symbolic
 
 PLAIN = (
     bool,
@@ -94,7 +94,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def rebuild(value: Any, parts: list[Any]) -> Any:
-    """Rebuild a container with other parts, in the order of :func:`children`."""
+    """Rebuild a container with other parts, ordered as :func:`children` yields them."""
     if isinstance(value, torch.Size):
         return torch.Size(parts)
     if isinstance(value, tuple):
