@@ -336,7 +336,7 @@ def test_ranks_of_a_replica_drop_the_same_elements_whatever_they_were_seeded_wit
         (losses, looked), told, after, unseen, later, repaired = result["seeded_by_rank"]
         assert losses == pytest.approx(expected, rel=1e-12)
         assert looked == FINE
-        assert "random state on the CPU was changed after build()" in told
+        assert "RNG state on the CPU was changed after build()" in told
         assert after[1] == FINE
         assert unseen == "fine"
         for text in later.values():

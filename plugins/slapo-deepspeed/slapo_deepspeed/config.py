@@ -468,7 +468,7 @@ def steps_of(schedule: Schedule, options: Mapping[str, Any]) -> Iterator[str]:
         yield f"collectives over mesh_dim 'tp' ({facts.tp} ranks), as the steps say; DeepSpeed is told the groups"
     yield from _of_training(config, facts)
     if facts.pp > 1:
-        yield from boundaries(schedule, lambda: slapo_core.stages(schedule, whole_output=facts.has_loss))
+        yield from boundaries(schedule, lambda: slapo_core.stages(schedule, full_output=facts.has_loss))
     if mesh is not None and mesh.world_size > 1:
         yield f"ranks: {topology(mesh)}"
     for one in unverified(config):

@@ -97,7 +97,7 @@ def stages_of(schedule: Schedule, options: Mapping[str, Any]) -> Ask:
         options: of the dialect, which say whether there is a loss.
     """
     has_loss = bool((options.get("arguments") or {}).get("has_loss"))
-    return cache(partial(slapo_core.stages, schedule, whole_output=has_loss))
+    return cache(partial(slapo_core.stages, schedule, full_output=has_loss))
 
 
 def _count(ask: Ask) -> int | None:

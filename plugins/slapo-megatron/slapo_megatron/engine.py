@@ -200,7 +200,7 @@ class MegatronEngine(StatefulEngine):
             BuildError: the optimizer holds something that has no place in a checkpoint, or the directory something.
         """
         self._settle("save_sharded")
-        shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
+        shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._runtime_state())
         ShardedDirectory(Path(directory), self._context).write(shards)
 
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
@@ -219,8 +219,8 @@ class MegatronEngine(StatefulEngine):
         source, description = ShardedDirectory(Path(directory), self._context), {}
         with self._context.together(f"reading {source.label}"):
             description = source.describe()
-        optimizer, uses = self._kept_optimizer(), self._uses()
-        self._resume(self._state.load_shards(description, source, optimizer=optimizer, uses=uses))
+        optimizer, uses = self._kept_optimizer(), self._loaded_names()
+        self._load_runtime_state(self._state.load_shards(description, source, optimizer=optimizer, uses=uses))
 
     def _settle(self, call: str = "") -> None:
         """Wait for what Megatron would send in the next forward: parameters that the last step changed.
@@ -249,19 +249,19 @@ class MegatronEngine(StatefulEngine):
         if not self._is_closed and not self._kept.limit and self._kept.groups:
             is_scheduled = self.megatron.scheduler is not None
             self._stored = StoredOptimizer(self._kept, self._storage, self._names, is_scheduled=is_scheduled)
-            self._stored.meet()
+            self._stored.gather_states()
         return self._stored
 
-    def _beside(self) -> Mapping[str, Any]:
-        return {**read_extra_state(self.megatron), **super()._beside()} if self.optimizer is not None else {}
+    def _runtime_state(self) -> Mapping[str, Any]:
+        return {**read_extra_state(self.megatron), **super()._runtime_state()} if self.optimizer is not None else {}
 
-    def _uses(self) -> Collection[str]:
-        return (*used_extra_state(self.megatron), *super()._uses()) if self.optimizer is not None else ()
+    def _loaded_names(self) -> Collection[str]:
+        return (*used_extra_state(self.megatron), *super()._loaded_names()) if self.optimizer is not None else ()
 
-    def _resume(self, runtime: Mapping[str, Any]) -> None:
+    def _load_runtime_state(self, runtime: Mapping[str, Any]) -> None:
         if self._stored is not None:
             write_extra_state(self.megatron, runtime, self._stored.loaded or ())
-            super()._resume(runtime)
+            super()._load_runtime_state(runtime)
 
 
 class WholeEngine(MegatronEngine):

@@ -23,12 +23,12 @@ from slapo_runtime.correspondence.flat_storage import (
     FlatOptimizer,
     FlatStorage,
     FlatTensors,
-    Held,
     StoredGroup,
+    StoredParameter,
     merge_across_ranks,
 )
 from slapo_runtime.engine import REBUILD, StepInvariants
-from slapo_runtime.flat_shards import Place
+from slapo_runtime.flat_shards import FlatShard
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -50,7 +50,7 @@ class Kept:
         limit: why this state cannot be saved by the names of the reference model; empty where it can.
     """
 
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, StoredParameter] = field(default_factory=dict)
     groups: list[tuple[torch.optim.Optimizer, int, list[torch.Tensor]]] = field(default_factory=list)
     order: list[torch.Tensor] = field(default_factory=list)
     shared: list[Any] = field(default_factory=list)
@@ -113,8 +113,8 @@ def _replicated(one: Any, kept: Kept, copies: dict[int, torch.Tensor]) -> None:
             if not stepped.is_contiguous():
                 kept.limit = f"a parameter of shape {tuple(stepped.shape)} is not contiguous, and its moments neither"
             elif parameter.requires_grad:
-                place = Place.whole(stepped, tuple(parameter.shape))
-                kept.held[id(parameter)] = Held(place, dtype=stepped.dtype, optimizer=one.optimizer)
+                place = FlatShard.full(stepped, tuple(parameter.shape))
+                kept.held[id(parameter)] = StoredParameter(place, dtype=stepped.dtype, optimizer=one.optimizer)
         kept.groups.append((one.optimizer, number, parameters))
 
 
@@ -132,15 +132,15 @@ def _partitioned(one: DistributedOptimizer, kept: Kept, mesh: Mesh | None) -> No
     ):
         for number, (parameters, parts) in enumerate(zip(parameters_of_groups, parts_of_groups, strict=True)):
             for parameter, part in zip(parameters, parts, strict=True):
-                place = Place(part, 0, start_of(one, parameter), part.numel(), tuple(parameter.shape))
-                kept.held[id(parameter)] = Held(place, None, part.dtype, is_part, one.optimizer)
+                place = FlatShard(part, 0, start_of(one, parameter), part.numel(), tuple(parameter.shape))
+                kept.held[id(parameter)] = StoredParameter(place, None, part.dtype, is_part, one.optimizer)
                 group_of[number_of[id(parameter)]] = number
     group_of = merge_across_ranks(group_of, mesh if kept.shared else None)
     for number in range(len(one.optimizer.param_groups)):
         inside = [parameter for at, parameter in enumerate(order) if group_of.get(at) == number]
         kept.groups.append((one.optimizer, number, inside))
         for parameter in inside:
-            kept.held.setdefault(id(parameter), Held(None, None, torch.float32, True, one.optimizer))
+            kept.held.setdefault(id(parameter), StoredParameter(None, None, torch.float32, True, one.optimizer))
 
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class StoredOptimizer(FlatOptimizer):
     def kind_of(self, optimizer: torch.optim.Optimizer) -> str:
         return kind_of(optimizer)
 
-    def state_of(self, held: Held) -> dict[str, Any]:
+    def state_of(self, held: StoredParameter) -> dict[str, Any]:
         found = super().state_of(held)
         assert held.main is not None
         assert held.optimizer is not None

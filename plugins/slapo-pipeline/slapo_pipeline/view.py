@@ -36,7 +36,7 @@ def stages(schedule: Schedule, batch: Any = None, *, whole_output: bool = False)
         ArgumentError: there is no batch, or no step cuts the model.
         TraceError: it cannot be cut there.
     """
-    found = slapo_core.stages(schedule, batch, whole_output=whole_output)
+    found = slapo_core.stages(schedule, batch, full_output=whole_output)
     partition, liveness, inputs = found.partition, found.liveness, found.inputs
     flops, notes = _flops(schedule.model, inputs, partition)
     tied = {tie.name: tie.stages for tie in partition.ties}

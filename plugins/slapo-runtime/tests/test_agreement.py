@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
 from slapo_core.primitives.replace import Replace
+from slapo_runtime.checksums import checksum
 from slapo_runtime.consistency import schedule_facts, weights_facts
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import SafetensorsSource, open_source
-from slapo_runtime.world import RankFact, checksum
+from slapo_runtime.rank_facts import RankFact
+from slapo_runtime.weights.sources import SafetensorsSource, open_source
 from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 from tests.support.building import Split, adam, on_meta, real
@@ -174,7 +175,7 @@ def test_ranks_that_call_build_with_other_arguments_are_told_and_none_of_them_ha
         "no optimizer": ("the optimizer", "rank 0: <function tests.support.building.adam>", "rank 1: none"),
         "another factory": ("the optimizer", "rank 1: <functools.partial of <class torch.optim.sgd.SGD>, lr=0.5>"),
         "loss": ("the loss", "rank 0: a function", "rank 1: none"),
-        "no weights": ("the weights", "rank 0: a mapping", "rank 1: those of the model"),
+        "no weights": ("the weights", "rank 0: a mapping", "rank 1: the values of the model"),
         "other weights": ("the weights 'fc1.weight'", "rank 0: (8, 6), torch.float"),
         "accumulate": ("accumulate", "rank 0: 1", "rank 1: 2"),
         "seed": ("the seed", "rank 0: 0", "rank 1: 1"),

@@ -126,7 +126,7 @@ def test_an_optimizer_made_before_the_schedule_is_refused_with_the_call(message:
     model = real("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     text = refused(slapo.create_schedule(model), slapo.OptimizerError, optimizer=optimizer)
-    message(text, "got the optimizer SGD", "build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))")
+    message(text, "got an optimizer, SGD", "build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))")
 
 
 def test_an_optimizer_with_foreign_parameters_is_refused_and_names_them(message: Messages) -> None:

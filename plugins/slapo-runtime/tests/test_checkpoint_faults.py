@@ -14,7 +14,7 @@ import torch
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import SafetensorsSource
+from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
 from tests.support.building import adam, batches, real, split
 

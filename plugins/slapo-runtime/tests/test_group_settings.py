@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slapo_core import BuildError
-from slapo_runtime.weights.optimizer_state import matched_settings
+from slapo_runtime.weights.optimizer_groups import matched_settings
 from tests.messages import Messages
 
 
@@ -58,7 +58,7 @@ def test_groups_that_were_joined_need_one_value(message: Messages) -> None:
     assert matched([group("a b", lr=0.1), group("c", lr=0.1)], present) == [{"lr": 0.1}]
     with pytest.raises(BuildError) as error:
         matched([group("a b", lr=0.1), group("c", lr=0.2)], present, scheduled=("lr",))
-    message(error, "'a' and 'c'", "'lr' = 0.1 for the one and 0.2")
+    message(error, "'a' and 'c'", "'lr' = 0.1 for the first and 0.2")
 
 
 def test_frozen_parameters_may_be_in_no_group() -> None:

@@ -129,14 +129,14 @@ def test_a_piece_is_cut_out_of_the_whole(
     with torch.device("meta"):
         model = nn.Embedding(48, 16, padding_idx=13)
     initializer = Initializer(model, slapo.create_schedule(model)._core.hooks)
-    whole = initializer.value("weight", (48, 16))
-    assert whole is not None
-    assert not whole[13].any()
+    full = initializer.value("weight", (48, 16))
+    assert full is not None
+    assert not full[13].any()
     for rank in reversed(range(size)):
         mesh: Any = _Mesh(rank, size)
         piece = initializer.shard("weight", layout((48, 16)), mesh)
         assert piece is not None
-        assert torch.equal(piece, layout((48, 16)).local(whole, mesh))
+        assert torch.equal(piece, layout((48, 16)).local(full, mesh))
 
 
 def test_values_do_not_depend_on_what_was_made_before() -> None:

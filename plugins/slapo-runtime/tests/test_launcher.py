@@ -217,7 +217,7 @@ def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out(message: Mes
     name = f"'{__name__}.test_a_function_that_cannot_be_sent_is_refused_with_the_way_out.<locals>.inner'"
     assert f"{name} to the ranks: " in str(caught.value)
     assert "at the top level" in str(caught.value)
-    message(caught.value.hint, "out of the function")
+    message(caught.value.hint, "out of its function")
 
 
 def test_an_argument_that_cannot_be_sent_is_refused() -> None:

@@ -36,7 +36,7 @@ def test_a_compiled_model_is_looked_at_while_it_is_traced() -> None:
     for loss, expected, left, text in run_ranks(compiled, world_size=2):
         assert loss == pytest.approx(expected, rel=1e-12)
         assert left == 1  # it stays, and what was compiled does not call it
-        assert "DistributedDataParallel takes the tensors of this Mlp " in text
+        assert "DistributedDataParallel treats the tensors of this Mlp " in text
         assert " on the ranks 0, 1" in text
 
 

@@ -169,8 +169,8 @@ def test_a_compiled_step_is_left_alone() -> None:
 
 def test_an_optimizer_that_needs_whole_tensors_warns_once_of_pieces(message: Messages) -> None:
     model = real("mlp")
-    whole = torch.optim.Adafactor(model.parameters())
-    trained(model, whole)
+    full = torch.optim.Adafactor(model.parameters())
+    trained(model, full)
     scheduled(model)
     optimizer = torch.optim.Adafactor(model.parameters())
     with pytest.warns(UserWarning, match="full tensors") as caught:

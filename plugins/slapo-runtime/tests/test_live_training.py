@@ -305,7 +305,7 @@ def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(t
     import copy
     import pickle
 
-    with pytest.warns(UserWarning, match="what this rank holds"):
+    with pytest.warns(UserWarning, match="this rank's shards"):
         dry("bert").model.save_pretrained(tmp_path)
     for copied in (copy.deepcopy(dry().model), pickle.loads(pickle.dumps(dry().model))):
         with pytest.warns(UserWarning, match="'fc1.weight', here"):
@@ -438,7 +438,7 @@ def first_forward_of_ranks_that_differ() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sch.model(ids)
-    answers["warned"] = [str(one.message) for one in caught if "random state" in str(one.message)]
+    answers["warned"] = [str(one.message) for one in caught if "RNG state" in str(one.message)]
     answers["state"] = bytes(torch.get_rng_state().tolist())
     return answers
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slapo_core as slapo
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import TorchOptimizer
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.state import ModelState
 from tests.messages import Messages
 from tests.support.building import batches, real, split
 
@@ -345,7 +345,7 @@ def test_copied_pieces_and_other_batches_are_found_at_the_first_training_forward
         assert 'DistributedSampler(dataset, num_replicas=sch.mesh.size("dp")' in text
     for what, kind, word in (
         ("rank 0 copied over all", "WeightsError", "along 'tp'"),
-        ("nothing replicated", "MeshError", "nothing is replicated here"),
+        ("nothing replicated", "MeshError", "no tensor is replicated"),
     ):
         [told] = {answers[what] for answers in results}
         assert told is not None
@@ -441,7 +441,7 @@ def parts_of_a_batch() -> list[str]:
 def test_steps_that_put_parts_together_may_be_given_parts(message: Messages) -> None:
     [first], [second] = run_ranks(parts_of_a_batch, world_size=2)
     assert first == second
-    message(re.sub(r"checksum \w+", "checksum", first), "the batch: x:\n  rank 0: ", "its own part")
+    message(re.sub(r"checksum \w+", "checksum", first), "the batch: x:\n  rank 0: ", "its own shard")
 
 
 def in_own_meshes(directory: str) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_a_target_that_leaves_it_out_is_refused(isolated_registry: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"lr_scheduler": FACTORIES["milestones"]}, "no optimizer"),
+        ({"lr_scheduler": FACTORIES["milestones"]}, "without an optimizer"),
         ({"optimizer": adam, "lr_scheduler": 3}, "factory"),
         ({"optimizer": adam, "lr_scheduler": lambda optimizer: None}, "NoneType"),
         ({"optimizer": adam, "lr_scheduler": lr_scheduler.ReduceLROnPlateau}, "metric"),

@@ -255,7 +255,7 @@ def test_what_ranks_of_tp_cannot_save_is_said(message: Messages) -> None:
     (refused, told), (_, same) = run_ranks(over_tp, world_size=2)
     for warned in (told, same):
         assert any("differs between the ranks of 'tp'" in one and "1._extra_state" in one for one in warned)
-    message(refused, "'0.seen' is sharded", "leave the buffer whole")
+    message(refused, "'0.seen' is sharded", "leave the buffer unsharded")
 
 
 def in_stages(directory: str, kind: str) -> tuple[list[float], dict[str, Any]]:

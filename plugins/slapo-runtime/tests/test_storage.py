@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import SafetensorsSource
 from slapo_runtime.weights.optimizer_state import OptimizerState
+from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
 from tests.support.staged import batch, chain, scheduled
 
@@ -204,7 +204,7 @@ def on_ranks(directory: Path) -> dict[str, Any]:
             state = train(engine, 0, 2)
             engine.slices.most_alive = 0
             engine.save(directory / target)
-            kept = engine._state.whole(rank0_only=True, include_added=True)
+            kept = engine._state.full_state(rank0_only=True, include_added=True)
             moments = OptimizerState(engine._state, engine.slices).gather(wanted=dist.get_rank() == 0)
             other = engine_on(target, MESH, seed=5)
             other.load(directory / target)

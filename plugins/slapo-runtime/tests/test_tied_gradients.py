@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import Placement
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.replicas import compare_all
+from slapo_runtime.state import ModelState
 from tests.messages import Messages
 from tests.support.building import Split
 

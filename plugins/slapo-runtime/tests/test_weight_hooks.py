@@ -250,7 +250,7 @@ def test_pieces_are_of_the_untouched_tensors_that_a_plugin_translates(scheduled:
     engine = slapo.build(scheduled(model()))
     found = engine._state.shards()
     source = InMemory(found.own)
-    assert {name: tuple(one.shape) for (_, name), one in source.whole.items()} == {
+    assert {name: tuple(one.shape) for (_, name), one in source.full.items()} == {
         name: tuple(one.shape) for name, one in model().state_dict().items()
     }
     plain = slapo.build(slapo.create_schedule(model(seed=1)))
@@ -294,7 +294,7 @@ WRONG = [
     ("tensor.t()}", "3}", "got {'square.weight': 3}"),
     ("tensor.t()}", "tensor[:1]}", "(1, 6), not (6, 6)"),
     ('{f"{node.path}.weight": t', '{"nowhere": t', "names 'nowhere'"),
-    ('{f"{node.path}.weight": t', '{"out.bias": t', "names 'out.bias', which 'out.bias'"),
+    ('{f"{node.path}.weight": t', '{"out.bias": t', "names 'out.bias', which corresponds to 'out.bias'"),
     ("def slapo_from", "def _from", "no plugin answers slapo_from_reference"),
     ('.weight"].t()', '.weight"][:1]', "tensor of shape (6, 6)"),
 ]

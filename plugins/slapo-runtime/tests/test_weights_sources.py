@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import slapo_core as slapo
 from slapo_core.layout import Layout, Mesh
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import MappingSource, SafetensorsSource
+from slapo_runtime.weights.sources import MappingSource, SafetensorsSource
 from tests.messages import Messages
 from tests.support.building import on_meta, real, split
 

@@ -96,9 +96,9 @@ def test_a_plan_says_what_happens_and_gives_itself_again() -> None:
         "  the scheduled Linear, 0 steps applied\n"
         "  a pipeline over mesh_dim 'pp' (2 ranks): 4 micro-batches a step, schedule dualpipe_v\n"
         "  two stages on each of its ranks, there and back\n"
-        "  gradients of weights after those of inputs; not where it checkpoints, hooks tensors or is compiled\n"
-        "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
-        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
+        "  weight gradients after input gradients, unless a stage checkpoints, hooks tensors or is compiled\n"
+        "  collectives of the steps over mesh_dim 'tp' (2 ranks)\n"
+        "  one RNG state for the ranks of mesh_dim 'tp': the first rank's\n"
         "  the mean of gradients, exchanged as each stage ends, over mesh_dim 'dp' (2 ranks)"
     )
     assert plan({"dp": 2, "pp": 2, "tp": 2}, **made.config) == made

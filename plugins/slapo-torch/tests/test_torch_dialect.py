@@ -28,7 +28,7 @@ def test_the_plan_says_what_will_be_done() -> None:
     assert str(TorchDialect().plan(schedule, {})) == (
         "plan for target 'torch'\n"
         "  the scheduled Mlp, 3 steps applied\n"
-        "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
-        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
+        "  collectives of the steps over mesh_dim 'tp' (2 ranks)\n"
+        "  one RNG state for the ranks of mesh_dim 'tp': the first rank's\n"
         "  DistributedDataParallel over mesh_dim 'dp' (4 ranks)"
     )
