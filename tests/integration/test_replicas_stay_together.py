@@ -17,8 +17,8 @@ from torch import nn
 from torch.profiler import profile
 
 import slapo_core as slapo
-from slapo_runtime import world
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.ranks import world
 from tests.messages import Messages
 
 

@@ -30,10 +30,10 @@ from slapo_deepspeed.state import (
     write_extra_state,
 )
 from slapo_deepspeed.zero3 import Partitioning, gather_whole, partitioned_linear, with_shapes
-from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.correspondence.flat_storage import FlatStorage
 from slapo_runtime.engine import StatefulEngine, StepInvariants, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers
+from slapo_runtime.ranks.consistency import refuse_if_incomplete
 from slapo_runtime.state import ModelState
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from slapo_runtime.correspondence.flat_storage import (
 )
 from slapo_runtime.flat_shards import FlatShard
 from slapo_runtime.options import Options
+from slapo_runtime.ranks.world import World
 from slapo_runtime.weights import lr_scheduler
-from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh

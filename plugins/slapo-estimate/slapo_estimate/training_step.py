@@ -28,8 +28,8 @@ from slapo_runtime.build_target import BuildTarget
 from slapo_runtime.correspondence import Correspondence, placement_of
 from slapo_runtime.gradients import TiedGradients
 from slapo_runtime.losses import LossCall
+from slapo_runtime.ranks.world import simulated_rank
 from slapo_runtime.stages import StagedModel, needing
-from slapo_runtime.world import simulated_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

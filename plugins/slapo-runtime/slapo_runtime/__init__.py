@@ -13,6 +13,6 @@ A dialect author meets these names of ``slapo_core``: ``Dialect``, ``Plan``, ``E
 - ``state``: ``ModelState``
 
 The other modules of this level are shared with slapo-torch, slapo-deepspeed, slapo-megatron, slapo-verify,
-slapo-estimate, slapo-tune and slapo-testing. The packages ``correspondence`` (of live tensors to reference tensors) and
-``stages`` begin with a page about their subject; ``weights`` is internal.
+slapo-estimate, slapo-tune and slapo-testing. The packages begin with a page about their subject: ``correspondence`` (of
+live tensors to reference tensors), ``stages``, ``ranks``, ``initialization`` and ``guards``; ``weights`` is internal.
 """

@@ -1,4 +1,4 @@
-"""Find code that bypasses the forward of a module, and so skips the steps around it."""
+"""Find code that bypasses a module's forward, and the steps around it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
-    """Warn of a forward that was set on a model after steps at its root, and does not call theirs.
+    """Warn of a later forward of the root that does not call the steps' forward.
 
     Args:
         model: the root.

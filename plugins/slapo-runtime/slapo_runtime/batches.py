@@ -158,7 +158,7 @@ def micro_batches(
     option: str = "accumulate",
     axes: Mapping[str | int, int | None] | None = None,
 ) -> list[Any]:
-    """Cut every tensor of a batch into ``count`` equal micro-batches, along the axis of its samples.
+    """Cut a batch into ``count`` equal micro-batches, along the axis of the samples.
 
     That is the first axis, or a given one. Integers of shape ``(k, *shape)`` beside integers of shape ``shape`` have
     their samples along the second axis: positions of shape ``(3, batch, length)`` beside tokens. A list or tuple with
@@ -189,7 +189,7 @@ def micro_batches(
 
 
 def labels_left_out(parts: list[Any]) -> str | None:
-    """Explain why the micro-batches' mean loss may differ from the batch's; None if no reason is found.
+    """Explain a difference between the micro-batches' mean loss and the batch's; None without one.
 
     A mean over labels weights a micro-batch by its number of labels, but their gradients have equal weights.
     """
@@ -207,7 +207,7 @@ def labels_left_out(parts: list[Any]) -> str | None:
 
 
 def _outside_lists(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a batch outside of lists and tuples, with their names for messages."""
+    """Yield the values outside of lists and tuples, with names for messages."""
     waiting = [(name, value) for _, name, value in _arguments(batch)]
     while waiting:
         place, value = waiting.pop(0)
@@ -418,7 +418,7 @@ def _are_records(value: Sequence[Any]) -> bool:
 
 
 def _are_of_a_kind(value: Sequence[Any]) -> bool:
-    """Return whether a list may have one item for each sample: tensors equal in all but sizes."""
+    """Return whether list items are equal except for the sizes of tensors."""
     if hasattr(value, "_fields"):
         return False
     return all(_kind(item) == _kind(value[0]) for item in value)

@@ -24,14 +24,14 @@ from slapo_core.layout import device_of
 from slapo_core.plugins.registry import current_registry
 from slapo_runtime.batches import bound_batch, in_mode
 from slapo_runtime.build_target import BuildTarget
-from slapo_runtime.consistency import SAME_SCRIPT, agree, synchronized_rng
 from slapo_runtime.context import BuildContext
 from slapo_runtime.correspondence import placement_facts, placement_of
+from slapo_runtime.ranks.consistency import SAME_SCRIPT, agree, synchronized_rng
+from slapo_runtime.ranks.world import World
 from slapo_runtime.replicas import divergence, replicas_of
 from slapo_runtime.stages import StagedModel, ask
 from slapo_runtime.weights.materialize import Materialization
 from slapo_runtime.weights.sources import open_source
-from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.dialect import Engine, Plan
@@ -58,7 +58,7 @@ def build(
     loss_weight: Callable[[Any], Any] | None = None,
     **config: Any,
 ) -> Engine:
-    """Make an engine of a scheduled model, with its values in place; every rank of the mesh calls it.
+    """Make an engine of a scheduled model; every rank of the mesh calls it.
 
     Args:
         sch: the schedule. It is sealed by a successful build; after an error it can be used as before.
@@ -139,7 +139,7 @@ def simulated_step(sch: Schedule, target: str, **arguments: Any) -> Callable[[An
     """Make a target's training step on fake tensors; see :meth:`slapo_core.dialect.Dialect.simulate`.
 
     Args:
-        sch: a schedule of a model with fake tensors; within :func:`~slapo_runtime.world.simulated_rank`.
+        sch: a schedule of a model with fake tensors; within :func:`~slapo_runtime.ranks.world.simulated_rank`.
         target: the dialect.
         arguments: of :func:`build`, and options of the dialect.
 

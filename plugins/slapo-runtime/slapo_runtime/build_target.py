@@ -1,4 +1,4 @@
-"""The target of a build: find its dialect, call it, check its answers, and attribute its errors."""
+"""The target of a build: its dialect, with checked answers and attributed errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_core.errors import BuildError, SealedError, SlapoError
 from slapo_core.schedule.mesh_dims import sharded_mesh_dims, unused_mesh_dims
-from slapo_runtime.consistency import refuse_if_incomplete, with_reasons
 from slapo_runtime.planning import unsupported_mesh_dims, with_choices
+from slapo_runtime.ranks.consistency import refuse_if_incomplete, with_reasons
 
 if TYPE_CHECKING:
     from slapo_core import Schedule

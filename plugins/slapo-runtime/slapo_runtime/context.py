@@ -20,15 +20,15 @@ from slapo_runtime.batches import (
     micro_batches,
     switch_to_training,
 )
-from slapo_runtime.consistency import FirstSteps
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.losses import LossCall, LossWeights, Scales, require_items_read, trained
 from slapo_runtime.private import tree_map_only
+from slapo_runtime.ranks.consistency import FirstSteps
+from slapo_runtime.ranks.world import together
 from slapo_runtime.stages import RankModule, StagedModel
 from slapo_runtime.stages.signatures import StagedModels, require_one_signature
 from slapo_runtime.weights.lr_scheduler import make_lr_scheduler
 from slapo_runtime.weights.optimizer import make_optimizer, same_groups, warn_of_lost_updates
-from slapo_runtime.world import together
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -268,9 +268,10 @@ class BuildContext:
         axes: Mapping[str, int | None] | None = None,
         prepare: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     ) -> StagedBatch:
-        """Call :meth:`staged` for a training step on the example inputs, uncut if they cannot be cut.
+        """Call :meth:`staged` for a training step on the example inputs.
 
-        For stages before the first batch. A first step with the same input signature uses the same stages.
+        For stages before the first batch; inputs that cannot be cut stay uncut. A first step with the same input
+        signature uses the same stages.
         """
         example = self.schedule.example_inputs
         try:
@@ -346,7 +347,7 @@ class BuildContext:
         axes: Mapping[str, int | None] | None = None,
         option: str = "",
     ) -> list[Any]:
-        """Cut a batch into ``accumulate`` micro-batches of equal size, along the first axis of every tensor.
+        """Cut a batch into ``accumulate`` equal micro-batches, along the first axis of tensors.
 
         Each goes through :meth:`compute_loss` and backward, with its loss divided by their number; after the last one
         come :meth:`clip_gradients` and the optimizer's step. For a dialect with ``accumulates = True``.
@@ -454,7 +455,7 @@ class BuildContext:
                 module.training = training
 
     def training_is_over(self) -> None:
-        """Mark the end of the first training step, if neither the optimizer nor :meth:`clip_gradients` does.
+        """Mark the end of the first training step, as :meth:`clip_gradients` does.
 
         Later steps do not compare the ranks. It may be called again.
         """
@@ -478,7 +479,7 @@ class BuildContext:
         self._tied.sum(attribute)
 
     def clip_gradients(self) -> torch.Tensor | None:
-        """Scale all gradients so that their norm over all ranks is at most ``max_grad_norm``: a collective.
+        """Clip gradients by ``max_grad_norm`` over all ranks: a collective.
 
         It covers all stages; a tied parameter counts once. Before it, gradients must be averaged over replicas
         (``dp``), and summed over ties (:meth:`sum_tied_gradients`).

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from slapo_core.errors import BuildError
 from slapo_core.internals import parameters_of
 from slapo_runtime.private import write_counts
+from slapo_runtime.ranks.world import World
 from slapo_runtime.stages.runner import SignatureFacts, advance
 from slapo_runtime.weights.lr_scheduler import NAME, resume, saved
-from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +147,7 @@ class PipelineSteps:
     def _exchange_loss(
         self, facts: SignatureFacts, own: Sequence[torch.Tensor], *, drew: bool, device: torch.device
     ) -> torch.Tensor:
-        """Return the mean loss of the micro-batches on every rank of the replica: a collective over ``pp``.
+        """Return the mean loss on every rank of the replica: a collective over ``pp``.
 
         All ranks advance the default generator if the stages use the RNG. That and the loss's dtype are read from the
         first message of each input signature; later ones stay on the device, and the host does not wait for them.
@@ -290,7 +290,7 @@ class StepInvariants:
         return write_counts(self._tensors)
 
     def steps_frozen(self, live: LiveTensor) -> bool:
-        """Return whether the runtime still steps a frozen parameter, as runtimes with main copies do."""
+        """Return whether the runtime still steps a frozen parameter."""
         return self._storage.working(live) is not None
 
     def _other_trained(self, live: LiveTensor, trained: bool) -> BuildError:

@@ -55,7 +55,7 @@ def _set_older_flags(matmul: str, *, convolutions: bool) -> None:
 
 
 def _older_flag_of_convolutions() -> bool:
-    """Return the older flag while the newer ones are off: torch raises if they differ."""
+    """Return the older flag; torch raises if the newer one differs."""
     try:
         return bool(_backends.cudnn.allow_tf32)
     except RuntimeError:

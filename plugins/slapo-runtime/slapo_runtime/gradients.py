@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import BuildError
-from slapo_runtime._exchange import collect, exchange_device, sum_among
 from slapo_runtime.correspondence.storage import is_distributed, sharding_groups
 from slapo_runtime.flat_shards import buckets
+from slapo_runtime.ranks.exchange import collect, exchange_device, sum_among
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh, Part
@@ -116,7 +116,7 @@ class GradientClipper:
 
     @torch.no_grad()
     def _norm_of(self, counted: _Counted, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the norm of gradients that are split over the same process groups: a collective."""
+        """Compute the norm of gradients over their process groups: a collective."""
         if gradients:
             norm = nn.utils.get_total_norm(gradients, self._norm_type)
         else:
@@ -134,7 +134,7 @@ class GradientClipper:
         return (value if largest else value.pow(1.0 / self._norm_type)).to(home)
 
     def _dtype(self, gradients: Iterable[torch.Tensor]) -> torch.dtype:
-        """Return the norm's type, as of torch's function: the widest real type of the gradients."""
+        """Return the widest real type of the gradients, as torch's function."""
         dtype = torch.float32
         for one in {gradient.dtype for gradient in gradients} if self._dtypes is None else self._dtypes:
             dtype = torch.promote_types(dtype, one.to_real())
@@ -143,7 +143,7 @@ class GradientClipper:
 
 @dataclass(frozen=True)
 class _Counted:
-    """Parameters that are split over the same process groups, which are given with their devices."""
+    """Parameters split over the same process groups, given with their devices."""
 
     groups: list[tuple[dist.ProcessGroup, torch.device]]
     parameters: list[nn.Parameter]
@@ -188,7 +188,7 @@ _NONE, _DENSE, _SPARSE = 0, 1, 2
 
 
 class TiedGradients:
-    """Sum gradients of tied parameters over the pipeline ranks that hold them; of shards, shard by shard.
+    """Sum gradients of tied parameters, or their shards, over their pipeline ranks.
 
     All ranks have the same sum to the last bit, because each adds in the order of the ranks.
 
@@ -218,7 +218,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def sum(self, attribute: str = "grad") -> None:
-        """Sum the gradients in place: a collective among the ranks that hold the same parameter.
+        """Sum the gradients in place: a collective among their ranks.
 
         A rank without a gradient adds nothing and gets the sum; if no rank has one, there is none afterwards. The host
         waits for the device in the first step, and where a gradient is missing.

@@ -1,4 +1,4 @@
-"""The hooks of the runtime: the stages of a model, and the values sent between them."""
+"""The hooks of the runtime, for pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 def slapo_partition(
     schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
-    """Called for the stages of a model: by ``build`` and ``verify``, once for each input signature and mode.
+    """Called for the stages of a model, by ``build`` and ``verify``.
 
-    The answer must be the same on every rank. A rank may hold values for one stage only: there, the tensors of other
-    stages are placeholders on the meta device for tensors on the device of the inputs.
+    It is called once for each input signature and mode. The answer must be the same on every rank. A rank may hold
+    values for one stage only: there, the tensors of other stages are placeholders on the meta device for tensors on the
+    device of the inputs.
 
     First result: yes; two active plugins that answer are an error.
 

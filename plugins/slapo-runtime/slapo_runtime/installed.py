@@ -1,4 +1,4 @@
-"""The installed version of a runtime, without importing it: required, warned of, and shown by ``slapo doctor``."""
+"""Check and show the installed version of a runtime, without importing it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _LAST_WORDS = 5.0  # seconds for writing a traceback, or for leaving the group, 
 
 
 def preload_modules(*names: str) -> None:
-    """Import further modules once in the server of the processes, instead of in every rank.
+    """Import further modules once, in the server of the processes.
 
     Call it before the first `run_ranks` of this process, which starts the server.
 
@@ -220,7 +220,7 @@ def _typed_in(name: str) -> LaunchError:
 
 
 class ServerEndedError(LaunchError):
-    """The server of the rank processes ended, e.g. was killed; the next call starts another one."""
+    """The server of the ranks ended; the next call starts another one."""
 
 
 def _server() -> int:
@@ -269,7 +269,7 @@ class _Run:
             self.processes.append(process)
 
     def collect(self) -> None:
-        """Wait for the reports of all ranks, the grace period after a failure, or the timeout."""
+        """Wait for all reports, the grace period after a failure, or the timeout."""
         while pending := self._pending():
             ready = wait(
                 [self.connections[rank] for rank in pending], timeout=max(0.0, self.deadline - time.monotonic())

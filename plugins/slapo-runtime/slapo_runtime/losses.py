@@ -1,4 +1,4 @@
-"""The loss of a batch: from the output or the user's function, weighted over micro-batches and replicas."""
+"""The loss of a batch, weighted over micro-batches and replicas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LossCall:
         self._module, self._loss = module, loss
 
     def __call__(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
-        """Return the loss, a scalar tensor, and the output of ``forward`` (None: the model) on a batch."""
+        """Return the loss and the output of ``forward`` (None: the model) on a batch."""
         output = self._call(self._module if forward is None else forward, batch)
         return self.loss_of(output, batch), output
 
@@ -102,7 +102,7 @@ ITEMS = "num_items_in_batch"
 
 
 class LossWeights:
-    """Weight the losses of micro-batches, so that the runtime's mean is the mean over all items.
+    """Weight the losses of micro-batches for a mean over all items.
 
     A runtime averages the losses of ``n`` micro-batches and of the replicas. With the weight ``w`` of a micro-batch,
     and the sum ``W`` over all micro-batches of all replicas, a loss is multiplied by ``w * n * replicas / W``. A model
@@ -201,14 +201,14 @@ class LossWeights:
         return self._waiting.pop(place)[1:]
 
     def probe(self, batch: Any) -> Any:
-        """Return the batch for the model, in the first training step with a count of items that requires grad."""
+        """Return the model's batch, whose count of items requires grad in the first step."""
         items = self._items(batch)
         if self._is_probed or not torch.is_grad_enabled() or items is None:
             return batch
         return self._with_items(batch, torch.as_tensor(items).detach().to(self._dtype, copy=True).requires_grad_())
 
     def check_divided(self, loss: torch.Tensor, probed: Any) -> None:
-        """Refuse a model that takes the count of items but does not divide by it, as many transformers models.
+        """Refuse a model that takes the count of items without dividing by it.
 
         Args:
             loss: of the model.
@@ -282,7 +282,7 @@ def _items_ignored(model: nn.Module, why: str) -> BuildError:
 
 
 def require_items_read(model: nn.Module, inputs: Mapping[str, Any], read: Collection[str]) -> None:
-    """Refuse a count of items that pipeline stages do not read, or that may be unread.
+    """Refuse a count of items that pipeline stages may not read.
 
     Args:
         model: the cut model.
@@ -358,7 +358,7 @@ class Scales:
 
 
 def _silenced(loss: torch.Tensor) -> torch.Tensor:
-    """Return 0 with the graph of a loss; its leaves get gradients of 0, even from 0 times infinity.
+    """Return 0 with the graph of a loss, for gradients of 0, never NaN.
 
     The backward pass runs as usual, with its hooks and collectives.
     """

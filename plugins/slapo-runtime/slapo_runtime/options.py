@@ -81,7 +81,7 @@ class Options:
         return self.fill(key, value, why) if found is None else found
 
     def own(self, key: str, value: Any, why: str, hint: str = "leave it out") -> Any:
-        """Set a value that the schedule or ``build`` decides; a different given value is a problem.
+        """Set a value of the schedule or ``build``; refuse a different one.
 
         Args:
             key: of the value.

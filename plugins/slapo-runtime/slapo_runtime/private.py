@@ -1,4 +1,4 @@
-"""Wrap the private names of torch and transformers that this distribution uses; tests check the installed versions."""
+"""Wrap private names of torch and transformers; tests check the installed versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def default_store() -> Any:
 
 
 def new_group_among(original: Any, store: Any, name: str, timeout: timedelta) -> Any:
-    """Make a process group with the ranks and backend of another one, called by its members only.
+    """Make a process group like another one, called by its members only.
 
     All processes must call ``torch.distributed.new_group``, or it derives the group's name from the number of groups of
     each process. Such a name returns with a later group, which then finds the addresses of the closed one.
@@ -96,7 +96,7 @@ def write_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
-    """Return the identity of a storage, which views share; of a tensor itself if it is not strided."""
+    """Return the identity of a storage, or of a tensor without strides."""
     if isinstance(holder, torch.Tensor):
         return holder.untyped_storage()._cdata if holder.layout is torch.strided else id(holder)
     return holder._cdata

@@ -68,7 +68,7 @@ def describe(function: Callable[..., Any]) -> str:
 
 
 def origin(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return the name and file of the module that a rank imports to unpickle the function."""
+    """Return the name and file of a function's module, for its import."""
     name = getattr(function, "__module__", None)
     file = getattr(sys.modules.get(name or ""), "__file__", None)
     return None if name in (None, "__main__") or file is None else (str(name), os.path.abspath(file))
@@ -202,7 +202,7 @@ def _result_message(result: object) -> bytes:
 
 
 def _portable(error: BaseException) -> bytes | None:
-    """Return the pickled exception; None if it cannot be pickled. Its text is sent in any case."""
+    """Return the pickled exception; None if it cannot be pickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -17,9 +17,6 @@ import torch
 from slapo_core.errors import RankMismatchError, ReplicaError
 from slapo_core.internals import describe
 from slapo_core.layout import DATA_DIMS, Part
-from slapo_runtime._exchange import exchange_device, spread
-from slapo_runtime.checksums import checksum
-from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.correspondence.storage import (
     InPlace,
     LiveTensor,
@@ -29,7 +26,10 @@ from slapo_runtime.correspondence.storage import (
     is_distributed,
     optimizer_storage,
 )
-from slapo_runtime.world import World, ranks_along
+from slapo_runtime.ranks.checksums import checksum
+from slapo_runtime.ranks.consistency import restore, torch_states
+from slapo_runtime.ranks.exchange import exchange_device, spread
+from slapo_runtime.ranks.world import World, ranks_along
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -134,7 +134,7 @@ def optimizer_replicas(
 
 
 def _copied(correspondence: Correspondence) -> Iterator[_Copied]:
-    """Yield the replicated tensors or parts, with the mesh dimensions and ranks of their replicas."""
+    """Yield replicated tensors or parts, with their mesh dimensions and ranks."""
     mesh = correspondence.mesh
     if mesh is None or mesh.is_abstract:
         return
@@ -295,7 +295,7 @@ def compare_all(
 
 
 def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
-    """Describe the parameters that no longer match their main copies on any rank; None if all match."""
+    """Describe parameters that differ from their main copies; None if all match."""
     own = [live.name for live in correspondence.live() if live.is_local and not storage.is_current(live)]
     with World(correspondence.mesh) as world:
         by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
@@ -361,7 +361,7 @@ _ROUNDINGS = 8  # of the largest element: kernels with another order of summatio
 
 @torch.no_grad()
 def _is_close(replica: Replica, mesh: Mesh) -> bool:
-    """Return whether this rank's replica equals the first rank's within rounding: a collective of its holders."""
+    """Return whether a replica equals the first rank's within rounding: a collective."""
     first = _first(replica, mesh)
     held = replica.value
     assert isinstance(held, (torch.Tensor, Stored))

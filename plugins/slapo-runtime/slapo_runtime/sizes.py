@@ -48,7 +48,7 @@ def parse_bytes(size: int | str, *, name: str = "memory") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Format a size with the largest unit of which it has at least 1: ``"70GiB"``, ``"105.33MiB"``, ``"12B"``.
+    """Format a size: ``"70GiB"``, ``"105.33MiB"``, ``"12B"``.
 
     Sizes with at most two decimals are restored by :func:`parse_bytes`.
 

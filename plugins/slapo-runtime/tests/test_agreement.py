@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 import slapo_core as slapo
 from slapo_core.plugins import use_registry
 from slapo_core.primitives.replace import Replace
-from slapo_runtime.checksums import checksum
-from slapo_runtime.consistency import schedule_facts, weights_facts
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.rank_facts import RankFact
+from slapo_runtime.ranks.checksums import checksum
+from slapo_runtime.ranks.consistency import schedule_facts, weights_facts
+from slapo_runtime.ranks.facts import RankFact
 from slapo_runtime.weights.sources import SafetensorsSource, open_source
 from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages

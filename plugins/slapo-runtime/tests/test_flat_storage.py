@@ -48,5 +48,5 @@ def test_one_number_of_steps_is_shared_and_others_are_refused() -> None:
     states = {number: {"step": torch.tensor(1.0)}, vector: {"step": torch.tensor(2.0)}}
     with pytest.raises(BuildError, match=r"'number' and 2\.0 for 'vector', but A runtime keeps one number"):
         mine.loading([{}], states)
-    with pytest.warns(UserWarning, match="no state of the optimizer for vector"):
+    with pytest.warns(UserWarning, match="no optimizer state for vector"):
         mine.loading([{}], {number: {"step": torch.tensor(1.0)}})

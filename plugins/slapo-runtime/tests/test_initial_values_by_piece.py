@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import slapo_core as slapo
 from slapo_core.layout import Layout
-from slapo_runtime import initialization
-from slapo_runtime.initialization import Initializer, blocks, record
+from slapo_runtime.initialization import programs as initialization
+from slapo_runtime.initialization.programs import Initializer, blocks, record
 from slapo_runtime.launcher import run_ranks
 from tests.support.building import Split, on_meta
 from tests.support.initial_values import differences

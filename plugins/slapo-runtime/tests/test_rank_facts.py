@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from slapo_core.tree.render import describe
-from slapo_runtime.checksums import checksum
-from slapo_runtime.rank_facts import RankFact, describe_tensor, first_difference
+from slapo_runtime.ranks.checksums import checksum
+from slapo_runtime.ranks.facts import RankFact, describe_tensor, first_difference
 
 
 class Color(enum.Enum):
@@ -72,7 +72,7 @@ def test_a_checksum_sees_every_bit_and_the_order_wherever_the_elements_lie(
     tensor = torch.arange(143).reshape(11, 13).remainder(7).to(dtype)
     total = checksum(tensor)
     for size in (1 << 20, 64, 8):  # also in pieces smaller than a row
-        monkeypatch.setattr(sys.modules["slapo_runtime.checksums"], "_CHUNK", size)
+        monkeypatch.setattr(sys.modules["slapo_runtime.ranks.checksums"], "_CHUNK", size)
         assert checksum(tensor.clone()) == total
         assert checksum(tensor.t().contiguous().t()) == total
         assert checksum(torch.stack([tensor, tensor], dim=-1)[..., 1]) == total

@@ -17,8 +17,8 @@ from torch import nn
 import slapo_core as slapo
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.ranks.world import ranks_along
 from slapo_runtime.replicas import Replica, align_replicas, check_replicas, replicas_of
-from slapo_runtime.world import ranks_along
 from tests.support.building import Split, real, split
 
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import slapo_core as slapo
 from slapo_core import layout
 from slapo_core.layout import Mesh, declare_mesh
-from slapo_runtime.consistency import schedule_facts
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.rank_facts import RankFact
-from slapo_runtime.world import World, _new_store as new_store, together
+from slapo_runtime.ranks.consistency import schedule_facts
+from slapo_runtime.ranks.facts import RankFact
+from slapo_runtime.ranks.world import World, _new_store as new_store, together
 from slapo_testing.bench import seeded
 from slapo_verify.phases import fixed_conditions
 from tests.messages import Messages

@@ -156,7 +156,7 @@ class TorchDialect(Dialect):
 
 
 def _options_of_replicas() -> frozenset[str]:
-    """Return the names of the options of DistributedDataParallel that ``build`` does not set itself."""
+    """Return the options of DistributedDataParallel that ``build`` does not set itself."""
     from torch.nn.parallel import DistributedDataParallel
 
     own = {"module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}

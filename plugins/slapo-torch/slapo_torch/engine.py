@@ -56,7 +56,7 @@ class TorchRuntime:
         return contextlib.nullcontext()
 
     def clip_gradients(self) -> torch.Tensor | None:
-        """Scale all gradients to ``max_grad_norm``: a collective; return the norm before, or None without one."""
+        """Clip all gradients: a collective; return the norm before, or None."""
         return self._context.clip_gradients()
 
     def watch(self, optimizer: torch.optim.Optimizer | None) -> None:

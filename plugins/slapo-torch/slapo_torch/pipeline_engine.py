@@ -53,11 +53,11 @@ class PipelineRuntime:
         return self._engine._forward_backward(batch)
 
     def clip_gradients(self) -> Tensor | None:
-        """Scale all gradients to ``max_grad_norm``: a collective; return the norm before, or None without one."""
+        """Clip all gradients: a collective; return the norm before, or None."""
         return self._context.clip_gradients()
 
     def sent_bytes(self) -> dict[int, tuple[int, int]]:
-        """Return the bytes sent to other ranks, by stage of this rank: to the next and to the previous stage."""
+        """Return the bytes sent by each stage of this rank, forward and backward."""
         return {stage: (forward, back) for stage, (forward, back) in self._engine._sent_bytes.items()}
 
 
@@ -72,7 +72,7 @@ def gather_output(
     device: torch.device,
     count: int,
 ) -> tuple[Any, str]:
-    """Gather the output for the full batch on every rank: a collective over the stages.
+    """Gather the output for the full batch: a collective over the stages.
 
     Args:
         partition: for a micro-batch.
@@ -167,7 +167,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
 
     @property
     def module(self) -> nn.Module:
-        """The stages of this rank, with their modules at the reference paths; made at its first use."""
+        """The stages of this rank, with their modules at the reference paths."""
         if self._part is None:
             example = self._context.staged_example(self._count, axes=self._axes)
             self._part = self._context.part(example.staged.partition)
@@ -230,7 +230,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         return StepResult(loss, output)
 
     def _forward_backward(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:
-        """Run all micro-batches forward and backward, and average gradients over replicas; return the mean loss.
+        """Run all micro-batches forward and backward; return the mean loss.
 
         Args:
             batch: as for ``train_step``.
@@ -295,7 +295,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _loss(self, runner: PipelineRunner, work: PipelineWork) -> Tensor:
-        """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
+        """Return the mean loss on every rank, and advance a used RNG."""
         is_last = self._ranks[-1] == self._rank
         own = [work.losses[number] for number in range(self._count)] if is_last else []
         return self._exchange_loss(runner, own, drew=work.drew, device=self._device)

@@ -90,7 +90,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all messages; the host waits for the device if this replica lacks a gradient."""
+        """Wait for all messages, on the host only if a gradient is missing."""
         for bucket, flat, work in self._sent:
             work.wait()
             there = flat[-len(bucket) :]

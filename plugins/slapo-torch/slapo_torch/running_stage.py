@@ -1,4 +1,4 @@
-"""Run the stages of a pipeline rank under torch's schedules: their passes, and steps of all stages."""
+"""Run the stages of a pipeline rank under torch's schedules."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class RunningStage(StageBase):
 
     @property
     def unsplit_reason(self) -> str:
-        """The reason for a full backward pass although the schedule splits it; "" without one."""
+        """The reason against splitting the backward pass; "" without one."""
         return "" if self._split_check is None else self._split_check.reason
 
     # -- received and sent values, in the order of liveness -----------------------------------------------------------
@@ -328,13 +328,13 @@ class RunningStage(StageBase):
 
 
 def _storages(module: nn.Module) -> frozenset[int]:
-    """Return the storages of a module's tensors: a sent value may be a view of one."""
+    """Return the storages of a module's tensors, which sent values may share."""
     tensors = [*module.parameters(), *module.buffers()]
     return frozenset(storage_id(one) for one in tensors if one.numel() and not one.is_meta)
 
 
 class PipelineRunner(SignatureFacts):
-    """Run the steps of a rank's stages; ranks along ``pp`` have equal arguments except ``rank``.
+    """Run the steps of a rank's stages, with equal arguments on all ranks.
 
     Args:
         partition: for one input signature and one mode.

@@ -108,7 +108,7 @@ class _BackwardGraph:
         return found
 
     def places(self, leaves: dict[Any, torch.Tensor], between: set[Any]) -> dict[Any, set[Any]]:
-        """Return for each leaf the nodes of ``between`` that reach it without passing another one.
+        """Return the nodes of ``between`` that directly reach each leaf.
 
         A leaf that a root reaches without them has None among its places, and so several.
         """
@@ -147,7 +147,7 @@ _HOOKED = "a tensor's hook would run in both parts"
 
 
 class SplitCheck:
-    """Check in a stage's first forward with gradients whether its backward can be split, or warn.
+    """Check in a stage's first forward whether its backward can be split.
 
     Args:
         module: of the stage.
@@ -203,7 +203,7 @@ class SplitCheck:
 
 
 class _ForwardMode(TorchFunctionMode):
-    """Note calls inside of a checkpointed function, and hooks of tensors that are not leaves."""
+    """Note calls inside of a checkpointed function, and hooks of tensors."""
 
     def __init__(self, check: SplitCheck) -> None:
         super().__init__()

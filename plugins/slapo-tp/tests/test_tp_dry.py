@@ -12,7 +12,7 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import MeshError
-from slapo_runtime.consistency import obligations
+from slapo_runtime.ranks.consistency import obligations
 from tests.messages import Messages
 
 

@@ -13,7 +13,7 @@ from slapo_verify.search import Failed, Outcome
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
-    from slapo_runtime.world import World
+    from slapo_runtime.ranks.world import World
     from slapo_verify.copies import Subjects
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import torch
 from slapo_core.errors import BuildError
 from slapo_runtime.correspondence.storage import TorchOptimizer
 from slapo_runtime.flat_shards import FlatShard, gathered, is_rounding
-from slapo_runtime.world import World
+from slapo_runtime.ranks.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -104,7 +104,7 @@ class FlatStorage:
     def gather(
         self, parameter: torch.Tensor, shape: tuple[int, ...], place: FlatShard | None, own: Any
     ) -> torch.Tensor:
-        """All-gather a tensor of a parameter's shape: a collective over the replicas that hold shards of it.
+        """All-gather a tensor of a parameter's shape over its replicas.
 
         Args:
             parameter: of the tensor.
@@ -128,7 +128,7 @@ class FlatTensors:
         self._follows = True
 
     def end(self) -> None:
-        """Stop comparing the forward's values with the main weights, which the runtime may not have copied."""
+        """Stop comparing parameters with main weights, which may not be copied any more."""
         self._follows = False
 
     def is_full(self, parameter: torch.Tensor) -> bool:
@@ -343,7 +343,7 @@ class FlatOptimizer:
         return loads
 
     def _described(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state by key: the dtype of a tensor of the parameter's shape, else the value."""
+        """Return the state by key, with dtypes for tensors of the parameter's shape."""
         held = self._storage.of(parameter)
         if held is None or held.main is None or held.optimizer is None:
             return {}
@@ -355,7 +355,7 @@ class FlatOptimizer:
     def _flat_states(
         self, states: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any]]]:
-        """Yield each flat tensor with its optimizer and its new state, which may be empty."""
+        """Yield each flat tensor with its optimizer and its new state."""
         by_flat: dict[int, list[tuple[torch.Tensor, StoredParameter]]] = {}
         for parameter in self._parameters():
             held = self._storage.of(parameter)
@@ -453,7 +453,7 @@ def _shown(value: Any) -> str:
 
 
 def merge_across_ranks(own: dict[int, Any], mesh: Mesh | None) -> dict[int, Any]:
-    """Merge dictionaries over the replicas of a mesh, with each entry of its first rank: a collective."""
+    """Merge dictionaries over the replicas of a mesh, first rank first: a collective."""
     found: dict[int, Any] = {}
     for theirs in World(mesh, over="dp").gather_once(own):
         for number, value in theirs.items():

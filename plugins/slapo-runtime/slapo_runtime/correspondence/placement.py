@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from slapo_core.internals import describe
 from slapo_runtime.correspondence.storage import Placement
-from slapo_runtime.rank_facts import RankFact
+from slapo_runtime.ranks.facts import RankFact
 
 if TYPE_CHECKING:
     from slapo_runtime.correspondence.tensors import Correspondence
@@ -47,7 +47,7 @@ def _running(
     stage_ranks: Sequence[int],
     reference: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the ranks that run each module with extra state: of its stages, else of its tensors."""
+    """Yield the ranks of modules with extra state, by stages or tensors."""
     users: dict[int, set[int]] = {}
     for stage, rank in zip(partition.stages, stage_ranks, strict=True):
         for module in stage.module.modules():

@@ -1,4 +1,4 @@
-"""Live tensors, their placement, and the storage of tensors and optimizer state by a runtime."""
+"""Live tensors, their placement, and their storage by a runtime."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Placement:
     modules: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holders(self, live: LiveTensor) -> tuple[int, ...]:
-        """Return the pipeline ranks that hold a live tensor; none for one added after the build."""
+        """Return the pipeline ranks that hold a live tensor, added ones excepted."""
         if live.reference_names:
             return self.reference.get(live.reference_names[0], ())
         return self.added.get(live.name, ())
@@ -45,7 +45,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rectangle of a full tensor, in the reference model's layout, without padding or packing.
+    """A rectangle of a full tensor, in the reference model's layout.
 
     Args:
         kind: ``"weight"``; ``"added"`` for a tensor that a step added; ``"optimizer"`` for optimizer state.
@@ -363,7 +363,7 @@ class TorchOptimizer:
 
     @staticmethod
     def _own(parameter: torch.Tensor, value: Any) -> Any:
-        """Keep this rank's shard of a state tensor of the parameter's shape, and other values in full."""
+        """Shard a state tensor of the parameter's shape; return other values."""
         is_of_its_shape = isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
         return sharded_like(parameter, value) if is_of_its_shape else value
 
@@ -392,7 +392,7 @@ def sharding_groups(tensor: torch.Tensor) -> list[tuple[ProcessGroup, torch.devi
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full plain tensor of a DTensor: a collective; return a plain tensor unchanged."""
+    """Return the full plain tensor of a DTensor: a collective."""
     own: Any = tensor
     return own.detach().full_tensor() if is_distributed(own) else own  # type: ignore[no-any-return]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A live tensor without a known reference tensor, or a reference tensor without a successor.
+    """A live or reference tensor without a counterpart.
 
     Args:
         name: its full name in the scheduled model, or its first name in the reference model.
@@ -54,7 +54,7 @@ class Correspondence:
 
     @classmethod
     def of(cls, schedule: Schedule) -> tuple[Correspondence, dict[str, torch.Tensor]]:
-        """Make the correspondence of an unsealed schedule, and return the reference tensors by first name.
+        """Make an unsealed schedule's correspondence; return reference tensors by first name, too.
 
         Raises:
             SealedError: the originals were dropped.
@@ -163,7 +163,7 @@ class Correspondence:
             raise WeightsError("\n".join(lines), path=found[0].name.rpartition(".")[0], hint=found[0].hint)
 
     def by_name(self, model: nn.Module) -> dict[str, LiveTensor]:
-        """Map every name of the scheduled ``model``, with aliases and ties, to its live tensor."""
+        """Map all names of the scheduled ``model`` to their live tensors."""
         by_object = {id(live.tensor): live for live in self.live()}
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return {name: by_object[id(tensor)] for name, tensor in named if id(tensor) in by_object}

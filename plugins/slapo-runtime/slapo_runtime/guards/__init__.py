@@ -1,4 +1,4 @@
-"""Guards on a live split model: stop plain tools that would silently train, save or load it wrongly.
+"""Guards on a live split model, against plain tools that silently break it.
 
 | file | the guard |
 |---|---|

@@ -1,4 +1,4 @@
-"""The guards on the root of a live split model: two state-dict hooks and one forward hook.
+"""The state-dict hooks and the forward hook on a live split model.
 
 They are registered while a tensor is split. The first training forward checks wrappers over ranks with different
 shards, shards copied between ranks, changes outside of the schedule, unreduced partial values, and the replicas of the
@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_core.errors import MeshError, RankMismatchError
 from slapo_core.internals import journal, module_index
 from slapo_runtime._skipped_forwards import ForwardWatch, warn_of_skipped_steps
-from slapo_runtime.consistency import refuse_if_incomplete, synchronize_and_warn
 from slapo_runtime.guards.stale_optimizers import EXCHANGED
 from slapo_runtime.guards.wrappers import (
     ShardShape,
@@ -34,8 +33,9 @@ from slapo_runtime.guards.wrappers import (
     wrong_wrapper,
 )
 from slapo_runtime.private import HOOK_TABLES, pytree
-from slapo_runtime.rank_facts import RankFact, describe_tensor
-from slapo_runtime.world import World
+from slapo_runtime.ranks.consistency import refuse_if_incomplete, synchronize_and_warn
+from slapo_runtime.ranks.facts import RankFact, describe_tensor
+from slapo_runtime.ranks.world import World
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -57,7 +57,7 @@ _SAME_VALUES = (
 
 
 class Guards:
-    """Hooks on the root of a live model; the object is the forward hook itself.
+    """Hooks on the root of a live model, and the forward hook itself.
 
     Args:
         model: the root, as a weak reference. None in a copy of the model, whose state-dict hooks use ``names``.
@@ -122,7 +122,7 @@ class Guards:
         self._place_hooks(model)
 
     def hand_over(self) -> None:
-        """End the checks of the forward, after some passed or when a runtime takes over."""
+        """End the checks of the forward, e.g. when a runtime takes over."""
         self._is_due = False
         model = self._model()
         if model is not None:
@@ -252,7 +252,7 @@ class Guards:
         return self._mesh is not None and self._mesh.device_mesh is not None
 
     def _follow_forward(self, model: nn.Module) -> None:
-        """Check the modules that ran when the forward ends; remove the hooks after some correct forwards."""
+        """Check the modules that ran; remove the hooks after some correct forwards."""
         watch = self._watch()
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
@@ -268,7 +268,7 @@ class Guards:
         handle = model.register_forward_hook(end, always_call=True)
 
     def look_while_compiling(self, number: str) -> bool:
-        """Run the checks while torch.compile traces the model: no graph break, and no cost in the compiled code.
+        """Run the checks while torch.compile traces the model, without a graph break.
 
         The batch has no values then. The hook stays, because the trace is guarded by its ``number``: text, because an
         integer that differs from model to model would become symbolic.
@@ -343,7 +343,7 @@ def _changed_forward(entry: journal.Entry) -> nn.Module | None:
 
 
 def _may_gather(model: nn.Module, step: Step) -> int:
-    """Return whether a step may gather its input, so that ranks may get shards of a batch."""
+    """Return whether a step may gather its input, sharded over ranks."""
     texts = {value for value in step.record.primitive.arguments().values() if isinstance(value, str)}
     if texts & {"fwd_post", "forward", "bwd_post", "backward"}:  # the modes of a sync after a module
         return 0
@@ -366,7 +366,7 @@ def _tensors(inputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _watched(schedule: Schedule) -> Callable[[], ForwardWatch | None]:
-    """Return a function that begins to watch a training forward; it has a weak reference to the schedule."""
+    """Return a function that begins to watch a training forward."""
     reference = weakref.ref(schedule)
 
     def begin() -> ForwardWatch | None:
@@ -377,7 +377,7 @@ def _watched(schedule: Schedule) -> Callable[[], ForwardWatch | None]:
 
 
 def _checked(schedule: Schedule) -> Callable[[], dict[str, torch.Tensor]]:
-    """Return a check for the first training forward, which gives the replicas of the ``tp`` ranks."""
+    """Return a check of the first training forward, which gives ``tp`` replicas."""
     reference = weakref.ref(schedule)
 
     def check() -> dict[str, torch.Tensor]:

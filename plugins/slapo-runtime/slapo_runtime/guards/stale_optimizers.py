@@ -1,4 +1,4 @@
-"""Optimizers that hold parameters from before a step of a live schedule, or shards: refuse them, or warn."""
+"""Refuse optimizers of parameters from before a step, and warn about shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExchangedParameters:
         self.count = 0
 
     def note(self, model: nn.Module, entry: journal.Entry, *, undone: bool) -> None:
-        """Note the parameters that an edit of ``model`` exchanges, when it is made (again) or undone."""
+        """Note the parameters that an edit of ``model`` or its undo exchanges."""
         for name, old, new in _exchanged(entry):
             out, into = (new, old) if undone else (old, new)
             if not self.count:

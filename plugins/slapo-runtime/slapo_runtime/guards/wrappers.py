@@ -1,4 +1,4 @@
-"""Find wrappers of plain PyTorch that treat the shards of a live model as replicas, and refuse copied shards."""
+"""Find wrappers of plain PyTorch that treat shards as replicas, and copied shards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from slapo_core.errors import MeshError, WeightsError
 from slapo_core.layout import Mesh
-from slapo_runtime.checksums import checksum
 from slapo_runtime.private import active_ddp, is_functorch_wrapped
+from slapo_runtime.ranks.checksums import checksum
 
 _SAMPLE = 16  # shards that are compared: a tool that copies one rank's shards over the others copies them all
 _OWN_LOOP = (

@@ -1,4 +1,4 @@
-"""The stages of a model: their definition, their plugins, and their execution on one rank.
+"""The stages of a model: definition, plugins, and execution on a rank.
 
 A schedule marks the cuts of the model. Two hooks of plugins make stages of them: ``slapo_partition`` gives a
 :class:`~.partition.Partition`, the stages as data, and ``slapo_liveness`` names the values sent from each stage to the

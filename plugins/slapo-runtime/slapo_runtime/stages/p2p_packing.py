@@ -1,4 +1,4 @@
-"""Pack the values of a stage boundary into P2P messages, for runtimes that send few tensors of few types.
+"""Pack the values of a stage boundary into few tensors, for P2P messages.
 
 Values with a gradient are packed into one flat floating tensor, all others as bytes: into a second tensor, for a
 runtime that sends a tuple of tensors (DeepSpeed), or after the first in the same memory, for a runtime that sends a
@@ -138,7 +138,7 @@ class P2PMessage:
 
 
 def attached(loss: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
-    """Attach a link to a loss, so that its backward pass reaches the received message."""
+    """Attach a link to a loss, for a backward pass to the message."""
     if link is None or not link.requires_grad:
         return loss
     return _Attached.apply(loss, link)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,4 +1,4 @@
-"""Pipeline stages as plain data: the answers of `slapo_partition` and `slapo_liveness`, for dialects and ``verify``.
+"""Pipeline stages as plain data: the answers of `slapo_partition` and `slapo_liveness`.
 
 A model that is cut after ``n - 1`` of its modules has ``n`` stages, which compute its forward one after the other. A
 stage reads some of the model's own arguments (from the batch, which every rank has), and some values of earlier stages.
@@ -48,7 +48,7 @@ class Value:
 
 
 class StageModule(nn.Module, ABC):
-    """One stage, ready to run, with its modules of the scheduled model at the reference paths.
+    """One stage, ready to run, with its modules at the reference paths.
 
     ``stage.get_submodule("bert.encoder.layer.3")`` is the scheduled model's module, the same object. Modules above a
     cut are not called any more: at their paths are containers of their submodules, and of their own parameters that
@@ -120,7 +120,7 @@ class Output:
 
     @property
     def loss(self) -> str | None:
-        """The name of the model's own loss: the output itself, or its ``loss``; None without one."""
+        """The name of the model's own loss; None without one."""
         names = self.assemble({name: name for name in self.names})
         if isinstance(names, str):
             return names
@@ -132,7 +132,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Partition:
-    """The stages of a model, for one input signature and one mode: the answer of `slapo_partition`.
+    """The stages for one input signature and mode: the answer of `slapo_partition`.
 
     Args:
         stages: in execution order.

@@ -1,4 +1,4 @@
-"""Run the stages of a pipeline rank, micro-batch by micro-batch, each with its own RNG stream."""
+"""Run the stages of a pipeline rank, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelChunk:
 
 
 class SignatureFacts:
-    """Facts of the first step about one input signature, the same on all ranks along ``pp``.
+    """Facts of the first step about an input signature, the same on all ranks.
 
     Attributes:
         loss_dtype: of the loss; None before the first step.
@@ -109,7 +109,7 @@ class RankStages(SignatureFacts):
 
 
 class SeededWork:
-    """One step of a rank's stages, with an RNG stream for each stage and micro-batch.
+    """One step of stages, with an RNG stream per stage and micro-batch.
 
     Attributes:
         seed: of the streams; None uses torch's default generator.

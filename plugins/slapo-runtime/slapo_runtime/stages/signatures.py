@@ -1,4 +1,4 @@
-"""Input signatures: the calls that share the stages of a model, and the cache of their stages."""
+"""Input signatures, by which batches share stages, and the cache of stages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class InputSignature:
 
     @property
     def unknown(self) -> str | None:
-        """The type of an argument that is neither a tensor nor an immutable plain value."""
+        """The type of an argument whose value may change; None without one."""
         return next((type(leaf).__name__ for leaf in self._leaves if not _is_plain(leaf)), None)
 
     __hash__ = None  # type: ignore[assignment]
@@ -59,7 +59,7 @@ def _tensor(tensor: torch.Tensor, first: Mapping[int, int]) -> tuple[Any, ...]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Return whether a leaf is immutable and compared by value: also numpy's scalars, unlike its arrays."""
+    """Return whether a leaf is immutable and compared by value, e.g. numpy's scalars."""
     kind = type(leaf)
     is_number = kind.__module__ == "numpy" and kind.__hash__ is not None
     return kind in _PLAIN or isinstance(leaf, enum.Enum) or is_number

@@ -1,4 +1,4 @@
-"""The stages of a schedule: get them from plugins, check them, and run them one after another."""
+"""The stages of a schedule: get them from plugins, check and run them."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class StageAnswers(StagedModel):
 
 
 def stages(schedule: Schedule, batch: Any = None, *, full_output: bool = False) -> StageAnswers:
-    """Return the stages of a schedule, and the values sent between them, as for a training step.
+    """Return the stages of a schedule, as for a training step.
 
     A model entirely in evaluation mode is cut in training mode.
 
@@ -451,10 +451,8 @@ def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
         elif name not in found:
             yield f"'{name}' is tied over the stages {_numbers(declared[name])}, but one stage alone holds it"
         elif declared[name] != found[name]:
-            yield (
-                f"'{name}' is tied over the stages {_numbers(declared[name])}, but the stages {_numbers(found[name])} hold "
-                "it"
-            )
+            declaration, holding = _numbers(declared[name]), _numbers(found[name])
+            yield f"'{name}' is tied over the stages {declaration}, but the stages {holding} hold it"
 
 
 def _of_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str]) -> Iterator[str]:

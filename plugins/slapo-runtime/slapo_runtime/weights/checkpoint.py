@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ArgumentError, BuildError, ReplicaError, WeightsError
-from slapo_runtime.consistency import restore, torch_states
 from slapo_runtime.correspondence.storage import optimizer_storage
+from slapo_runtime.ranks.consistency import restore, torch_states
+from slapo_runtime.ranks.world import World, together
 from slapo_runtime.weights.files import MANIFEST, Writer, checksums, located
 from slapo_runtime.weights.module_state import as_json, extra_states, packed, resized, unpacked
 from slapo_runtime.weights.optimizer_state import OptimizerState
 from slapo_runtime.weights.sources import SafetensorsSource, WeightsSource, Wider
-from slapo_runtime.world import World, together
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -227,7 +227,7 @@ def packed_extra_states(state: ModelState) -> dict[str, str]:
 
 
 def _files(state: ModelState, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Split the weights by file: in the model's own types, in wider trained types, and added ones."""
+    """Divide the weights by file: model types, wider trained types, added tensors."""
     survey = state.correspondence.survey
     own, trained = {}, {}
     for key, name in survey.keys.items():

@@ -34,7 +34,7 @@ _WRITING = ".checkpoint-writing"
 
 @contextlib.contextmanager
 def replacing(directory: Path, *, last: str) -> Iterator[Path]:
-    """Give a directory for new files, which replace files of the same names at the end of the block.
+    """Give a directory for new files, which replace old ones at the end.
 
     Args:
         directory: made if it does not exist; other files in it stay.
@@ -59,7 +59,7 @@ def replacing(directory: Path, *, last: str) -> Iterator[Path]:
 
 
 def located(directory: Path, name: str, *, last: str) -> Path:
-    """Return the path of a file to read; new files count once the file ``last`` is among them."""
+    """Return the path of a file to read, among complete files."""
     complete = directory / COMPLETE
     has_new = (complete / last).is_file()
     return complete / name if has_new and (complete / name).is_file() else directory / name
@@ -185,7 +185,7 @@ class Writer:
 
 
 def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
-    """Yield the CRC-32 of chunks of 64 MiB of a file; None: of all chunks."""
+    """Yield the CRC-32 of chunks of 64 MiB of a file, default all."""
     chunks = range(-(-file.stat().st_size // _CHUNK)) if chunks is None else chunks
     with file.open("rb") as stream:
         for number in chunks:

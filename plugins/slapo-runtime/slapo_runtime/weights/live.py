@@ -1,4 +1,4 @@
-"""Train a scheduled model in your own loop: clip gradients, read, load and export weights and optimizer state."""
+"""Train a scheduled model in your own loop: gradients, weights, optimizer state."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slapo_core import Schedule
 from slapo_core.errors import ArgumentError, ReplicaError, SealedError
 from slapo_core.internals import parameters_of
 from slapo_runtime.gradients import GradientClipper
+from slapo_runtime.ranks.world import together
 from slapo_runtime.replicas import check_replicas, optimizer_replicas
 from slapo_runtime.weights.checkpoint import as_written, assign_loaded, collect_optimizer_state, writing
 from slapo_runtime.weights.files import export_plain, write_configurations
 from slapo_runtime.weights.sources import MappingSource
 from slapo_runtime.weights.state import Loading, ModelState
-from slapo_runtime.world import together
 
 
 def live_state(schedule: Schedule, call: str) -> ModelState:
@@ -144,7 +144,7 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
 
 
 def load_state_dict(sch: Schedule, state: Mapping[str, Any]) -> None:
-    """Give a scheduled model the weights of a reference model; every rank keeps its own shards.
+    """Load a reference model's weights; every rank keeps its own shards.
 
     Use it instead of ``model.load_state_dict()``, which takes this rank's shards. A collective: every rank calls it,
     with the same state. The tensors of the model stay the same objects, so that its optimizer remains valid.

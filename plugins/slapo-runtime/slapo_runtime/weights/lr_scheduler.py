@@ -72,7 +72,7 @@ def resume(scheduler: Any, runtime: Mapping[str, Any]) -> None:
 
 
 def _to_json(value: Any, kind: str) -> Any:
-    """Convert to JSON, with mappings as lists of pairs, because their keys may be numbers."""
+    """Convert to JSON, with mappings as lists of pairs for numeric keys."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -12,10 +12,10 @@ import torch
 
 from slapo_core import Edit
 from slapo_core.errors import WeightsError
-from slapo_runtime._exchange import exchange_device
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.storage import LiveTensor
 from slapo_runtime.initialization import Initializer, cannot_initialize
+from slapo_runtime.ranks.exchange import exchange_device
 from slapo_runtime.weights.module_state import chosen, own_extra_states, set_extra_states
 from slapo_runtime.weights.sources import MappingSource, SafetensorsSource, WeightsSource, check_names, read_tensor
 from slapo_runtime.weights.state import ModelState
@@ -201,7 +201,7 @@ class Materialization:
         return full
 
     def _initialize(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Initialize a tensor of the reference model, or an added one of the scheduled model."""
+        """Initialize a reference tensor, or an added tensor of the scheduled model."""
         if which not in self._initializers:
             self._initializers[which] = Initializer(
                 self._schedule.model, self._schedule._core.hooks, seed=self._seed, is_reference=False

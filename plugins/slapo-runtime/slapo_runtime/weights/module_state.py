@@ -1,4 +1,4 @@
-"""Module state outside of the survey: ``get_extra_state``, and buffers that a forward resizes or registers.
+"""Module state outside of the survey: ``get_extra_state``, and changed buffers.
 
 The survey of the reference model is updated for such buffers before each use. Extra state is saved in a state dict
 under torch's key, and in the description of a checkpoint.
@@ -23,7 +23,7 @@ from slapo_core.errors import WeightsError
 from slapo_core.internals import buffers_of, module_index, parameters_of
 from slapo_runtime.correspondence.reference import TensorSpec, own_tensors
 from slapo_runtime.private import tree_map_only
-from slapo_runtime.world import gather_along
+from slapo_runtime.ranks.world import gather_along
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,7 +106,7 @@ def _changed_buffers(correspondence: Correspondence) -> Iterator[tuple[str, tupl
 
 @contextlib.contextmanager
 def resized(correspondence: Correspondence, wanted: Mapping[str, tuple[list[int], str]]) -> Iterator[None]:
-    """Resize buffers to the shapes of a checkpoint; restore them after an error in the block.
+    """Resize buffers to a checkpoint's shapes; restore them after an error.
 
     Args:
         correspondence: of the model.
@@ -162,7 +162,7 @@ def is_extra(key: str) -> bool:
 
 
 def extra_states(correspondence: Correspondence, *, compare: bool) -> dict[str, Any]:
-    """Return the modules' extra state by the keys of the state dict, with tensors on the CPU.
+    """Return the modules' extra state by key, with tensors on the CPU.
 
     A collective over ``pp``: the rank that runs a module gives its state.
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from slapo_core.errors import OptimizerError
 from slapo_core.internals import describe
 from slapo_runtime.correspondence.storage import is_distributed
-from slapo_runtime.rank_facts import RankFact
-from slapo_runtime.world import World
+from slapo_runtime.ranks.facts import RankFact
+from slapo_runtime.ranks.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -119,7 +119,7 @@ _ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 
 @torch.no_grad()
 def lost_updates(optimizer: torch.optim.Optimizer) -> str | None:
-    """Describe 16-bit parameters that lose updates of the size of the learning rate to rounding.
+    """Describe 16-bit parameters that lose updates to rounding.
 
     A sample of each parameter is examined: half of its elements must be too large for such an update to change them.
 

@@ -1,4 +1,4 @@
-"""Match and merge the parameter groups and states of optimizers: of a checkpoint, and of pipeline ranks."""
+"""Match parameter groups with a checkpoint's; merge optimizer states of pipeline ranks."""
 
 from __future__ import annotations
 

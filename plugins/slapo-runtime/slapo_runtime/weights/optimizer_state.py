@@ -12,10 +12,10 @@ import torch
 from slapo_core.errors import BuildError, OptimizerError
 from slapo_core.layout import Layout
 from slapo_runtime.correspondence.storage import TorchOptimizer
+from slapo_runtime.ranks.world import gather_along
 from slapo_runtime.weights.optimizer import ELEMENTWISE
 from slapo_runtime.weights.optimizer_groups import RankState, StateTensor, matched_settings, merge
 from slapo_runtime.weights.sources import WeightsSource
-from slapo_runtime.world import gather_along
 
 if TYPE_CHECKING:
     from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage

@@ -1,4 +1,4 @@
-"""Save and load checkpoints in the shards of each rank, for runtimes with their own files."""
+"""Save and load checkpoints by rank, for runtimes with their own files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from slapo_core.errors import WeightsError
 from slapo_core.layout import DATA_DIMS, Layout, Part
 from slapo_runtime.correspondence.storage import ShardedState, ShardSource, TensorShard, shard_ranges
+from slapo_runtime.ranks.world import together
 from slapo_runtime.weights.checkpoint import (
     assign_loaded,
     collect_optimizer_state,
@@ -22,7 +23,6 @@ from slapo_runtime.weights.checkpoint import (
 )
 from slapo_runtime.weights.module_state import as_json, resized, unpacked
 from slapo_runtime.weights.sources import WeightsSource
-from slapo_runtime.world import together
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -71,7 +71,7 @@ def load_shards(
     optimizer: torch.optim.Optimizer | OptimizerStorage | None,
     uses: Collection[str],
 ) -> dict[str, Any]:
-    """Load shards: a first run checks and plans, then all shards are read at once."""
+    """Load shards: check and plan first, then read all at once."""
     moments = collect_optimizer_state(state, optimizer)
     with resized(state.correspondence, description.get("buffers", {})):
         return _load_shards(state, description, source, moments, uses)
@@ -115,7 +115,7 @@ _Found = tuple[Kind, str, Layout, torch.Tensor, Mapping[str, tuple[int, ...]]]
 
 
 def _weights(state: ModelState) -> Iterator[_Found]:
-    """Yield this rank's weights and added tensors, in the same order on all ranks of a collective."""
+    """Yield this rank's weights and added tensors, in the same order everywhere."""
     correspondence, survey = state.correspondence, state.correspondence.survey
     done = set()
     for live, spec in correspondence.carried():
@@ -149,7 +149,7 @@ class _ShardCollector:
     def add(
         self, kind: Kind, name: str, layout: Layout, value: torch.Tensor, holders: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Add this rank's shard of a tensor if this rank writes it: a collective for partial values."""
+        """Add a shard if this rank writes it: a collective for partial values."""
         partials = tuple((mesh_dim, one) for mesh_dim, one in layout.placements if one.is_partial())
         full = Layout(layout.origin, tuple(value.shape), partials).full(value, self._mesh)
         self._number += 1
@@ -183,7 +183,7 @@ class _ShardCollector:
 
 
 class _PlannedSource(WeightsSource):
-    """One kind of tensors in a sharded checkpoint: collect the wanted shards, then give their values.
+    """Collect the wanted shards of one kind, then give their values.
 
     Args:
         source: of shards.
@@ -236,7 +236,7 @@ class _PlannedSource(WeightsSource):
 
 
 def _blocks(layout: Layout, mesh: Mesh | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield the rectangles of this rank's shard: start in the shard, start in the full tensor, extent.
+    """Yield a shard's rectangles: start in the shard, start in the full tensor, extent.
 
     Padding is left out.
     """

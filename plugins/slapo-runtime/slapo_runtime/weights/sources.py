@@ -1,4 +1,4 @@
-"""Sources of full tensors by name: mappings and safetensors files, from which a rank reads its shards."""
+"""Sources of full tensors by name: mappings and safetensors files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WeightsSource(ABC):
 
     @abstractmethod
     def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        """Return this rank's shard of a tensor, in the source's dtype, as new contiguous memory."""
+        """Read this rank's shard in the source's dtype, as new contiguous memory."""
 
 
 def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
@@ -280,7 +280,7 @@ def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
 
 
 def read_tensor(source: WeightsSource, name: str, spec: TensorSpec, *, wider: bool = False) -> torch.Tensor:
-    """Read a full tensor, on the CPU and in the model's type; ``wider`` keeps a wider type."""
+    """Read a full tensor in the model's type; ``wider`` keeps a wider type."""
     value = source.read(name, Layout(spec.name, spec.shape), None)
     dtype = torch.promote_types(value.dtype, spec.dtype) if wider else spec.dtype
     return value.to("cpu", dtype)

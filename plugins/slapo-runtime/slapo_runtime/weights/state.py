@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slapo_core.errors import ReplicaError, WeightsError
-from slapo_runtime._exchange import exchange_device
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.reference import TensorSpec
 from slapo_runtime.correspondence.storage import InPlace, LiveTensor, is_distributed
+from slapo_runtime.ranks.exchange import exchange_device
+from slapo_runtime.ranks.world import gather_along, together
 from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
 from slapo_runtime.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_runtime.weights.module_state import chosen, extra_states, follow_buffers, is_extra, set_extra_states
 from slapo_runtime.weights.sharded_checkpoint import load_shards, shards_of
 from slapo_runtime.weights.sources import WeightsSource, check_names, open_source, read_tensor
-from slapo_runtime.world import gather_along, together
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,7 +85,7 @@ class ModelState:
         return self.correspondence.live()
 
     def keep_in(self, storage: TensorStorage) -> None:
-        """Use a runtime's storage of tensors from now on; called by a dialect during the build.
+        """Use a runtime's storage of tensors; called by a dialect during the build.
 
         Tensors that it partitions over replicas are not compared along ``dp``, only along the other dimensions.
         """
@@ -122,7 +122,7 @@ class ModelState:
         )
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Any]:
-        """Return the reference model's state dict: copies on the CPU, in its keys' order and types.
+        """Return the reference model's state dict, as copies on the CPU.
 
         It includes the modules' extra state (``get_extra_state``), as in torch, which may have any type.
 
@@ -275,7 +275,7 @@ class ModelState:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
-        """Refuse a model that was changed outside of the schedule, and update its buffers: a collective."""
+        """Refuse a model changed outside of the schedule, and update buffers: a collective."""
         self.correspondence.tree.tensors.check_unchanged()
         follow_buffers(self.correspondence)
 
@@ -322,7 +322,7 @@ class ModelState:
         return built if self.kept is not None else value.dtype
 
     def prepare(self, source: WeightsSource) -> Loading:
-        """Compare a source with the model, and read all of this rank's shards, without changes.
+        """Compare a source with the model, and read this rank's shards.
 
         Raises:
             WeightsError: names or shapes do not fit.
@@ -349,7 +349,7 @@ class ModelState:
         return live.layout.local(self.correspondence.translations.from_reference(live, tensors), self.mesh)
 
     def _carried(self, wanted: bool, copied: _Copied) -> dict[str, torch.Tensor]:
-        """Gather the reference tensors of live tensors with layouts, in the same order on every rank."""
+        """Gather the reference tensors of live tensors with layouts."""
         carriers: dict[str, LiveTensor] = {}
         for live, spec in self.correspondence.carried():
             carriers.setdefault(spec.name, live)

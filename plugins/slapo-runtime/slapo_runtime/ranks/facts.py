@@ -1,4 +1,4 @@
-"""Facts that must be the same on every rank, and the message about the first difference."""
+"""Facts that must be equal on all ranks, and their first difference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slapo_runtime.checksums import checksum
+from slapo_runtime.ranks.checksums import checksum
 
 _NOTHING = "(nothing)"
 

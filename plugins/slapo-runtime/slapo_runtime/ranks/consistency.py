@@ -1,4 +1,4 @@
-"""Compare ranks before a build and in the first steps: schedule, arguments, weights, batches, RNG states."""
+"""Compare ranks before a build and in the first steps."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from slapo_core.layout import accelerator
 from slapo_core.primitive import Violation
 from slapo_runtime._skipped_forwards import ForwardWatch
 from slapo_runtime.options import flat
-from slapo_runtime.rank_facts import RankFact, describe_tensor, first_difference
-from slapo_runtime.world import World, ranks_along
+from slapo_runtime.ranks.facts import RankFact, describe_tensor, first_difference
+from slapo_runtime.ranks.world import World, ranks_along
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -101,7 +101,7 @@ OTHER = ("Python's random module", "NumPy's global generator")
 
 
 def torch_states() -> dict[str, bytes]:
-    """Return torch's RNG states: of the CPU and, once it is used, of the current GPU."""
+    """Return torch's RNG states of the CPU and of the current GPU in use."""
     states = {"the CPU": torch.get_rng_state()}
     device = accelerator()
     if device is not None:
@@ -130,7 +130,7 @@ def foreign_states() -> dict[str, str]:
 
 
 def synchronize(world: World, ranks: Sequence[int]) -> list[str]:
-    """Give ``ranks`` the first one's RNG states of torch, for the devices in use on each: a collective of ``world``.
+    """Give ``ranks`` the first one's RNG states of torch: a collective of ``world``.
 
     Returns:
         the devices on which the states differed.
@@ -339,7 +339,7 @@ class FirstSteps:
 
     @contextlib.contextmanager
     def forward(self, schedule: Schedule) -> Iterator[Callable[[Any], None]]:
-        """Give a check of the loss, for one call of the model in the first training step.
+        """Give a check of the loss in the first training step.
 
         Raises:
             MeshError: from the check, if steps around a module were skipped.

@@ -1,4 +1,4 @@
-"""Initialize tensors on the meta device: record initializers as programs, and run them for any shard.
+"""Record initializers of meta tensors as programs, and run them for any shard.
 
 A tensor is initialized in blocks, each by a generator seeded with the tensor's name and the block's number. Blocks
 depend on the full shape alone: every layout has the same values, and a rank computes only the blocks that overlap its
@@ -23,7 +23,14 @@ from slapo_core.errors import HookError, WeightsError
 from slapo_core.internals import module_index
 from slapo_core.layout import Layout
 from slapo_runtime.correspondence.storage import shard_ranges
-from slapo_runtime.initializers import SKIP_MARK, InitializerCall, Initializers, Rerun, copy_on_meta, copy_with
+from slapo_runtime.initialization.initializers import (
+    SKIP_MARK,
+    InitializerCall,
+    Initializers,
+    Rerun,
+    copy_on_meta,
+    copy_with,
+)
 from slapo_runtime.private import TorchDispatchMode, storage_id, tree_leaves
 
 if TYPE_CHECKING:
@@ -108,7 +115,7 @@ class InitProgram:
         key: str,
         scratch: torch.Tensor,
     ) -> None:
-        """Write the overlap of a shard and a block: in place if the block is contiguous in the shard."""
+        """Write the overlap of a shard and a block, if possible in place."""
         parts = list(itertools.product(*(_shared(ranges, *own) for ranges, own in zip(axes, box, strict=True))))
         if not parts:
             return
@@ -358,7 +365,7 @@ class _MemoryGuard(TorchFunctionMode):
 
 
 def _program_of(writes: _Writes, full: torch.Tensor) -> InitProgram | None:
-    """Return the last full write and its successors as a program; None if some write is unknown."""
+    """Return the program from the last full write on; None for unknown writes."""
     everything = tuple((0, extent) for extent in full.shape)
     shape = tuple(full.shape)
     for position in range(len(writes) - 1, -1, -1):
@@ -387,7 +394,7 @@ def _write(func: Any, view: torch.Tensor, full: torch.Tensor, arguments: tuple[A
 
 
 def _box(view: torch.Tensor, full: torch.Tensor) -> Box | None:
-    """Return the box of ``full`` that a view covers; None if it does not cover one in order."""
+    """Return the box of ``full`` that a view covers in order, if any."""
     if view.dtype != full.dtype:
         return None
     if view.shape == full.shape and view.stride() == full.stride():
@@ -428,7 +435,7 @@ class Initializer:
         self._rerun = Rerun(copy_on_meta(model)) if others else None
 
     def value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Return the initial value of one tensor, on the CPU; torch's RNG state is restored.
+        """Return the initial value of one tensor on the CPU; restore torch's RNG state.
 
         Args:
             name: the tensor's full name in the model, e.g. ``"encoder.layer.0.output.dense.weight"``.

@@ -135,9 +135,9 @@ def _takes_two(method: Callable[..., object]) -> bool:
 
 
 class Rerun:
-    """Run a tensor's initializers on a copy of the model in which only that tensor has memory.
+    """Run a tensor's initializers on a copy of the model.
 
-    All others are on the meta device, where initializing costs nothing.
+    All other tensors are on the meta device, where initializing costs nothing.
 
     Args:
         model: a copy, all of it on the meta device.
@@ -153,7 +153,7 @@ class Rerun:
         return self._present(*_split(name)).dtype
 
     def value(self, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor | None:
-        """Return the initialized tensor, of the full ``shape``; None if no initializer sets all elements.
+        """Return the initialized full tensor; None if no initializer sets all elements.
 
         A tied tensor is initialized by its first module that can.
         """

@@ -1,4 +1,4 @@
-"""Exchange messages and facts between the ranks of a mesh, and decide on all ranks together."""
+"""Exchange messages between the ranks of a mesh, and decide together."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 
 from slapo_core.errors import BuildError, RankFailedError, RankMismatchError
 from slapo_runtime.private import default_store
-from slapo_runtime.rank_facts import RankFact, first_difference
-from slapo_runtime.trial_groups import Attempt, TrialMesh, causes, chain_of, describe_failure, lost_rank
+from slapo_runtime.ranks.facts import RankFact, first_difference
+from slapo_runtime.ranks.trial_groups import Attempt, TrialMesh, causes, chain_of, describe_failure, lost_rank
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -71,7 +71,7 @@ def simulated_rank() -> Iterator[None]:
 
 
 class World:
-    """The processes of a mesh; a context manager that all of them enter, in the same order.
+    """The processes of a mesh, as a context manager for all of them.
 
     Messages go through a gloo group of their own: a rank that fails inside the model must not answer a collective of
     the others with one of ours, and a mesh may cover only some of the processes. The group is made once for the same
@@ -150,7 +150,7 @@ class World:
         return True
 
     def _first_gather(self, value: T) -> list[T]:
-        """Gather by the existing channel if every rank still has it, else by a new one."""
+        """Gather by the existing channel, or by a new one."""
         import torch.distributed as dist
         from torch.distributed.constants import default_pg_timeout
 
@@ -184,7 +184,7 @@ class World:
         self._group = None
 
     def _drop(self) -> None:
-        """Drop the channel: ranks waiting for this one raise, and the next use connects again."""
+        """Drop the channel, which ends the wait of other ranks."""
         self._group = None
         channel = _channels.pop(self.ranks, None)
         if channel is not None:
@@ -193,7 +193,7 @@ class World:
 
     @contextlib.contextmanager
     def trial_mesh(self, seconds: float | None) -> Iterator[Mesh | None]:
-        """Give a mesh over trial process groups for :meth:`attempt`; the given mesh for one rank.
+        """Give a mesh over trial process groups for :meth:`attempt`.
 
         Args:
             seconds: the timeout of collectives; None: see :class:`TrialMesh`.
@@ -244,7 +244,7 @@ class World:
         return [pickle.loads(buffer) for buffer in received]  # pickle ignores the padding
 
     def attempt(self, function: Callable[[], T]) -> Attempt[T]:
-        """Call ``function`` on every rank, and report failures to all ranks; ``sys.exit`` is a failure.
+        """Call ``function`` on every rank, and report failures (also ``sys.exit``) to all.
 
         Collectives of a :meth:`trial_mesh` wait for a rank that failed, or finished without them, until their timeout.
         """

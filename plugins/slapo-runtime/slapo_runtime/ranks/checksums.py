@@ -55,7 +55,7 @@ def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """Return the components of a nested or quantized tensor; None for a plain tensor or a DTensor."""
+    """Return the components of a nested or quantized tensor, else None."""
     if tensor.is_nested:
         return list(tensor.unbind())
     if not hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "device_mesh"):

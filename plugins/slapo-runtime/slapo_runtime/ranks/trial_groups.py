@@ -77,7 +77,7 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
 
 
 def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Failure, ...]:
-    """Return the failures that are not consequences of another rank's; all, if every rank lost a connection.
+    """Return the original failures; all, if every rank lost a connection.
 
     Args:
         failures: of each rank; None of a successful one.
@@ -93,7 +93,7 @@ def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Fa
 
 
 def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:
-    """Make the error of a rank that lost the connection, with the ranks that left or died.
+    """Make the error for a lost connection, with the ranks that left or died.
 
     Args:
         store: with the reason of each rank that left early, as ``"left <rank>"``.
@@ -203,7 +203,7 @@ class TrialMesh(Mesh):
 
     @contextlib.contextmanager
     def watched(self, store: Any) -> Iterator[None]:
-        """Abort this rank's groups when another rank fails in a trial: for waits on the GPU.
+        """Abort this rank's groups when another rank fails in a trial.
 
         NCCL waits on the GPU, and does not learn of a group that another rank dropped: a thread of this rank reads the
         store, and aborts its own groups before NCCL's watchdog would end the process.
