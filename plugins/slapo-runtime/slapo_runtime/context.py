@@ -175,7 +175,7 @@ class BuildContext:
                 parameters,
                 self.optimizer,
                 foreign,
-                self._split(partitioned=partitioned),
+                self.state.sharded_axes(partitioned=partitioned),
                 is_part=self.placement is not None,
                 elementwise=self._arguments.elementwise,
             )
@@ -327,17 +327,6 @@ class BuildContext:
         own = self._mesh.rank("pp")
         stages = [stage.module for stage in partition.stages if self.stage_ranks[stage.index] == own]
         return RankModule(self.schedule.model, stages)
-
-    def _split(self, *, partitioned: bool) -> dict[int, list[int]]:
-        """Return the sharded axes of parameters, by their identity."""
-        found: dict[int, list[int]] = {}
-        for live in self.state.tensors():
-            if partitioned and live.is_parameter and live.is_local:
-                found[id(live.tensor)] = list(range(live.tensor.dim()))
-            for mesh_dim, axis in live.layout.shards():
-                if self._mesh is not None and self._mesh.size(mesh_dim) > 1:
-                    found.setdefault(id(live.tensor), []).append(axis)
-        return found
 
     def micro_batches(
         self,

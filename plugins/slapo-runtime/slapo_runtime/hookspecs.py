@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def slapo_partition(
     schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
-    """Called for the stages of a model, by ``build`` and ``verify``.
+    """Called when ``build`` or ``verify`` needs the stages of a model.
 
     It is called once for each input signature and mode. The answer must be the same on every rank. A rank may hold
     values for one stage only: there, the tensors of other stages are placeholders on the meta device for tensors on the
@@ -42,7 +42,7 @@ def slapo_partition(
 
 @hookspec(firstresult=True)
 def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | None:
-    """Called after `slapo_partition`, for the values that each stage sends to the next.
+    """Called when `slapo_partition` has answered, for the values sent between stages.
 
     First result: yes; two active plugins that answer are an error.
 

@@ -422,7 +422,7 @@ def require_importable_script() -> None:
     file = getattr(main, "__file__", None)
     if file is not None and getattr(main, "__spec__", None) is None and not os.path.exists(file):
         raise LaunchError(
-            f"every rank imports the script, but there is no file {os.path.basename(file)!r}",
+            f"every rank imports the script, and there is no file {os.path.basename(file)!r}",
             hint="save the script as a file, e.g. train.py, with the call under `if __name__ == '__main__':`, "
             "and run `python train.py`",
         )

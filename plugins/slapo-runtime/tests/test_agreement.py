@@ -168,7 +168,7 @@ def test_an_error_of_one_rank_ends_the_build_on_every_rank(results: list[dict[st
 
 
 @pytest.mark.ranks
-def test_ranks_that_call_build_with_other_arguments_are_told_and_none_of_them_hangs(
+def test_different_build_arguments_raise_on_every_rank_without_a_hang(
     results: list[dict[str, str]], message: Messages
 ) -> None:
     cases = {
@@ -207,7 +207,7 @@ def test_ranks_that_share_a_replica_draw_as_the_first_of_them_and_replicas_as_th
     assert "failed on rank 0" in second
 
 
-def test_weights_are_compared_by_their_bits_and_files_by_what_is_in_them(tmp_path: Path) -> None:
+def test_weights_are_compared_by_bits_and_files_by_content(tmp_path: Path) -> None:
     state = {"b": torch.ones(2, 3), "a": torch.tensor(1.0)}
     save_file(state, tmp_path / "model.safetensors")
     assert list(weights_facts(state, open_source(state))) == [

@@ -44,7 +44,7 @@ def test_building_seals_the_schedule_and_keeps_its_records(message: Messages) ->
     message(error, "cannot build", "sch.to_json()")
 
 
-def test_a_dry_schedule_says_what_to_launch(message: Messages) -> None:
+def test_abstract_mesh_is_refused_with_the_launch_command(message: Messages) -> None:
     schedule = split(slapo.create_schedule(real("mlp"), mesh={"dp": 2, "tp": 2}), "mlp")
     message(refused(schedule, slapo.BuildError), "4 processes", "`torchrun --nproc-per-node 4 your_script.py`")
 

@@ -36,12 +36,12 @@ def test_the_same_groups_take_the_settings_of_the_checkpoint() -> None:
     ]
 
 
-def test_groups_in_another_order_take_those_of_their_parameters() -> None:
+def test_reordered_groups_take_the_settings_of_their_parameters() -> None:
     saved = [group("a b", lr=0.1), group("c", lr=0.2)]
     assert matched(saved, [group("c", lr=1), group("a b", lr=1)]) == [{"lr": 0.2}, {"lr": 0.1}]
 
 
-def test_groups_that_were_parted_take_what_does_not_set_them_apart(message: Messages) -> None:
+def test_divided_groups_take_common_settings(message: Messages) -> None:
     saved = [group("a b c", lr=0.1, wd=0.0)]
     assert matched(saved, [group("a b", lr=1, wd=0.0), group("c", lr=1, wd=0.0)]) == [{"lr": 0.1, "wd": 0.0}] * 2
     with pytest.raises(BuildError) as error:

@@ -99,14 +99,14 @@ def test_equal_values_have_the_same_stages(monkeypatch: pytest.MonkeyPatch, one:
 
 
 @pytest.mark.parametrize("value", [numpy.ones(2), object()], ids=["array", "object"])
-def test_what_may_change_is_cut_for_again_with_a_warning(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+def test_mutable_arguments_recut_the_model_with_a_warning(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     with pytest.warns(UserWarning, match="again in every step") as told:
         assert asked(monkeypatch, [value] * 3) == 3
     assert len(told) == 1
     assert type(value).__name__ in str(told[0].message)
 
 
-def test_what_is_trained_and_the_modes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_includes_trained_parameters_and_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     count: list[Any] = []
     monkeypatch.setattr(signatures, "ask", lambda *_: count.append(1))
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())

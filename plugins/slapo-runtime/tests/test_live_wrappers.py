@@ -132,7 +132,7 @@ def answers_to_wrappers() -> dict[str, tuple[str, str] | None]:
 
 
 @pytest.mark.ranks
-def test_a_wrapper_over_ranks_with_different_pieces_is_refused_and_one_over_replicas_is_not(message: Messages) -> None:
+def test_wrapper_over_shards_is_refused_and_over_replicas_accepted(message: Messages) -> None:
     results = run_ranks(answers_to_wrappers, world_size=4)
     for answers in results:
         assert {kind: answers[kind] for kind in RIGHT} == dict.fromkeys(RIGHT)
@@ -157,7 +157,7 @@ def the_way_out() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.ranks
-def test_the_way_out_trains_the_untouched_model() -> None:
+def test_hint_trains_as_the_reference_model() -> None:
     plain = real("mlp").double()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for batch in batches(3):
@@ -326,7 +326,7 @@ def found_at_the_first_forward() -> dict[str, tuple[str, str] | None]:
 
 
 @pytest.mark.ranks
-def test_copied_pieces_and_other_batches_are_found_at_the_first_training_forward(message: Messages) -> None:
+def test_copied_shards_and_different_batches_are_found_in_the_first_forward(message: Messages) -> None:
     results = run_ranks(found_at_the_first_forward, world_size=4)
     right = (
         "constant pieces",

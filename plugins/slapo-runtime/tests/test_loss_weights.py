@@ -272,7 +272,7 @@ def staged_count() -> tuple[str, tuple[float, str]]:
 
 
 @pytest.mark.ranks
-def test_what_stages_may_not_read_and_targets_of_several_sizes_are_refused_on_every_rank(message: Messages) -> None:
+def test_unread_item_counts_and_targets_of_several_sizes_are_refused_on_every_rank(message: Messages) -> None:
     (first, (off, targets)), second = run_ranks(staged_count, world_size=2)
     assert (first, (off, targets)) == second
     message(first, "num_items_in_batch", "**kwargs", "loss_weight")

@@ -56,7 +56,7 @@ def on_rank(description: dict[str, Any], alone: InMemory) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_pieces_of_any_mesh_are_read_by_any_other() -> None:
+def test_shards_of_any_mesh_load_into_any_other() -> None:
     engine = laid_out(None)
     train(engine)
     description, alone = saved(engine)
@@ -74,7 +74,7 @@ def test_pieces_of_any_mesh_are_read_by_any_other() -> None:
     assert alone.full["weight", "padded"].shape == (7, 3)
 
 
-def test_a_piece_that_lacks_shows() -> None:
+def test_missing_shard_is_refused() -> None:
     """The control: what the comparison above relies on."""
     engine = laid_out(None)
     found = engine._state.shards(optimizer=engine.optimizer)
@@ -83,7 +83,7 @@ def test_a_piece_that_lacks_shows() -> None:
         InMemory([*found.own, packed])
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:
+def test_mismatched_checkpoint_is_refused_before_reading() -> None:
     engine = laid_out(None)
     train(engine)
     description, source = saved(engine)

@@ -55,7 +55,7 @@ def test_a_value_has_the_same_text_in_every_process(value: Any, text: str) -> No
     assert describe(value) == text or text.endswith((".", " "))
 
 
-def test_a_tensor_is_told_by_shape_type_and_checksum() -> None:
+def test_tensor_facts_hold_shape_type_and_checksum() -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
     assert describe_tensor(tensor) == f"(2, 3), torch.float32, checksum {checksum(tensor):016x}"
     assert describe_tensor(tensor.to("meta")) == "(2, 3), torch.float32, without values"
@@ -145,7 +145,7 @@ def test_the_first_difference_names_everybodys_value() -> None:
     assert first_difference(dict.fromkeys(range(3), ranks[0]), EVERYBODY) is None
 
 
-def test_a_fact_that_a_rank_lacks_is_named_before_what_follows_from_it() -> None:
+def test_missing_fact_is_named_before_its_consequences() -> None:
     ranks = {0: facts(one="a", plugins="x"), 1: facts(one="a", two="b", plugins="x, y"), 2: facts(one="a", plugins="x")}
     assert first_difference(ranks, EVERYBODY) == "ranks disagree about two:\n  ranks 0, 2: (nothing)\n  rank 1: b"
 

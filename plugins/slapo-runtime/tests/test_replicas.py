@@ -86,7 +86,7 @@ def whole_world() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_named() -> None:
+def test_replicas_are_compared_over_their_ranks_and_differences_named() -> None:
     results = run_ranks(whole_world, world_size=4)
     assert all(result == results[0] for result in results)
     found = results[0]

@@ -87,7 +87,7 @@ def test_weights_and_real_tensors_come_in_turn_too(weights: bool) -> None:
     assert [torch.equal(value, expected[live.name]) for live, value, _ in InTurn.log] == [True] * 8
 
 
-def test_a_dialect_that_leaves_some_is_told_so_and_the_schedule_stays_usable(message: Messages) -> None:
+def test_dialect_that_skips_tensors_is_refused_and_the_schedule_stays_usable(message: Messages) -> None:
     InTurn.stop_after = 3
     sch = on_meta()
     with pytest.raises(slapo.BuildError) as caught:

@@ -142,7 +142,7 @@ def sharded() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_pieces_of_a_tied_weight_are_summed_piece_by_piece() -> None:
+def test_gradient_shards_of_a_tied_weight_are_summed() -> None:
     for result in run_ranks(sharded, world_size=4):
         assert result["equal"]
         assert result["norm"] == pytest.approx(result["expected"], rel=1e-14)

@@ -82,7 +82,7 @@ def gated(model: nn.Module) -> slapo.Schedule:
     return schedule
 
 
-def test_renamed_parameters_go_out_under_their_old_name_and_dropped_ones_keep_the_untouched_value(
+def test_renamed_and_dropped_parameters_are_in_the_state_dict(
     message: Messages,
 ) -> None:
     plain = real("mlp").state_dict()
@@ -105,7 +105,7 @@ def test_renamed_parameters_go_out_under_their_old_name_and_dropped_ones_keep_th
 
 
 @pytest.mark.filterwarnings("ignore:the state dict leaves out")
-def test_on_meta_what_is_carried_dropped_and_added_gets_its_values() -> None:
+def test_meta_initialization_covers_kept_dropped_and_added_tensors() -> None:
     plain = slapo.build(slapo.create_schedule(on_meta("mlp"))).state_dict()
     engine = slapo.build(gated(on_meta("mlp")))
     state = engine.state_dict()

@@ -81,7 +81,7 @@ def test_a_received_value_may_be_written_to_and_passed_on() -> None:
     assert torch.equal(received.give_back(), torch.zeros(3).double())  # nothing since
 
 
-def test_what_was_received_goes_with_its_last_use() -> None:
+def test_received_values_are_freed_after_their_last_use() -> None:
     """Activations must not wait for the garbage collector."""
     gc.disable()
     try:
@@ -98,7 +98,7 @@ def test_what_was_received_goes_with_its_last_use() -> None:
         gc.enable()
 
 
-def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole(message: Messages) -> None:
+def test_tensor_hooks_and_checkpoints_prevent_a_split_backward(message: Messages) -> None:
     class Hooked(nn.Module):
         def __init__(self, kind: str) -> None:
             super().__init__()

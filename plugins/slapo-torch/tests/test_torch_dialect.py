@@ -23,7 +23,7 @@ def test_an_unknown_option_is_named(message: Messages) -> None:
     message(caught, "'bucket_cap'", "bucket_cap_mb")
 
 
-def test_the_plan_says_what_will_be_done() -> None:
+def test_plan_lists_collectives_and_replicas() -> None:
     schedule = split(slapo.create_schedule(real("mlp"), mesh={"dp": 4, "tp": 2}), "mlp")
     assert str(TorchDialect().plan(schedule, {})) == (
         "plan for target 'torch'\n"

@@ -84,6 +84,17 @@ class ModelState:
         """Return every live parameter and buffer once, in registration order."""
         return self.correspondence.live()
 
+    def sharded_axes(self, *, partitioned: bool = False) -> dict[int, list[int]]:
+        """Return the sharded axes of tensors by identity; ``partitioned`` adds all axes of parameters."""
+        found: dict[int, list[int]] = {}
+        for live in self.tensors():
+            if partitioned and live.is_parameter and live.is_local:
+                found[id(live.tensor)] = list(range(live.tensor.dim()))
+            for mesh_dim, axis in live.layout.shards():
+                if self.mesh is not None and self.mesh.size(mesh_dim) > 1:
+                    found.setdefault(id(live.tensor), []).append(axis)
+        return found
+
     def keep_in(self, storage: TensorStorage) -> None:
         """Use a runtime's storage of tensors; called by a dialect during the build.
 
