@@ -28,6 +28,7 @@ class LossCall:
 
     def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Any] | None) -> None:
         self._module, self._loss = module, loss
+        self._signature = ForwardSignature.of(module) if loss is not None else None
 
     def __call__(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
         """Return the loss and the output of ``forward`` (None: the model) on a batch."""
@@ -35,8 +36,8 @@ class LossCall:
         return self.loss_of(output, batch), output
 
     def _call(self, forward: Callable[..., Any], batch: Any) -> Any:
-        if self._loss is not None:
-            batch = ForwardSignature.of(self._module).select(batch)
+        if self._signature is not None:
+            batch = self._signature.select(batch)
         if isinstance(batch, Mapping):
             return forward(**batch)
         if isinstance(batch, (tuple, list)):
