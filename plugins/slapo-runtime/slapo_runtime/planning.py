@@ -144,7 +144,7 @@ class ScheduleFacts:
         if self.accumulate is not None:
             return int(options.own(key, self.accumulate, f"build(accumulate={self.accumulate})", "say it once"))
         if self.pp > 1:
-            return int(options.default(key, self.pp, f"one micro-batch for each of {self.pp} pipeline ranks"))
+            return int(options.default(key, self.pp, f"one micro-batch for each of {self.pp} ranks of the pipeline"))
         return int(options.default(key, 1, "nothing is accumulated"))
 
 
