@@ -224,9 +224,7 @@ def test_a_save_interrupted_anywhere_leaves_the_checkpoint_before_or_the_new_one
         )
 
 
-def test_failed_save_keeps_the_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(1)
     train(engine, 1)
     engine.save(tmp_path)

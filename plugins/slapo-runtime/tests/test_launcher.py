@@ -259,9 +259,7 @@ def variable():
 
 
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.breadth)])
-def test_plain_script_launches_ranks_under_a_main_guard(
-    tmp_path: Path, guarded: bool, message: Messages
-) -> None:
+def test_plain_script_launches_ranks_under_a_main_guard(tmp_path: Path, guarded: bool, message: Messages) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(guard='if __name__ == "__main__":' if guarded else "if True:"))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=600)
@@ -364,9 +362,7 @@ def test_a_script_that_verifies_a_dry_schedule_without_a_main_guard_is_shown_the
 
 
 @pytest.mark.parametrize("guard", sampled(["if True:", 'if __name__ == "__main__":']))
-def test_script_on_standard_input_is_refused_with_a_hint(
-    tmp_path: Path, guard: str, message: Messages
-) -> None:
+def test_script_on_standard_input_is_refused_with_a_hint(tmp_path: Path, guard: str, message: Messages) -> None:
     text = VERIFY.format(size=4, guard=guard)
     done = subprocess.run([sys.executable], input=text, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert (done.returncode, done.stdout) == (1, "")
