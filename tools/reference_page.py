@@ -21,8 +21,8 @@ from slapo_core.plugins import current_registry
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
 from slapo_runtime.context import BuildContext
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import LiveTensor
+from slapo_runtime.state import ModelState
 from slapo_torch.dialect import TorchDialect
 from slapo_torch.engine import TorchEngine
 from slapo_tp.preconditions import After, Distributed, Divisible

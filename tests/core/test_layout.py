@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from slapo_core.errors import MeshError
 from slapo_core.layout import Layout, Mesh, declare_mesh
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import SafetensorsSource
+from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
 
 TP0, TP1 = (("tp", Shard(0)),), (("tp", Shard(1)),)

@@ -98,7 +98,7 @@ def test_the_mean_of_large_gradients_does_not_overflow(device: torch.device) -> 
 def exchanged(device: str) -> dict[str, Any]:
     """The loss of two stages: its value on both ranks, and who waited for the device."""
     from slapo_runtime.engine import PipelineSteps
-    from slapo_runtime.stages.runner import Form
+    from slapo_runtime.stages.runner import SignatureFacts
 
     sch = slapo.create_schedule(stack(device, layers=2), mesh={"pp": 2})
 
@@ -107,7 +107,7 @@ def exchanged(device: str) -> dict[str, Any]:
 
     last = dist.get_rank() == 1
     own = [torch.full((), value, device=device) for value in (1.0, 2.0)] if last else []
-    steps, form, values = Steps(), Form(), []
+    steps, form, values = Steps(), SignatureFacts(), []
 
     def call() -> None:
         values.append(steps._exchange_loss(form, own, drew=False, device=torch.device(device)))

@@ -44,7 +44,7 @@ def test_a_scheduler_goes_on_where_it_was(found: Found) -> None:
         for text in (without, torch_told):
             assert "ignored, unknown to this engine" in text
             assert text.endswith(": lr_scheduler")
-        assert "no state of a scheduler" in cold
+        assert "no state of a learning-rate scheduler" in cold
         assert "WarmupLR" in cold
 
 
@@ -63,7 +63,7 @@ def test_numbers_of_steps_that_one_flat_tensor_cannot_hold(found: Found, message
     message(text, "BuildError: ", "2.0 for 'embedding.weight'", "5.0 for 'blocks.2.norm.weight'")
     assert is_unchanged
     ((text, is_unchanged),) = {rank["steps"]["never"] for rank in found}
-    message(text, "no state of the optimizer", "blocks.2.norm.weight")
+    message(text, "no optimizer state", "blocks.2.norm.weight")
     assert not is_unchanged
 
 

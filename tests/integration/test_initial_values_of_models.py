@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slapo_runtime import initialization
+from slapo_runtime.initialization import programs as initialization
 from tests.integration.zoo.subjects import subject
 from tests.support.initial_values import differences
 

@@ -172,7 +172,7 @@ def sent() -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]:
     """What was sent in one training step, and what liveness had said."""
     _, engine = build(3, "interleaved_1f1b", 4)
     engine.train_step(batch_of(0, 0, samples=6))
-    ((staged, _),) = engine._forms._kept.values()
+    ((staged, _),) = engine._cache._kept.values()
     partition, liveness = staged.partition, staged.liveness
     announced = {}
     for stage in range(4):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_core.layout import Layout
-from slapo_runtime.initialization import blocks, record, seed_of
-from slapo_runtime.initializers import Rerun, copy_on_meta
+from slapo_runtime.initialization.initializers import Rerun, copy_on_meta
+from slapo_runtime.initialization.programs import blocks, record, seed_of
 
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 

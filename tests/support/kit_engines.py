@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core import BuildError, OptimizerError, Plan, StepResult
-from slapo_runtime.context import switch_to_training
+from slapo_runtime.batches import switch_to_training
 
 
 class GoodEngine:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from slapo_core import Schedule
-from slapo_runtime.correspondence.state import ModelState
+from slapo_runtime.state import ModelState
 
 
 def reference_state_dict(

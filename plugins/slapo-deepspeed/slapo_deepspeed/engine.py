@@ -30,11 +30,11 @@ from slapo_deepspeed.state import (
     write_extra_state,
 )
 from slapo_deepspeed.zero3 import Partitioning, gather_below_changed, partitioned_linear, with_shapes
-from slapo_runtime.consistency import refuse_if_incomplete
 from slapo_runtime.correspondence.flat_storage import FlatStorage
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.engine import StatefulEngine, StepInvariants, UnusedParameters
 from slapo_runtime.flat_shards import send_buffers
+from slapo_runtime.ranks.consistency import refuse_if_incomplete
+from slapo_runtime.state import ModelState
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
@@ -272,13 +272,13 @@ class DeepSpeedEngine(StatefulEngine):
     def _kept_optimizer(self) -> DeepSpeedOptimizer | None:
         return None if self._is_closed else self._storage
 
-    def _beside(self) -> Mapping[str, Any]:
+    def _runtime_state(self) -> Mapping[str, Any]:
         return read_extra_state(self.deepspeed) if self._kept_optimizer() is not None else {}
 
-    def _uses(self) -> Collection[str]:
+    def _loaded_names(self) -> Collection[str]:
         return used_extra_state(self.deepspeed) if self._kept_optimizer() is not None else ()
 
-    def _resume(self, runtime: Mapping[str, Any]) -> None:
+    def _load_runtime_state(self, runtime: Mapping[str, Any]) -> None:
         if self._kept_optimizer() is not None:
             write_extra_state(self.deepspeed, runtime)
 

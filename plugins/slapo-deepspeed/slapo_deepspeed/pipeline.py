@@ -125,7 +125,7 @@ class DeepSpeedPipelineEngine(PipelineSteps, DeepSpeedEngine):
     def _loss(self, work: Work) -> torch.Tensor:
         """Return the mean over the micro-batches, on every rank of the replica; advance torch's RNG on all."""
         own = losses_of(self.deepspeed) if work.chunk.is_last else []
-        return self._exchange_loss(work.form, own, drew=work.drew, device=self.deepspeed.device)
+        return self._exchange_loss(work.stages, own, drew=work.drew, device=self.deepspeed.device)
 
     # -- the end ----------------------------------------------------------------------------------------------
 

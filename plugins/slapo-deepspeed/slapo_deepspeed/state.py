@@ -16,11 +16,17 @@ import torch
 from slapo_core import BuildError
 from slapo_deepspeed.config import unverified
 from slapo_deepspeed.private import link_optimizer_state, partition_rank
-from slapo_runtime.correspondence.flat_storage import FlatOptimizer, FlatStorage, FlatTensors, Held, StoredGroup
-from slapo_runtime.flat_shards import Place
+from slapo_runtime.correspondence.flat_storage import (
+    FlatOptimizer,
+    FlatStorage,
+    FlatTensors,
+    StoredGroup,
+    StoredParameter,
+)
+from slapo_runtime.flat_shards import FlatShard
 from slapo_runtime.options import Options
+from slapo_runtime.ranks.world import World
 from slapo_runtime.weights import lr_scheduler
-from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
 # -- storage of parameters -------------------------------------------------------------------------------------------
 
 
-def held_by(engine: Any, parameters: Iterable[torch.Tensor]) -> dict[int, Held]:
+def held_by(engine: Any, parameters: Iterable[torch.Tensor]) -> dict[int, StoredParameter]:
     """Locate the parameters in the storage of DeepSpeed's engine, once it is ready to train.
 
     Args:
@@ -47,19 +53,19 @@ def held_by(engine: Any, parameters: Iterable[torch.Tensor]) -> dict[int, Held]:
     for parameter in parameters:
         main, working = mains.get(id(parameter)), _partition(parameter, engine)
         if main is not None:
-            held[id(parameter)] = Held(main, working, main.flat.dtype, is_part, wrapper.optimizer)
+            held[id(parameter)] = StoredParameter(main, working, main.flat.dtype, is_part, wrapper.optimizer)
         elif working is not None:
-            held[id(parameter)] = Held(None, working, parameter.dtype, is_part=True)
+            held[id(parameter)] = StoredParameter(None, working, parameter.dtype, is_part=True)
     return held
 
 
-def _mains(wrapper: Any) -> Iterator[tuple[torch.Tensor, Place]]:
+def _mains(wrapper: Any) -> Iterator[tuple[torch.Tensor, FlatShard]]:
     """Yield every parameter with main weights, and their location: all access to the optimizers' internals."""
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # ZeRO-3: equal parts of every parameter, the last one padded
         for parameter in _all(wrapper.fp16_groups):
             number, start, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
             flat, offset = wrapper.fp32_partitioned_groups_flat[number], partition_rank(wrapper, parameter) * size
-            yield parameter, Place(flat, start, offset, _within(parameter, offset, size), shape_of(parameter))
+            yield parameter, FlatShard(flat, start, offset, _within(parameter, offset, size), shape_of(parameter))
     elif hasattr(wrapper, "single_partition_of_fp32_groups"):  # ZeRO-1 and ZeRO-2: equal parts of flat groups
         for number, flat in enumerate(wrapper.single_partition_of_fp32_groups):
             begin = _rank(wrapper.real_dp_process_group[number]) * wrapper.partition_size[number]
@@ -85,21 +91,21 @@ def _consecutive(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Ten
         start += parameter.numel()
 
 
-def _fragment(parameter: torch.Tensor, start: int, flat: torch.Tensor, begin: int) -> Place:
+def _fragment(parameter: torch.Tensor, start: int, flat: torch.Tensor, begin: int) -> FlatShard:
     """Return the intersection of a parameter, at ``start`` in its group, with the shard that begins at ``begin``."""
     first, last = max(start, begin), min(start + parameter.numel(), begin + flat.numel())
     if first >= last:
-        return Place(flat, 0, 0, 0, shape_of(parameter))
-    return Place(flat, first - begin, first - start, last - first, shape_of(parameter))
+        return FlatShard(flat, 0, 0, 0, shape_of(parameter))
+    return FlatShard(flat, first - begin, first - start, last - first, shape_of(parameter))
 
 
-def _partition(parameter: Any, engine: Any) -> Place | None:
+def _partition(parameter: Any, engine: Any) -> FlatShard | None:
     """Return this rank's shard of a parameter under ZeRO-3; None where it is not partitioned."""
     own = getattr(parameter, "ds_tensor", None)
     if own is None:
         return None
     offset = _rank(engine.seq_data_parallel_group) * own.ds_numel
-    return Place(own, 0, offset, _within(parameter, offset, own.ds_numel), shape_of(parameter))
+    return FlatShard(own, 0, offset, _within(parameter, offset, own.ds_numel), shape_of(parameter))
 
 
 def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -137,7 +143,7 @@ class DeepSpeedTensors(FlatTensors):
         refuse_unsaved(self._unsaved)
         return super().loading(live, value)
 
-    def is_whole(self, parameter: torch.Tensor) -> bool:
+    def is_full(self, parameter: torch.Tensor) -> bool:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         return bool(parameter.ds_status == ZeroParamStatus.AVAILABLE)  # type: ignore[attr-defined]
@@ -248,7 +254,7 @@ class DeepSpeedOptimizer(FlatOptimizer):
         found: torch.optim.Optimizer = basic if wrapper is basic else getattr(wrapper, "optimizer", basic)
         return found
 
-    def state_of(self, held: Held) -> dict[str, Any]:
+    def state_of(self, held: StoredParameter) -> dict[str, Any]:
         assert held.main is not None
         return dict(self.now.state.get(held.main.flat, {}))
 

@@ -50,11 +50,11 @@ def test_the_plan_lists_messages_between_stages() -> None:
     assert "  ranks: 0: dp 0, pp 0; 1: dp 0, pp 1; 2: dp 1, pp 0; 3: dp 1, pp 1" in lines
     without = slapo.create_schedule(Masked(), mesh={"pp": 2})
     without["first"].pipeline_split()
-    assert "what crosses stages is known with the first batch: there are no example inputs" in str(
+    assert "the values sent between stages are unknown before the first batch: there are no example inputs" in str(
         plan({}, schedule=without)
     )
     uncut = schedule_of({"pp": 2}, samples=4)
-    assert "what crosses stages is not known: " in str(plan({}, schedule=uncut))
+    assert "the values sent between stages are unknown: " in str(plan({}, schedule=uncut))
 
 
 def test_a_plan_changes_nothing_and_draws_nothing() -> None:

@@ -24,12 +24,13 @@ from slapo_estimate.private import (
 from slapo_estimate.trackers import ObserverMode
 from slapo_estimate.values import KnownValues, hide_fake_tensors
 from slapo_runtime.batches import bound_batch, micro_batches
-from slapo_runtime.build import Arguments, Target, simulated_step, stages_of_build
-from slapo_runtime.correspondence import Correspondence, placed
+from slapo_runtime.build import UserArguments, simulated_step, stages_of_build
+from slapo_runtime.build_target import BuildTarget
+from slapo_runtime.correspondence import Correspondence, placement_of
 from slapo_runtime.gradients import TiedGradients
 from slapo_runtime.losses import LossCall
+from slapo_runtime.ranks.world import simulated_rank
 from slapo_runtime.stages import StagedModel, needing
-from slapo_runtime.world import simulated_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -383,8 +384,8 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
                 hint='mesh={"pp": 4}, microbatches=8; or accumulate=8 for micro-batches on one rank',
             )
         return None
-    arguments = Arguments(request.optimizer, None, request.loss, None, None, 0, request.accumulate)
-    target = Target.named("torch", schedule)
+    arguments = UserArguments(optimizer=request.optimizer, loss=request.loss, accumulate=request.accumulate)
+    target = BuildTarget("torch", schedule)
     plan = target.plan(schedule, request.config, arguments.for_plan())
     count, axes = plan.config["microbatches"], plan.config["batch_axes"]
     if request.accumulate > 1:
@@ -398,7 +399,7 @@ def pipeline_of(schedule: Schedule, request: Request) -> Pipeline | None:
     found = stages_of_build(schedule, arguments, target, plan)
     assert found is not None
     staged, ranks = found
-    Internals(schedule).tree.tensors.placement = placed(correspondence, staged.partition, ranks)
+    Internals(schedule).tree.tensors.placement = placement_of(correspondence, staged.partition, ranks)
     if request.loss is None:
         loss = staged.partition.output.loss
         staged = needing(schedule, staged, (loss,) if loss is not None else ())

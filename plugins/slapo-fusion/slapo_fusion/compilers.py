@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 
 from slapo_core import ApplyError, ArgumentError
+from slapo_core.errors import warn_user
 from slapo_core.layout import fork_rng
 from slapo_core.observers import dropout_is_off
 from slapo_fusion.cudagraphify import own_gradients
@@ -381,9 +382,8 @@ class _Scripted:
 
     def __call__(self, *args: Any) -> Any:
         if top_saved_tensors_hooks(False) is not None:
-            warnings.warn(
+            warn_user(
                 "a region fused by TorchScript runs uncompiled under activation checkpointing: use compiler='inductor'",
-                stacklevel=2,
             )
             return self._region(*args)
         places = [position for position, value in enumerate(args) if isinstance(value, Tensor)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from slapo_core import ApplyError, Edit, Equivalence, Node, PluginError, Primitive, Violation
+from slapo_core.errors import warn_user
 from slapo_fusion.compilers import Compiled, Compiler, reason
 from slapo_fusion.function_modes import device_error, drops, innermost, is_fake, is_watched, modes_disabled
 from slapo_fusion.kernels import run_without_values
@@ -185,7 +185,7 @@ class Fuse(Primitive):
     def apply(self, node: Node, edit: Edit) -> None:
         compiler = node.plugin("compilers", self.compiler)
         if compiler.deprecated is not None:
-            warnings.warn(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning, stacklevel=2)
+            warn_user(f"fuse(compiler='{self.compiler}'): {compiler.deprecated}", DeprecationWarning)
         options = tuple(dict(self.options).items())
         for place, matches in by_place(node, self.match):
             graph: Any = graph_of(place)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from slapo_core.errors import place
+
 if TYPE_CHECKING:
     from slapo_core import Node
 
@@ -15,7 +17,7 @@ __all__ = ["Match", "Pattern", "Region", "by_place", "name_of"]
 
 def name_of(path: str) -> str:
     """Return the path of a module for messages."""
-    return f"'{path}'" if path else "the root"
+    return place(path)
 
 
 Region = Callable[..., Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import GuardError, TraceError
+from slapo_core.errors import GuardError, TraceError, warn_user
 from slapo_core.internals import forwards, module_index
 from slapo_core.observers import PATCHING, is_recording
 from slapo_graph import autocast_state
@@ -254,11 +253,10 @@ class RecordedForward(forwards.ReplacedForward):
         self.recorded_anew += changed is not None
         if changed is not None and self.recorded_anew == MOST_FOR_ATTRIBUTES:
             flag, found = changed
-            warnings.warn(
+            warn_user(
                 f"{name_of(self.path)} was recorded again {MOST_FOR_ATTRIBUTES} times because attributes changed that "
                 f"its forward reads, most recently {flag.name} from {describe(flag.expected)} to "
                 f"{describe(fingerprint(found))}: pass what varies as an argument, or trace a narrower node",
-                stacklevel=2,
             )
         made = self._new_variant(module, values, structure, key)
         self.specializations.setdefault(key, []).append(made)
@@ -274,11 +272,10 @@ class RecordedForward(forwards.ReplacedForward):
             if not alike:
                 del self.specializations[key]
         if not self.has_dropped:
-            warnings.warn(
+            warn_user(
                 f"{name_of(self.path)} exceeded the limit of {MOST_SPECIALIZATIONS} variants: the least recently used "
                 "one is dropped, and recorded again when needed; pass varying values as numbers or tensors, or trace a "
                 "narrower node",
-                stacklevel=2,
             )
         self.has_dropped = True
 

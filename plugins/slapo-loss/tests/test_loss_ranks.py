@@ -282,6 +282,6 @@ def test_partial_sums_are_still_noticed_beside_it() -> None:
 
 
 def _missing(sch: Any) -> list[Any]:
-    from slapo_runtime.consistency import obligations
+    from slapo_runtime.ranks.consistency import obligations
 
     return list(obligations(sch))

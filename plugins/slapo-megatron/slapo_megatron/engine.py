@@ -201,7 +201,7 @@ class MegatronEngine(StatefulEngine):
             BuildError: the optimizer has state that a checkpoint cannot express, or the directory is not empty.
         """
         self._settle("save_sharded")
-        shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._beside())
+        shards = self._state.shards(optimizer=self._kept_optimizer(), runtime=self._runtime_state())
         ShardedDirectory(Path(directory), self._context).write(shards)
 
     def load_sharded(self, directory: str | os.PathLike[str]) -> None:
@@ -220,8 +220,8 @@ class MegatronEngine(StatefulEngine):
         source, description = ShardedDirectory(Path(directory), self._context), {}
         with self._context.together(f"reading {source.label}"):
             description = source.describe()
-        optimizer, uses = self._kept_optimizer(), self._uses()
-        self._resume(self._state.load_shards(description, source, optimizer=optimizer, uses=uses))
+        optimizer, uses = self._kept_optimizer(), self._loaded_names()
+        self._load_runtime_state(self._state.load_shards(description, source, optimizer=optimizer, uses=uses))
 
     def _settle(self, call: str = "") -> None:
         """Gather the parameters of the last step, which Megatron would gather in the next forward.
@@ -250,19 +250,19 @@ class MegatronEngine(StatefulEngine):
         if not self._is_closed and not self._layout.limit and self._layout.groups:
             is_scheduled = self.megatron.scheduler is not None
             self._stored = StoredOptimizer(self._layout, self._storage, self._names, is_scheduled=is_scheduled)
-            self._stored.meet()
+            self._stored.gather_states()
         return self._stored
 
-    def _beside(self) -> Mapping[str, Any]:
-        return {**read_extra_state(self.megatron), **super()._beside()} if self.optimizer is not None else {}
+    def _runtime_state(self) -> Mapping[str, Any]:
+        return {**read_extra_state(self.megatron), **super()._runtime_state()} if self.optimizer is not None else {}
 
-    def _uses(self) -> Collection[str]:
-        return (*used_extra_state(self.megatron), *super()._uses()) if self.optimizer is not None else ()
+    def _loaded_names(self) -> Collection[str]:
+        return (*used_extra_state(self.megatron), *super()._loaded_names()) if self.optimizer is not None else ()
 
-    def _resume(self, runtime: Mapping[str, Any]) -> None:
+    def _load_runtime_state(self, runtime: Mapping[str, Any]) -> None:
         if self._stored is not None:
             write_extra_state(self.megatron, runtime, self._stored.loaded or ())
-            super()._resume(runtime)
+            super()._load_runtime_state(runtime)
 
 
 class SingleStageEngine(MegatronEngine):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,17 +17,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from slapo_core import BuildError
+from slapo_core.errors import warn_user
 from slapo_megatron.private import start_of
 from slapo_runtime.correspondence.flat_storage import (
     FlatOptimizer,
     FlatStorage,
     FlatTensors,
-    Held,
     StoredGroup,
+    StoredParameter,
     merge_across_ranks,
 )
 from slapo_runtime.engine import REBUILD, StepInvariants
-from slapo_runtime.flat_shards import Place
+from slapo_runtime.flat_shards import FlatShard
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -49,7 +49,7 @@ class OptimizerLayout:
         limit: why this state cannot be saved by the names of the reference model; empty if it can.
     """
 
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, StoredParameter] = field(default_factory=dict)
     groups: list[tuple[torch.optim.Optimizer, int, list[torch.Tensor]]] = field(default_factory=list)
     order: list[torch.Tensor] = field(default_factory=list)
     shared: list[Any] = field(default_factory=list)
@@ -112,8 +112,8 @@ def _replicated(one: Any, kept: OptimizerLayout, copies: dict[int, torch.Tensor]
             if not stepped.is_contiguous():
                 kept.limit = f"a parameter of shape {tuple(stepped.shape)} is not contiguous, and its moments neither"
             elif parameter.requires_grad:
-                place = Place.whole(stepped, tuple(parameter.shape))
-                kept.held[id(parameter)] = Held(place, dtype=stepped.dtype, optimizer=one.optimizer)
+                place = FlatShard.full(stepped, tuple(parameter.shape))
+                kept.held[id(parameter)] = StoredParameter(place, dtype=stepped.dtype, optimizer=one.optimizer)
         kept.groups.append((one.optimizer, number, parameters))
 
 
@@ -131,15 +131,15 @@ def _partitioned(one: DistributedOptimizer, kept: OptimizerLayout, mesh: Mesh | 
     ):
         for number, (parameters, parts) in enumerate(zip(parameters_of_groups, parts_of_groups, strict=True)):
             for parameter, part in zip(parameters, parts, strict=True):
-                place = Place(part, 0, start_of(one, parameter), part.numel(), tuple(parameter.shape))
-                kept.held[id(parameter)] = Held(place, None, part.dtype, is_part, one.optimizer)
+                place = FlatShard(part, 0, start_of(one, parameter), part.numel(), tuple(parameter.shape))
+                kept.held[id(parameter)] = StoredParameter(place, None, part.dtype, is_part, one.optimizer)
                 group_of[number_of[id(parameter)]] = number
     group_of = merge_across_ranks(group_of, mesh if kept.shared else None)
     for number in range(len(one.optimizer.param_groups)):
         inside = [parameter for at, parameter in enumerate(order) if group_of.get(at) == number]
         kept.groups.append((one.optimizer, number, inside))
         for parameter in inside:
-            kept.held.setdefault(id(parameter), Held(None, None, torch.float32, True, one.optimizer))
+            kept.held.setdefault(id(parameter), StoredParameter(None, None, torch.float32, True, one.optimizer))
 
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class StoredOptimizer(FlatOptimizer):
     def kind_of(self, optimizer: torch.optim.Optimizer) -> str:
         return kind_of(optimizer)
 
-    def state_of(self, held: Held) -> dict[str, Any]:
+    def state_of(self, held: StoredParameter) -> dict[str, Any]:
         found = super().state_of(held)
         assert held.main is not None
         assert held.optimizer is not None
@@ -320,10 +320,9 @@ def write_extra_state(megatron: Megatron, found: Mapping[str, Any], loaded: Sequ
     elif _STEPS in found.get(COUNTERS, {}):
         scheduler.num_steps = found[COUNTERS][_STEPS]
     elif _depends_on_steps(scheduler):
-        warnings.warn(
+        warn_user(
             "the checkpoint has no state of Megatron's scheduler: OptimizerParamScheduler continues at step "
             f"{scheduler.num_steps}, which sets rates and decays",
-            stacklevel=5,
         )
     scheduler.step(0)
     different = [
@@ -333,8 +332,8 @@ def write_extra_state(megatron: Megatron, found: Mapping[str, Any], loaded: Sequ
         if key in settings and not math.isclose(group[key], float(settings[key]), rel_tol=1e-9)
     ]
     if different:
-        warnings.warn(
-            "Megatron's scheduler sets other values than the checkpoint has: " + "; ".join(different), stacklevel=5
+        warn_user(
+            "Megatron's scheduler sets other values than the checkpoint has: " + "; ".join(different),
         )
 
 
@@ -355,9 +354,8 @@ def _resume(scheduler: Any, saved: Mapping[str, Any]) -> None:
             for name, before in rates.items():  # a group has its own copy of the configuration
                 if group.get(name) == before:
                     group[name] = getattr(scheduler, name)
-        warnings.warn(
+        warn_user(
             f"Megatron's scheduler continues with {shown} of the checkpoint; {_OWN} keeps its own",
-            stacklevel=6,
         )
 
 

@@ -66,9 +66,11 @@ def test_the_plan_lists_messages_between_stages_and_their_ranks() -> None:
     interleaved = str(plan(schedule=schedule_of({"pp": 2}, samples=4, cuts=3)))
     assert "  a pipeline over 2 ranks, 2 stages on each, alternating: interleaved 1F1B\n" in interleaved
     without = str(plan({"pp": 2}))
-    assert "what crosses stages is known with the first batch: there are no example inputs" in without
+    assert "the values sent between stages are unknown before the first batch: there are no example inputs" in without
     assert "1F1B with one stage a rank, interleaved 1F1B with several" in without
-    assert "what crosses stages is not known: no step cuts" in str(plan(schedule=schedule_of({"pp": 2}, samples=4)))
+    assert "the values sent between stages are unknown: no step cuts" in str(
+        plan(schedule=schedule_of({"pp": 2}, samples=4))
+    )
 
 
 def test_the_plan_of_an_evaluating_engine_has_no_optimizer() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from slapo_megatron.state import OptimizerLayout, StoredOptimizer, optimizer_layout, settings_of
-from slapo_runtime.correspondence.flat_storage import FlatStorage, Held
-from slapo_runtime.flat_shards import Place
+from slapo_runtime.correspondence.flat_storage import FlatStorage, StoredParameter
+from slapo_runtime.flat_shards import FlatShard
 
 
 class FusedAdam(torch.optim.SGD):
@@ -26,7 +26,10 @@ class FusedAdam(torch.optim.SGD):
 
 def stored(*parameters: torch.Tensor) -> tuple[FusedAdam, StoredOptimizer]:
     inner = FusedAdam([{"params": list(parameters)}])
-    held = {id(one): Held(Place.whole(one, tuple(one.shape)), None, one.dtype, optimizer=inner) for one in parameters}
+    held = {
+        id(one): StoredParameter(FlatShard.full(one, tuple(one.shape)), None, one.dtype, optimizer=inner)
+        for one in parameters
+    }
     names = {id(one): f"p{number}" for number, one in enumerate(parameters)}
     storage = FlatStorage(held, None, torch.device("cpu"))
     return inner, StoredOptimizer(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slapo_core import Node, Primitive, Violation
+from slapo_core.errors import place
 from slapo_core.internals import Internals, children_of
 from slapo_core.observers import only_looks, spans_stages
 from slapo_graph.graph import graph_of
@@ -80,7 +81,7 @@ def above_violations(node: Node) -> Iterator[Violation]:
     while above is not None:
         problem = _call_problem(above)
         if problem is not None:
-            where = f"'{above.path}'" if above.path else "the root"
+            where = place(above.path)
             yield Violation(
                 f"{where} lies above it and {problem}, and a cut spreads its forward over stages",
                 f"do that to modules that lie in one stage: sch[{_sibling_pattern(node.path)!r}]",
@@ -122,12 +123,12 @@ def step_violations(node: Node, primitive: Primitive, cuts: Mapping[str, Record]
     selected = [getattr(primitive, name, None) for name in primitive.selections]
     matches = [match for value in selected for match in (value if isinstance(value, list | tuple) else [value])]
     rewritten = dict.fromkeys(match.path for match in matches if isinstance(match, Match))
-    for place in rewritten or {node.path: None}:
-        prefix = f"{place}." if place else ""
-        cut = next((path for path in cuts if path.startswith(prefix) and path != place), None)
+    for changed in rewritten or {node.path: None}:
+        prefix = f"{changed}." if changed else ""
+        cut = next((path for path in cuts if path.startswith(prefix) and path != changed), None)
         if cut is None:
             continue
-        where = f"'{place}'" if place else "the root"
+        where = place(changed)
         if rewritten:
             problem = "rewrites its graph"
         elif primitive.name in _REPLACES:

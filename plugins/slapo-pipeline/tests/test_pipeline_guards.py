@@ -12,8 +12,8 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core import GuardError
-from slapo_runtime.context import Stages
 from slapo_runtime.stages import StagedModel
+from slapo_runtime.stages.signatures import StagedModels
 from tests.messages import Messages
 
 from .staging import cut
@@ -147,7 +147,7 @@ def test_global_names_autocast_and_the_default_dtype(monkeypatch: pytest.MonkeyP
 def test_a_batch_under_another_setting_of_autocast_has_stages_of_its_own() -> None:
     sch = slapo.create_schedule(Model(), mesh={"pp": 2}, example_inputs=CALL)
     sch["a"].pipeline_split()
-    stages = Stages(sch)
+    stages = StagedModels(sch)
 
     def product() -> torch.dtype:
         found = stages.of(CALL, training=True, outputs=None, batch_axes=None)

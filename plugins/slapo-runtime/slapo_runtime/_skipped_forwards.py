@@ -1,4 +1,4 @@
-"""Notice code that runs past the forward of a module, and so skips the steps around it."""
+"""Find code that bypasses a module's forward, and the steps around it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> None:
-    """Warn where a forward was set on a model after steps at its root, and does not call theirs.
+    """Warn of a later forward of the root that does not call the steps' forward.
 
     Args:
         model: the root.
-        own: the forward of the steps; None if nothing holds it any more.
+        own: the forward of the steps; None if it was garbage-collected.
         stacklevel: of the user's call.
     """
     if own is not None and (vars(model).get("forward") is own or copies.is_called_through(own, model)):
         return
     warnings.warn(
         f"a forward was set on this {type(model).__name__} after steps at its root, and does not call the forward of "
-        "these steps: they do not run\n"
+        "these steps, which do not run\n"
         "  hint: set it before slapo_core.create_schedule(model), or apply the steps below the root: "
         "sch['*'].checkpoint()",
         stacklevel=stacklevel + 1,
@@ -40,16 +40,16 @@ def warn_of_skipped_steps(model: nn.Module, own: Any, *, stacklevel: int) -> Non
 
 
 class ForwardWatch:
-    """Watch which modules with hooks of steps run in one training forward.
+    """Record the modules with hooks of steps that run in one training forward.
 
-    Hooks of compiled modules, and of modules inside of one that is compiled or whose forward a step or the user
-    replaced, are not watched: their calls cannot be counted.
+    Compiled modules, modules inside of a compiled one, and modules inside of one with a replaced forward are left out:
+    their calls cannot be counted.
 
     Args:
-        schedule: whose model is about to run.
+        schedule: its model is about to run.
     """
 
-    slapo_only_looks = True  # slapo_core.tree.node: only_looks
+    slapo_only_looks = True  # it changes nothing: stages of a pipeline may do without it
 
     def __init__(self, schedule: Schedule) -> None:
         self._model = schedule.model
@@ -74,7 +74,7 @@ class ForwardWatch:
             handle.remove()
 
     def check(self, output: Any) -> None:
-        """Refuse an output to which a parameter contributes whose module did not run.
+        """Refuse an output with contributions of a parameter whose module did not run.
 
         Args:
             output: of the forward, or the loss.
@@ -95,15 +95,14 @@ class ForwardWatch:
                 if uses[id(parameter)] > sum(self._calls[id(one)] for one in others):
                     raise MeshError(
                         f"the forward of '{path}' did not run, but its '{name}' contributes to the output: code that "
-                        f"reads the parameter skips the steps around the module, and computes with what this rank "
-                        "holds",
-                        hint=f"call the module: model.{path}(...); for a loss fused with the head, or a forward put on "
-                        f"the model that reads it, leave out the steps at '{path}'",
+                        "reads the parameter skips the steps around the module, and computes with this rank's shard",
+                        hint=f"call the module: model.{path}(...); for a loss fused with the head, or another forward "
+                        f"that reads the parameter, leave out the steps at '{path}'",
                     )
 
 
 def _countable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose calls run their hooks where these can count, by path."""
+    """Yield the modules whose calls can be counted by hooks, by path."""
     hidden: tuple[str, ...] = ()  # below modules whose calls may be compiled, or a graph
     for path, module in model.named_modules():
         if path.startswith(hidden):

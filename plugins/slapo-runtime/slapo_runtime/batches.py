@@ -1,57 +1,91 @@
-"""Batches: arguments by parameter, and micro-batches."""
+"""Batches: arguments by parameter, modes of the model, and micro-batches."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from slapo_core.errors import ArgumentError, BuildError
-from slapo_runtime.private import pytree
+from slapo_core.errors import ArgumentError, BuildError, warn_user
 
-# From a batch to the arguments of the model's forward, by parameter: what the stages of a pipeline read.
-
-
-_SIGNATURES: weakref.WeakKeyDictionary[Callable[..., Any], dict[bool, inspect.Signature]] = weakref.WeakKeyDictionary()
-"""Function -> its signature, as a method or not: an entry goes with its function."""
+# From a batch to the arguments of the model's forward, by parameter, for the stages of a pipeline.
 
 
-def signature_of(model: nn.Module) -> inspect.Signature:
-    """Return the signature of a model's forward; it is read once for each function."""
-    forward: Any = model.forward
-    function = getattr(forward, "__func__", forward)
-    try:
-        known = _SIGNATURES.setdefault(function, {})
-    except TypeError:  # a callable without a hash, or without weak references
-        return inspect.signature(forward)
-    is_method = function is not forward
-    if is_method not in known:
-        known[is_method] = inspect.signature(forward)
-    return known[is_method]
+@dataclass(frozen=True)
+class ForwardSignature:
+    """The signature of a model's forward.
+
+    Args:
+        signature: as ``inspect`` has it.
+        names: of the parameters that take keyword arguments; None with ``**kwargs``.
+        count: of the parameters that take positional arguments; None with ``*args``.
+    """
+
+    signature: inspect.Signature
+    names: frozenset[str] | None
+    count: int | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ForwardSignature:
+        """Return the signature of a model's forward, cached by function."""
+        forward: Any = model.forward
+        function = getattr(forward, "__func__", forward)
+        try:
+            known = _SIGNATURES.setdefault(function, {})
+        except TypeError:  # a callable without a hash, or without weak references
+            known = {}
+        is_method = function is not forward
+        if is_method not in known:
+            known[is_method] = cls._read(forward)
+        return known[is_method]
+
+    @classmethod
+    def _read(cls, forward: Callable[..., Any]) -> ForwardSignature:
+        signature = inspect.signature(forward)
+        parameters = signature.parameters.values()
+        kinds = {p.kind for p in parameters}
+        named = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        return cls(
+            signature,
+            None if inspect.Parameter.VAR_KEYWORD in kinds else named,
+            None if inspect.Parameter.VAR_POSITIONAL in kinds else count,
+        )
+
+    def select(self, batch: Any) -> Any:
+        """Return a batch without the values that the forward does not take."""
+        if isinstance(batch, Mapping) and self.names is not None:
+            return {name: value for name, value in batch.items() if name in self.names}
+        if isinstance(batch, (tuple, list)) and self.count is not None:
+            return batch[: self.count]
+        return batch
+
+
+_SIGNATURES: weakref.WeakKeyDictionary[Callable[..., Any], dict[bool, ForwardSignature]] = weakref.WeakKeyDictionary()
+"""Function -> its signature, as a method or not; weak keys."""
 
 
 def bound_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``model(*args, **kwargs)`` by parameter.
 
-    Those that are left out are missing. ``*args`` is a tuple under its parameter's name, ``**kwargs`` a dictionary
-    under its own: missing too where there is nothing in them.
+    Omitted arguments are missing. ``*args`` is a tuple under its parameter's name, ``**kwargs`` a dictionary under its
+    own; empty ones are missing, too.
 
     Raises:
         ArgumentError: the forward does not take them.
     """
     try:
-        bound = signature_of(model).bind(*args, **kwargs)
+        bound = ForwardSignature.of(model).signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ArgumentError(
             f"the forward of {type(model).__name__} does not take this batch: {error}",
-            hint="a mapping gives keyword arguments, a tuple positional ones, anything else is one argument",
+            hint="a mapping holds keyword arguments, a tuple positional arguments; anything else is one argument",
         ) from None
     return dict(bound.arguments)
 
@@ -62,85 +96,42 @@ def bound_batch(model: nn.Module, batch: Any, *, for_loss: bool = False) -> dict
     Args:
         model: whose forward it is.
         batch: a mapping (keyword arguments), a tuple or list (positional ones), or one argument.
-        for_loss: whether a batch may hold more than the forward takes, because a ``loss(output, batch)`` reads it.
+        for_loss: whether a batch may hold more than the forward takes, for a ``loss(output, batch)``.
 
     Raises:
         ArgumentError: the forward does not take it.
     """
-    parameters = signature_of(model).parameters.values()
+    if for_loss:
+        batch = ForwardSignature.of(model).select(batch)
     if isinstance(batch, Mapping):
-        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        takes_all = not for_loss or any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return bound_call(model, (), {name: value for name, value in batch.items() if takes_all or name in names})
+        return bound_call(model, (), batch)
     if isinstance(batch, (tuple, list)):
-        count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-        takes_all = not for_loss or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-        return bound_call(model, tuple(batch) if takes_all else tuple(batch[:count]), {})
+        return bound_call(model, tuple(batch), {})
     return bound_call(model, (batch,), {})
 
 
-# `InputSignature`: for which calls stages are the same.
+def switch_to_training(model: nn.Module) -> None:
+    """Switch a model entirely in evaluation mode to training mode, with a warning.
 
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, slice, type(None), torch.dtype, torch.device, torch.Size)
-
-
-class InputSignature:
-    """Compare batches and modes for which stages are the same.
-
-    Two are equal if their arguments have the same names, structure and plain values, their tensors the same shape,
-    type, device and need of a gradient, the same ones of them are one object, and every module is in the same mode.
-
-    Args:
-        inputs: the arguments of the model's forward, by parameter.
-        modes: of the modules, in their order.
+    ``from_pretrained`` gives such models, and ``model.eval()`` between two steps leaves one: it would train without
+    dropout, and with the running statistics of batch norms. If some module is in training mode, the modes are
+    deliberate (a frozen batch norm), and stay.
     """
-
-    def __init__(self, inputs: Mapping[str, Any], modes: Sequence[bool]) -> None:
-        leaves, self._structure = pytree.tree_flatten(dict(inputs))
-        first = {id(leaf): number for number, leaf in reversed(list(enumerate(leaves)))}
-        self._leaves = [_tensor(leaf, first) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._modes = list(modes)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, InputSignature):
-            return NotImplemented
-        if (self._structure, self._modes) != (other._structure, other._modes):
-            return False
-        return all(map(_is_same, self._leaves, other._leaves))
-
-    @property
-    def unknown(self) -> str | None:
-        """The type of an argument that is neither a tensor nor a plain value, and may change while it is one object."""
-        return next((type(leaf).__name__ for leaf in self._leaves if not _is_plain(leaf)), None)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _tensor(tensor: torch.Tensor, first: Mapping[int, int]) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, first[id(tensor)])
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Return whether a leaf is immutable, and equal to others of its value: also numpy's scalars, unlike its arrays."""
-    kind = type(leaf)
-    is_number = kind.__module__ == "numpy" and kind.__hash__ is not None
-    return kind in _PLAIN or isinstance(leaf, enum.Enum) or is_number
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return type(one) is type(other) and _is_plain(one) and bool(one == other)
-
-
-# The mode in which stages are asked for.
+    if model.training or any(module.training for module in model.modules()):
+        return
+    model.train()
+    warn_user(
+        f"{type(model).__name__} was in evaluation mode, with all its modules (as after from_pretrained() or .eval()): "
+        "a training step switches them to training mode, with dropout; to keep modules in evaluation mode, call "
+        "model.train() and then .eval() on these",
+    )
 
 
 @contextlib.contextmanager
 def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
     """Set training or evaluation mode; restore the mode of every module.
 
-    As ``train_step`` does it: where some module is in training mode, the modes stay as chosen.
+    As in ``train_step``, training mode is set only if all modules are in evaluation mode.
     """
     modes = [module.training for module in modules]
     changed = (
@@ -155,7 +146,7 @@ def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
             module.training = not training
 
 
-_LEFT_OUT = -100  # the label that torch's and transformers' losses leave out
+_LEFT_OUT = -100  # the label that the losses of torch and transformers ignore
 
 
 def micro_batches(
@@ -165,22 +156,22 @@ def micro_batches(
     option: str = "accumulate",
     axes: Mapping[str | int, int | None] | None = None,
 ) -> list[Any]:
-    """Cut every tensor of a batch into ``count`` equal micro-batches, along the axis of its samples.
+    """Cut a batch into ``count`` equal micro-batches, along the axis of the samples.
 
     That is the first axis, or a given one. Integers of shape ``(k, *shape)`` beside integers of shape ``shape`` have
-    their samples along the second one: positions of shape ``(3, batch, length)`` beside tokens. A list or tuple with an
-    item for each sample, e.g. the dictionaries that detectors take as targets, is cut between its items.
+    their samples along the second axis: positions of shape ``(3, batch, length)`` beside tokens. A list or tuple with
+    one item for each sample, e.g. the target dictionaries of detectors, is cut between its items.
 
     Args:
         batch: a mapping, a tuple or list, or one tensor. Tensors without axes and plain values go to every micro-batch.
         count: 1 gives the batch itself.
-        option: that gives the number, for messages.
-        axes: for a key or a place in the batch (0 for one tensor): the axis of its tensors that counts the samples;
+        option: the option with the number, for messages.
+        axes: for a key or a position in the batch (0 for one tensor): the axis of its tensors that counts the samples;
             None: they go to every micro-batch.
 
     Raises:
-        BuildError: the samples do not divide, tensors or lists differ in their number, or a value other than a tensor
-            holds one value for each sample.
+        BuildError: the number of samples is not divisible, tensors or lists differ in it, or a value other than a
+            tensor holds one value for each sample.
     """
     if count == 1:
         return [batch]
@@ -189,16 +180,16 @@ def micro_batches(
         raise BuildError(
             f"the batch has {samples} samples, not divisible by {option}={count}: the losses of unequal micro-batches "
             "would have equal weights",
-            hint="DataLoader(..., drop_last=True), with a batch_size that is a multiple of it",
+            hint=f"DataLoader(..., drop_last=True), with a batch_size that is a multiple of {count}",
         )
     size = samples // count
     return [_part(batch, plans, number * size, size) for number in range(count)]
 
 
 def labels_left_out(parts: list[Any]) -> str | None:
-    """Explain why the mean of the micro-batches' losses may differ from the batch's; None if no reason is found.
+    """Explain a difference between the micro-batches' mean loss and the batch's; None without one.
 
-    A mean over labels weighs a micro-batch by its number of labels; their gradients have equal weights.
+    A mean over labels weights a micro-batch by its number of labels, but their gradients have equal weights.
     """
     others = [dict(_outside_lists(part)) for part in parts]
     for place, value in others[0].items():
@@ -207,14 +198,14 @@ def labels_left_out(parts: list[Any]) -> str | None:
             if len(set(counts)) > 1:
                 return (
                     f"{place} has {', '.join(map(str, counts))} labels other than {_LEFT_OUT} in the micro-batches, "
-                    "which have equal weights: the mean of their losses is not the mean over the batch's labels; for "
-                    "that, build(..., loss_weight=lambda batch: number of labels in the batch)"
+                    "which have equal weights: the mean of their losses is not the mean over the batch's labels; "
+                    "build(..., loss_weight=lambda batch: number of labels in the batch) gives that mean"
                 )
     return None
 
 
 def _outside_lists(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a batch that no list or tuple holds, with how messages name them."""
+    """Yield the values outside of lists and tuples, with names for messages."""
     waiting = [(name, value) for _, name, value in _arguments(batch)]
     while waiting:
         place, value = waiting.pop(0)
@@ -225,7 +216,7 @@ def _outside_lists(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _arguments(batch: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The arguments in a batch: key or place, how messages name it, and the value."""
+    """Yield the arguments in a batch: key or position, name for messages, and value."""
     if isinstance(batch, Mapping):
         yield from ((key, f"batch[{key!r}]", value) for key, value in batch.items())
     elif isinstance(batch, (tuple, list)):
@@ -244,28 +235,28 @@ class _Cuts:
     """Find where each value of a batch has its samples.
 
     Args:
-        batch: the whole one.
-        asked: how it is asked for, e.g. ``"accumulate=2"``.
-        axes: given ones, by key or place.
+        batch: the full batch.
+        asked: the user's option, e.g. ``"accumulate=2"``.
+        axes: the user's, by key or position.
     """
 
     def __init__(self, batch: Any, asked: str, axes: Mapping[Any, int | None]) -> None:
         self._asked, self._axes = asked, axes
         self._arguments = list(_arguments(batch))
-        self._lengths: dict[str, int] = {}  # along the axes that are given or known without the other values
+        self._lengths: dict[str, int] = {}  # along the given axes
         self._tensors: dict[str, torch.Tensor] = {}  # whose first axis may count the samples, outside of lists
         self._lists: dict[str, Sequence[Any]] = {}
-        self._keys: dict[str, Any] = {}  # of the arguments that these are in
-        self._inside: dict[str, dict[str, torch.Tensor]] = {}  # those in a list that may be cut through its tensors
+        self._keys: dict[str, Any] = {}  # of the arguments that hold them
+        self._inside: dict[str, dict[str, torch.Tensor]] = {}  # the tensors in a list, which may be cut instead of it
         for key, name, value in self._arguments:
             self._note(name, value, key)
 
     def plan(self) -> tuple[dict[Any, _Plan], int]:
-        """Return how each argument is cut, and the number of samples."""
+        """Return the plan of each argument, and the number of samples."""
         samples = self._samples()
         return {key: self._plan(name, value, key, samples) for key, name, value in self._arguments}, samples
 
-    # -- what there is ----------------------------------------------------------------------------------------
+    # -- the contents of the batch ----------------------------------------------------------------------------
 
     def _note(self, place: str, value: Any, key: Any) -> None:
         if key in self._axes:
@@ -326,7 +317,7 @@ class _Cuts:
         return length == samples or (place in self._tensors and self._is_stacked(place, samples))
 
     def _is_stacked(self, place: str, samples: int) -> bool:
-        """Whether a tensor of integers is a stack of several ones of the shape of another: ``(3, batch, length)``."""
+        """Return whether integers are stacked as ``(3, batch, length)`` beside ``(batch, length)``."""
         tensor = self._tensors[place]
         return (
             tensor.dim() > 2
@@ -343,16 +334,16 @@ class _Cuts:
         hint = "batch_axes: the axis of an argument's tensors that counts the samples"
         if odd is not None:
             axes = [axis for axis, size in enumerate(self._tensors[odd].shape) if axis and size == usual]
-            hint = f"{self._axes_call(odd, None)}: every micro-batch has it as a whole"
+            hint = f"{self._axes_call(odd, None)} gives every micro-batch the full tensor"
             if axes:
                 hint = f"{self._axes_call(odd, axes[0])} if that axis counts the samples; {hint}"
         return BuildError(
-            f"{self._asked} cuts every tensor of the batch along its first axis, or the one that batch_axes names, "
-            f"which must count the samples in all of them (got {shown})",
+            f"{self._asked} cuts every tensor of the batch along its first axis, or its axis in batch_axes, which must "
+            f"count the samples in all of them (got {shown})",
             hint=hint,
         )
 
-    # -- where each value has them ----------------------------------------------------------------------------
+    # -- the plan of each value -------------------------------------------------------------------------------
 
     def _plan(self, place: str, value: Any, key: Any, samples: int) -> _Plan:
         if key in self._axes:
@@ -370,10 +361,9 @@ class _Cuts:
         if self._is_stacked(place, samples):  # as many as there are samples
             if "pos" in place.lower():
                 return 1
-            warnings.warn(
-                f"{self._asked} cuts {place} of shape {tuple(tensor.shape)} along its first axis, and its second one "
-                f"has {samples} elements too: if that counts the samples, {self._axes_call(place, 1)}",
-                stacklevel=7,
+            warn_user(
+                f"{self._asked} cuts {place} of shape {tuple(tensor.shape)} along its first axis, but its second axis "
+                f"has {samples} elements, too: if that counts the samples, give {self._axes_call(place, 1)}",
             )
         return 0
 
@@ -391,10 +381,10 @@ class _Cuts:
             found = {place: len(value), **{inner: tensor.shape[0] for inner, tensor in inside.items()}}
             shown = ", ".join(f"{where}: {length}" for where, length in found.items())
             raise BuildError(
-                f"{self._asked} cuts {place} between its items, or all tensors inside along their first axis, and "
+                f"{self._asked} cuts {place} between its items, or all tensors inside along their first axis, but "
                 f"neither count the {samples} samples of the batch (got {shown})",
                 hint="give a list with one item for each sample, or "
-                f"{self._axes_call(place, None)} for every micro-batch to have it as a whole",
+                f"{self._axes_call(place, None)} to give every micro-batch the full list",
             )
         if through:
             both = (
@@ -409,7 +399,7 @@ class _Cuts:
                     f"{self._asked} can cut between the items or through them: {both}",
                     hint=f"{call}; a list with one dictionary for each sample is cut between them",
                 )
-            warnings.warn(f"{self._asked} cuts between the dictionaries: {both}; {call}", stacklevel=2)
+            warn_user(f"{self._asked} cuts between the dictionaries: {both}; {call}")
         return True
 
     def _axes_call(self, place: str, axis: int | None) -> str:
@@ -418,14 +408,14 @@ class _Cuts:
 
 
 def _are_records(value: Sequence[Any]) -> bool:
-    """Whether a list holds dictionaries, and None for what has none."""
+    """Return whether a list holds dictionaries, or None instead."""
     return any(isinstance(item, Mapping) for item in value) and all(
         item is None or isinstance(item, Mapping) for item in value
     )
 
 
 def _are_of_a_kind(value: Sequence[Any]) -> bool:
-    """Whether the items of a list may be one for each sample: tensors, or tuples of them, alike in all but sizes."""
+    """Return whether list items are equal except for the sizes of tensors."""
     if hasattr(value, "_fields"):
         return False
     return all(_kind(item) == _kind(value[0]) for item in value)

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, warn_user
 from slapo_core.internals import parameters_of
 from slapo_runtime.private import write_counts
-from slapo_runtime.stages.runner import Form, advance
+from slapo_runtime.ranks.world import World
+from slapo_runtime.stages.runner import SignatureFacts, advance
 from slapo_runtime.weights.lr_scheduler import NAME, resume, saved
-from slapo_runtime.world import World
 
 if TYPE_CHECKING:
     import torch
 
     from slapo_core.layout import Mesh
     from slapo_runtime.context import BuildContext
-    from slapo_runtime.correspondence.state import ModelState
     from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage, TensorStorage
+    from slapo_runtime.weights.state import ModelState
 
 
 class StatefulEngine:
     """State dicts and checkpoints by the context's state, and refusals of steps.
 
-    An engine that derives from it sets the two attributes, and has all members of
-    :class:`slapo_core.dialect.Engine` but ``module``, the steps and ``close``. One whose runtime keeps values
-    elsewhere calls ``context.state.keep_in``, and overrides the methods from :meth:`_kept_optimizer` on.
+    A subclass sets the attributes, and adds ``module``, the steps and ``close`` of :class:`slapo_core.dialect.Engine`.
+    If its runtime keeps values elsewhere, it calls ``context.state.keep_in``, and overrides the methods from
+    :meth:`_kept_optimizer` on.
 
     Attributes:
         optimizer: None where the engine only evaluates, or is closed.
@@ -44,7 +43,7 @@ class StatefulEngine:
     _reason: str | None = None  # why it is closed
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, torch.Tensor]:
-        """The reference model's state dict; ``include_added`` gives what a step added too, under its own name."""
+        """Return the reference model's state dict; with ``include_added``, also the tensors that steps added."""
         return self._state.state_dict(rank0_only=rank0_only, include_added=include_added)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -54,28 +53,30 @@ class StatefulEngine:
         self._state.check_replicas(optimizer=self._kept_optimizer(), repair=repair)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        self._state.save(directory, optimizer=self._kept_optimizer(), runtime=self._beside())
+        self._state.save(directory, optimizer=self._kept_optimizer(), runtime=self._runtime_state())
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        self._resume(self._state.load(directory, optimizer=self._kept_optimizer(), uses=self._uses()))
+        self._load_runtime_state(
+            self._state.load(directory, optimizer=self._kept_optimizer(), uses=self._loaded_names())
+        )
 
     # -- for a runtime that keeps values elsewhere ------------------------------------------------------------
 
     def _kept_optimizer(self) -> torch.optim.Optimizer | OptimizerStorage | None:
-        """The optimizer, as the state is given it."""
+        """Return the optimizer, or its storage."""
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = self.optimizer
         return optimizer
 
-    def _beside(self) -> Mapping[str, Any]:
+    def _runtime_state(self) -> Mapping[str, Any]:
         """Return the runtime's further state for checkpoints, as JSON, by name."""
         return saved(self.lr_scheduler)
 
-    def _uses(self) -> Collection[str]:
-        """Return the names of :meth:`_beside` that this engine loads; a warning names the others."""
+    def _loaded_names(self) -> Collection[str]:
+        """Return the names of :meth:`_runtime_state` that this engine loads; others get a warning."""
         return (NAME,) if self.lr_scheduler is not None else ()
 
-    def _resume(self, runtime: Mapping[str, Any]) -> None:
-        """Take what :meth:`_beside` of the engine that saved it gave, after weights and optimizer; ``{}``: nothing."""
+    def _load_runtime_state(self, runtime: Mapping[str, Any]) -> None:
+        """Load a saved :meth:`_runtime_state`, after weights and optimizer; ``{}`` if none was saved."""
         resume(self.lr_scheduler, runtime)
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -84,10 +85,10 @@ class StatefulEngine:
     def _closing(self, at: Callable[[], str]) -> Iterator[None]:
         """Close the engine if a step fails midway: the ranks have diverged.
 
-        Other ranks may wait for this one then, until the launcher of the job ends them, or the timeout of the group.
+        Other ranks may then wait for this one until the job's launcher ends them or their group times out.
 
         Args:
-            at: tells what this rank does just now, e.g. ``"stage 1 in the forward of micro-batch 0"``.
+            at: gives this rank's present work, e.g. ``"stage 1 in the forward of micro-batch 0"``.
         """
         try:
             yield
@@ -126,10 +127,10 @@ class StatefulEngine:
 
 
 class PipelineSteps:
-    """What engines of pipelines share: where a step is, the exchange of the loss, and a refusal.
+    """Track the position of a pipeline's step, exchange its loss, and refuse autocast.
 
-    An engine that derives from it, and from :class:`StatefulEngine`, sets ``_mesh``, passes :meth:`_stand` to what runs
-    the stages, and runs its steps inside of :meth:`StatefulEngine._closing`.
+    A subclass, also of :class:`StatefulEngine`, sets ``_mesh``, passes :meth:`_stand` to the runner of the stages, and
+    runs its steps inside of :meth:`StatefulEngine._closing`.
 
     Attributes:
         _mesh: of the schedule.
@@ -139,34 +140,34 @@ class PipelineSteps:
     _at = "nothing"  # of a step, for the message of an error
 
     def _stand(self, what: str) -> None:
-        """Note what this rank does just now."""
+        """Note this rank's present work."""
         self._at = what
 
     def _exchange_loss(
-        self, form: Form, own: Sequence[torch.Tensor], *, drew: bool, device: torch.device
+        self, facts: SignatureFacts, own: Sequence[torch.Tensor], *, drew: bool, device: torch.device
     ) -> torch.Tensor:
-        """Return the mean loss of the micro-batches on every rank of the replica: a collective over ``pp``.
+        """Return the mean loss on every rank of the replica: a collective over ``pp``.
 
         All ranks advance the default generator if the stages use the RNG. That and the loss's dtype are read from the
-        first message of each form; later ones stay on the device, and the host does not wait for them.
+        first message of each input signature; later ones stay on the device, and the host does not wait for them.
 
         Args:
-            form: of the micro-batches.
+            facts: about the input signature of the micro-batches.
             own: the losses, on the rank of the last stage; empty on others.
             drew: whether a stage of this rank used the RNG.
-            device: that the group sends from.
+            device: of the process group.
 
         Raises:
-            BuildError: the RNG was used, and not in the first step of this form.
+            BuildError: the RNG was used, but not in the first step with this input signature.
         """
         import torch
         import torch.distributed as dist
 
         self._stand("exchanging the loss")
-        if drew and form.uses_rng is False:
+        if drew and facts.uses_rng is False:
             raise BuildError(
-                "a stage used the RNG, and none did in the first step with these inputs and modes: the ranks of the "
-                "pipeline would advance their generators differently",
+                "a stage used the RNG, but none did in the first step with these inputs and modes: the RNG states of "
+                "pipeline ranks would diverge",
                 hint="set dropout probabilities before the first step; or engine.save(directory), build a fresh engine "
                 "and engine.load(directory)",
             )
@@ -176,16 +177,16 @@ class PipelineSteps:
             mean = torch.stack(list(own)).mean()
             message[0], message[1] = mean, _LOSS_TYPES.index(str(mean.dtype))
         dist.all_reduce(message, group=self._mesh.group("pp"))
-        if form.uses_rng is None or form.loss_dtype is None:
+        if facts.uses_rng is None or facts.loss_dtype is None:
             _, kind, has_drawn = message.tolist()
-            form.loss_dtype = getattr(torch, _LOSS_TYPES[int(kind)].removeprefix("torch."))
-            form.uses_rng = has_drawn > 0
-        if form.uses_rng:
+            facts.loss_dtype = getattr(torch, _LOSS_TYPES[int(kind)].removeprefix("torch."))
+            facts.uses_rng = has_drawn > 0
+        if facts.uses_rng:
             advance()
-        return message[0].to(form.loss_dtype)
+        return message[0].to(facts.loss_dtype)
 
     def _refuse_autocast(self, device: torch.device, target: str, hint: str) -> None:
-        """Refuse a step under autocast, where ranks find the other stages on placeholders, which autocast ignores.
+        """Refuse a step under autocast, which ignores the placeholders of other ranks' stages.
 
         Raises:
             BuildError: it is called under torch.autocast.
@@ -203,19 +204,19 @@ class PipelineSteps:
 _LOSS_TYPES = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
 
 
-REBUILD = "engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)"
+REBUILD = "engine.save(directory); build a fresh engine of the changed model, and engine.load(directory)"
 
 
 class StepInvariants:
     """Check that parameters were not replaced, frozen or modified since the last step.
 
-    Every rank checks its own, because all ranks run the same program. Where replicas hold shards of parameters, those
-    that see a change tell each other what they found: it may lie in one shard. A rank that sees it alone does not wait
-    for ever.
+    Every rank checks its own, because all ranks run the same program. Where replicas hold shards of parameters, ranks
+    that see a write exchange their findings, because the change may be in one shard only. The exchange has a timeout,
+    for a write on one rank alone.
 
     Args:
         context: of the build.
-        tensors: the storage, which knows whether a parameter matches its main copy.
+        tensors: the storage, for comparing parameters with their main copies.
         runtime: its name, for messages.
         partitioned: whether it partitions parameters over ``dp``.
     """
@@ -245,10 +246,10 @@ class StepInvariants:
         """Check the parameters, before a step.
 
         Returns:
-            those that were written into, and match their main copies.
+            the modified parameters that match their main copies.
 
         Raises:
-            BuildError: a parameter was replaced, frozen, or unfrozen, or written into; or only on some replicas.
+            BuildError: a parameter was replaced, frozen, unfrozen, or modified; or modified on some replicas only.
         """
         for live, table, name in self._places:
             if table.get(name) is not live.tensor:
@@ -268,7 +269,7 @@ class StepInvariants:
         if written and self._replicas is not None:
             if not self._replicas.all_come(_SECONDS):
                 raise BuildError(
-                    f"'{written[0].name}' was modified in place since the last step, and not on every replica: other "
+                    f"'{written[0].name}' was modified in place since the last step, but not on every replica: other "
                     f"ranks did not report a change within {_SECONDS:g} s",
                     hint="write the same values on every rank, not inside of `if rank == 0:`",
                 )
@@ -284,11 +285,11 @@ class StepInvariants:
     # -- what differs from runtime to runtime -------------------------------------------------------------------
 
     def stamps(self) -> list[Any]:
-        """Return values that change with every in-place write to a parameter, one for each."""
+        """Return one value for each parameter, which changes with every in-place write."""
         return write_counts(self._tensors)
 
     def steps_frozen(self, live: LiveTensor) -> bool:
-        """Return whether the runtime still steps a parameter that was frozen, as runtimes with main copies do."""
+        """Return whether the runtime still steps a frozen parameter."""
         return self._storage.working(live) is not None
 
     def _other_trained(self, live: LiveTensor, trained: bool) -> BuildError:
@@ -298,27 +299,27 @@ class StepInvariants:
                 hint=REBUILD,
             )
         return BuildError(
-            f"'{live.name}' was unfrozen after build(): {self._runtime} has no optimizer state for it, and would not "
+            f"'{live.name}' was unfrozen after build(): {self._runtime} has no optimizer state for it and would not "
             "step it",
             hint=REBUILD,
         )
 
 
-_SECONDS = 300.0  # that a rank may come later to a step than another one
+_SECONDS = 300.0  # the timeout for ranks that reach a step later
 
 _SHOWN = 5
 _STEPS = 3
 
 
 class UnusedParameters:
-    """Warn of the first training step that gives some parameters no gradient.
+    """Warn of the first training step with parameters without a gradient.
 
-    It stops after three steps that gave each of them one, too: no later step pays for it.
+    It ends after three steps without one: later steps do not pay for it.
 
     Args:
         context: of the build.
         runtime: its name, for the warning, e.g. ``"DeepSpeed"``.
-        steps_with_zeros: whether it steps such parameters; else nothing is watched.
+        steps_with_zeros: whether it steps such parameters, with zero gradients; else there is no warning.
     """
 
     def __init__(self, context: BuildContext, runtime: str, *, steps_with_zeros: bool = True) -> None:
@@ -335,11 +336,11 @@ class UnusedParameters:
                 self._handles.append(live.tensor.register_post_accumulate_grad_hook(self.seen))
 
     def seen(self, parameter: torch.Tensor) -> None:
-        """Note that a parameter has a gradient."""
+        """Note a parameter with a gradient."""
         self._seen.add(id(parameter))
 
     def step_begins(self) -> None:
-        """Forget the gradients of an earlier step that failed."""
+        """Forget the gradients of a failed step."""
         self._seen.clear()
 
     def step_is_over(self) -> None:
@@ -350,11 +351,10 @@ class UnusedParameters:
             self.stop()
             which = "the first training step" if self._steps == 1 else f"training step {self._steps}"
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            warnings.warn(
+            warn_user(
                 f"{which} gave {', '.join(map(repr, names[:_SHOWN]))}{more} no gradient: {self._runtime} steps unused "
                 "parameters with zero gradients, so weight decay and momentum change them, unlike in torch; set "
                 "requires_grad=False on unused parameters before build",
-                stacklevel=3,
             )
         elif self._steps == _STEPS:
             self.stop()

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Place", "buckets", "gathered", "is_rounding", "send_buffers"]
+__all__ = ["FlatShard", "buckets", "gathered", "is_rounding", "send_buffers"]
 
 
 @dataclass(frozen=True)
-class Place:
+class FlatShard:
     """This rank's shard of one parameter, in a flat tensor.
 
     Args:
-        flat: the tensor that the optimizer steps; it keeps its state for it.
+        flat: the tensor that the optimizer steps, and holds state for.
         start: of the first element, in ``flat``.
         offset: of the first element, in the parameter.
-        length: in elements; 0 where other replicas hold them all.
-        shape: of the parameter, whole.
+        length: in elements; 0 if other replicas hold all of them.
+        shape: of the full parameter.
     """
 
     flat: torch.Tensor
@@ -33,12 +33,12 @@ class Place:
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, flat: torch.Tensor, shape: tuple[int, ...]) -> Place:
-        """Return the place of a parameter kept full in a tensor of as many elements."""
+    def full(cls, flat: torch.Tensor, shape: tuple[int, ...]) -> FlatShard:
+        """Return the full parameter, in a flat tensor of its own, as a shard."""
         return cls(flat, 0, 0, flat.numel(), shape)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's elements in ``flat``, or in a tensor of the same shape."""
+        """Return this rank's elements of ``flat``, or of a tensor of the same shape."""
         return flat.detach().view(-1).narrow(0, self.start, self.length)
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
@@ -51,28 +51,27 @@ def gathered(
 ) -> torch.Tensor:
     """All-gather a parameter from its flat shards, bit for bit.
 
-    A collective. The shards are added as integers, each among zeros, which keeps signed zeros and
-    NaNs.
+    A collective. The shards are added as integers, each among zeros, which preserves signed zeros and NaNs.
 
     Args:
-        shard: this rank's elements, flat; of one type on all ranks. No other rank has the same ones.
+        shard: this rank's elements, flat; of one type on all ranks, and disjoint from other ranks'.
         offset: of its first element, in row-major order.
-        shape: of the whole one.
-        groups: the replicas are the product of these; none for one alone.
-        device: that the groups send from.
+        shape: of the full parameter.
+        groups: the replicas are the product of these; none for a single replica.
+        device: of the process groups.
     """
     import torch
 
     count = math.prod(shape)
     size = count * shard.element_size()
     memory = torch.zeros(-(-size // 4), dtype=torch.int32, device=device)
-    whole = memory.view(torch.uint8)[:size].view(shard.dtype)
-    whole[offset : offset + shard.numel()].copy_(shard.detach())
+    full = memory.view(torch.uint8)[:size].view(shard.dtype)
+    full[offset : offset + shard.numel()].copy_(shard.detach())
     for group in groups:
         import torch.distributed as dist
 
         dist.all_reduce(memory, group=group)
-    return whole.view(shape)
+    return full.view(shape)
 
 
 def is_rounding(copy: torch.Tensor, trained: torch.Tensor) -> bool:
@@ -84,12 +83,12 @@ def is_rounding(copy: torch.Tensor, trained: torch.Tensor) -> bool:
 def send_buffers(model: nn.Module, group: Any) -> None:
     """Broadcast the first replica's buffers, in one collective over ``group``.
 
-    To be called before every training step. All buffers go, as with DistributedDataParallel: which of them a step has
-    changed differs between replicas where a program does so, and messages of unequal sizes would not be told apart.
+    To be called before every training step. All buffers are sent, as by DistributedDataParallel: replicas may have
+    changed different ones, and messages of unequal sizes would be confused.
 
     Args:
-        model: whose buffers, persistent or not.
-        group: of the replicas; None where there is one.
+        model: with the buffers, persistent or not.
+        group: of the replicas; None for a single one.
     """
     import torch
     import torch.distributed as dist
@@ -106,7 +105,7 @@ def send_buffers(model: nn.Module, group: Any) -> None:
         if dist.get_rank(group) == 0:
             return
         for buffer, shard in zip(buffers, flat.split([shard.numel() for shard in shards]), strict=True):
-            # The bytes of one may start where its type may not be read: a copy starts where memory does.
+            # The bytes may not be aligned for the type of the buffer; a copy is.
             buffer.copy_(shard.clone().view(buffer.dtype).view(buffer.shape))
 
 
@@ -115,7 +114,7 @@ def buckets(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.
 
     Args:
         tensors: the same on every rank, in the same order.
-        limit: bytes of a bucket; a larger tensor has a bucket for itself.
+        limit: bytes of a bucket; a larger tensor gets its own bucket.
     """
     by_kind: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Gradients of a scheduled model across ranks: clipping and tied parameters."""
+"""Clip gradients over all ranks, and sum the gradients of tied parameters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo_core.errors import BuildError
-from slapo_runtime._exchange import collect, exchange_device, sum_among
 from slapo_runtime.correspondence.storage import is_distributed, sharding_groups
 from slapo_runtime.flat_shards import buckets
+from slapo_runtime.ranks.exchange import collect, exchange_device, sum_among
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh, ShardRange
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class GradientClipper:
     """Scale gradients down so that their norm over all ranks is at most ``max_norm``.
 
-    Shards of a parameter are counted on every rank of the mesh dimensions that split it, those of a DTensor over the
-    groups of its own DeviceMesh; replicas once, and so are a shard that several ranks hold, and a parameter that
-    several pipeline stages use.
+    Shards of a parameter are counted on every rank of the mesh dimensions that split it, shards of a DTensor over the
+    groups of its own DeviceMesh. Replicas are counted once, and so are shards that several ranks hold, and parameters
+    tied across pipeline stages.
 
     Args:
-        correspondence: of the scheduled model; the parameters are those that it holds now.
+        correspondence: of the scheduled model, with its present parameters.
         max_norm: the largest norm; ``math.inf`` only measures.
         norm_type: p of the p-norm, positive; ``math.inf`` is the largest absolute value.
-        error_if_nonfinite: raise, on every rank, instead of scaling by a norm that is infinite or no number.
+        error_if_nonfinite: raise, on every rank, instead of scaling by an infinite or NaN norm.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GradientClipper:
         here = (live.tensor.device for live in correspondence.live() if live.is_local)
         self._device = next(here, torch.device("cpu"))
         self._counted: dict[tuple[str, ...], _Counted] = {(): _Counted([], [])}  # in one order on every rank
-        self._again: list[nn.Parameter] = []  # copies that another rank counts
+        self._again: list[nn.Parameter] = []  # replicas that another rank counts
         self._dtypes: set[torch.dtype] | None = set() if correspondence.placement is not None else None
         for live in correspondence.live():
             if isinstance(live.tensor, nn.Parameter):
@@ -71,8 +71,8 @@ class GradientClipper:
             return
         if is_distributed(live.tensor):
             raise BuildError(
-                f"ranks hold only parts of '{live.name}' together ({live.layout}), which are not counted once in the "
-                "norm where it is a DTensor besides",
+                f"several ranks hold the same parts of the DTensor '{live.name}' ({live.layout}), and the norm would "
+                "count these parts more than once",
                 hint="leave it out of fully_shard, or shard separate projections of queries, keys and values",
             )
         counted.parts[id(live.tensor)] = [part for part in parts if self._is_first({part.mesh_dim: part.places})]
@@ -81,7 +81,7 @@ class GradientClipper:
         return self._mesh is None or all(self._mesh.rank(dim) == ranks[0] for dim, ranks in holders.items())
 
     def _groups(self, *mesh_dims: str) -> dict[str, tuple[dist.ProcessGroup, torch.device]]:
-        """The process groups of the schedule's mesh along some dimensions, by name."""
+        """Return the process groups of the schedule's mesh along some dimensions, by name."""
         found: dict[str, tuple[dist.ProcessGroup, torch.device]] = {}
         for mesh_dim in sorted(set(mesh_dims)):
             group = self._mesh.group(mesh_dim) if self._mesh is not None else None
@@ -94,10 +94,10 @@ class GradientClipper:
         """Clip in place.
 
         Returns:
-            the norm before, a scalar tensor, the same on every rank.
+            the norm before clipping, a scalar tensor, the same on every rank.
 
         Raises:
-            RuntimeError: the norm is not finite, and that is an error.
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
         found = [counted.gradients() for counted in self._counted.values()]
         rest, _ = _Counted([], self._again).gradients()
@@ -116,14 +116,14 @@ class GradientClipper:
 
     @torch.no_grad()
     def _norm_of(self, counted: _Counted, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of gradients that are split over the same process groups, over those."""
+        """Compute the norm of gradients over their process groups: a collective."""
         if gradients:
             norm = nn.utils.get_total_norm(gradients, self._norm_type)
         else:
             norm = torch.zeros((), device=self._device)  # torch's is on the CPU, and would be copied
         if not counted.groups:
             return norm
-        # In one type on every rank: one that holds none of these gradients does not know theirs, and takes part too.
+        # In one type on every rank: a rank without these gradients does not know their type, but takes part.
         home, norm = norm.device, norm.to(torch.float64)
         largest = math.isinf(self._norm_type)
         value = norm if largest else norm.pow(self._norm_type)
@@ -134,7 +134,7 @@ class GradientClipper:
         return (value if largest else value.pow(1.0 / self._norm_type)).to(home)
 
     def _dtype(self, gradients: Iterable[torch.Tensor]) -> torch.dtype:
-        """Return the norm's type, as torch's own function: the widest real type of the gradients."""
+        """Return the widest real type of the gradients, as torch's function."""
         dtype = torch.float32
         for one in {gradient.dtype for gradient in gradients} if self._dtypes is None else self._dtypes:
             dtype = torch.promote_types(dtype, one.to_real())
@@ -143,18 +143,18 @@ class GradientClipper:
 
 @dataclass(frozen=True)
 class _Counted:
-    """Parameters that are split over the same process groups: these, and the device that each sends from."""
+    """Parameters split over the same process groups, given with their devices."""
 
     groups: list[tuple[dist.ProcessGroup, torch.device]]
     parameters: list[nn.Parameter]
     parts: dict[int, list[ShardRange]] = field(default_factory=dict)
-    """Those that this rank counts, of parameters that it does not count as a whole."""
+    """The counted parts of parameters that this rank does not count fully."""
 
     @torch.no_grad()
     def gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's parts of the gradients as plain tensors, and what it counts of them.
+        """Return this rank's shards of the gradients as plain tensors, and their counted parts.
 
-        They differ where DTensors are partial, which takes a collective, and where other ranks count parts.
+        They differ for partial DTensors, which take a collective, and where other ranks count parts.
         """
         there: list[Any] = [parameter for parameter in self.parameters if parameter.grad is not None]
         if not self.parts and all(type(parameter) in (torch.Tensor, nn.Parameter) for parameter in there):
@@ -183,23 +183,23 @@ def _placed(parameter: Any) -> Any:
     return gradient if wanted == gradient.placements else gradient.redistribute(placements=wanted)
 
 
-_BUCKET = 32 << 20  # bytes that are sent at once; a larger gradient is sent alone, without a copy
+_BUCKET = 32 << 20  # bytes of a message; a larger gradient is sent alone, without a copy
 _NONE, _DENSE, _SPARSE = 0, 1, 2
 
 
 class TiedGradients:
-    """Sum gradients of tied parameters over the pipeline ranks that hold them; of shards, shard by shard.
+    """Sum gradients of tied parameters, or their shards, over their pipeline ranks.
 
     All ranks have the same sum to the last bit, because each adds in the order of the ranks.
 
     Args:
-        correspondence: of the scheduled model, every tensor of which is in its place.
+        correspondence: of the scheduled model, with all tensors in their places.
     """
 
     def __init__(self, correspondence: Correspondence) -> None:
         self._mesh: Mesh | None = correspondence.mesh
         self._ties: dict[tuple[int, ...], list[LiveTensor]] = {}
-        self._compared: set[tuple[int, ...]] = set()  # ranks that know of each other which gradients are sparse
+        self._compared: set[tuple[int, ...]] = set()  # ranks that have compared which gradients are sparse
         if correspondence.placement is None or self._mesh is None:
             return
         anywhere = False
@@ -213,18 +213,18 @@ class TiedGradients:
         if anywhere and exchange_device(self._mesh).type != "cpu":
             import torch.distributed as dist
 
-            # NCCL connects a group with its first collective, which all of its ranks have to join.
+            # NCCL connects a group with its first collective, which all of its ranks must join.
             dist.all_reduce(torch.zeros(1, device=exchange_device(self._mesh)), group=self._mesh.group("pp"))
 
     @torch.no_grad()
     def sum(self, attribute: str = "grad") -> None:
-        """Sum them in place: a collective among the ranks that hold the same parameter.
+        """Sum the gradients in place: a collective among their ranks.
 
-        A rank without a gradient adds nothing to it, and gets the sum; where no rank has one there is none after it.
-        The host waits for the device in the first step, and where a gradient is missing.
+        A rank without a gradient adds nothing and gets the sum; if no rank has one, there is none afterwards. The host
+        waits for the device in the first step, and where a gradient is missing.
 
         Args:
-            attribute: of parameters that has the gradient; missing or None: there is none.
+            attribute: the parameters' attribute with the gradient, which may be missing or None.
 
         Raises:
             BuildError: a gradient is sparse; in the first step on all of these ranks.
@@ -236,7 +236,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def sum_all(self) -> None:
-        """Sum all of them without asking other ranks, for estimates."""
+        """Sum all gradients without comparing ranks, for estimates."""
         for places in sorted(self._ties):
             for tie in self._ties[places]:
                 if tie.tensor.requires_grad and tie.tensor.grad is None:
@@ -259,8 +259,8 @@ class TiedGradients:
         sparse = [tie.name for tie, state in zip(ties, states, strict=True) if state == _SPARSE]
         if sparse:
             raise BuildError(
-                f"the gradients of {', '.join(map(repr, sparse))}, which several pipeline stages use, are sparse, and "
-                "sparse ones are not summed over stages",
+                f"the gradients of {', '.join(map(repr, sparse))}, tied across pipeline stages, are sparse: only dense "
+                "gradients are summed over stages",
                 hint="nn.Embedding(..., sparse=False)",
             )
         self._compared.add(places)

@@ -1,4 +1,4 @@
-"""The hooks of the runtime: where a model is cut into stages, and what passes between them."""
+"""The hooks of the runtime, for pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ if TYPE_CHECKING:
 def slapo_partition(
     schedule: Schedule, inputs: Mapping[str, Any], batch_axes: Mapping[str, int | None]
 ) -> Partition | None:
-    """Called when stages are needed: by ``build`` and ``verify``, once for each input signature and mode.
+    """Called when ``build`` or ``verify`` needs the stages of a model.
 
-    The answer must be the same on every rank. It is asked on ranks that have values for one stage only: the tensors of
-    the others are on the meta device there, and stand for tensors on the device of the inputs.
+    It is called once for each input signature and mode. The answer must be the same on every rank. A rank may hold
+    values for one stage only: there, the tensors of other stages are placeholders on the meta device for tensors on the
+    device of the inputs.
 
     First result: yes; two active plugins that answer are an error.
 
     Args:
-        schedule: with all steps applied; must not be changed. Its model is in the mode that is asked for.
-        inputs: the arguments of the model's forward, by parameter; those that are left out are missing. Tensors may be
-            without values.
-        batch_axes: for a parameter of the forward, the axis of its tensors that counts the samples; None for one that
-            has none. Where nothing is said it is the first axis of every tensor that has axes.
+        schedule: with all steps applied; must not be changed. Its model is in the wanted mode.
+        inputs: the arguments of the model's forward, by parameter, without the omitted ones. Tensors may be without
+            values.
+        batch_axes: for a parameter of the forward, the axis of its tensors that counts the samples; None for tensors
+            without one. Default: the first axis of every tensor with axes.
 
     Returns:
         the stages; None if no step of this plugin cuts the model.
 
     Raises:
-        TraceError: it cannot be cut there; the message names the step that asks for it.
+        TraceError: the model cannot be cut there; the message names the step.
     """
 
 
 @hookspec(firstresult=True)
 def slapo_liveness(partition: Partition, outputs: Sequence[str]) -> Liveness | None:
-    """Called when `slapo_partition` has answered: which values pass from each stage to the next?
+    """Called when `slapo_partition` has answered, for the values sent between stages.
 
     First result: yes; two active plugins that answer are an error.
 
     Args:
-        partition: of the model; must not be changed.
+        partition: the stages; must not be changed.
         outputs: names of the values of the output that the last stage needs, for a loss.
 
     Returns:
-        what is sent; None to leave it to others.
+        the sent values; None to leave it to others.
     """
 
 

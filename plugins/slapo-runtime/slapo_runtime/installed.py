@@ -1,8 +1,7 @@
-"""The installed version of a runtime, without importing it: required, warned of, and shown by ``slapo doctor``."""
+"""Check and show the installed version of a runtime, without importing it."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -11,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, warn_user
 from slapo_core.hookspecs import Fact, Problem
 
 
@@ -21,7 +20,7 @@ class Runtime:
 
     Args:
         distribution: e.g. ``"megatron-core"``.
-        plugin: the distribution of the dialect, whose metadata says the oldest version, e.g. ``"slapo-megatron"``.
+        plugin: the distribution of the dialect, whose metadata has the oldest version, e.g. ``"slapo-megatron"``.
         target: e.g. ``"megatron"``.
         tested: the newest version that the plugin's tests have run on, e.g. ``"0.19"``; newer ones get a warning.
     """
@@ -33,7 +32,7 @@ class Runtime:
 
     @property
     def version(self) -> str | None:
-        """The installed one; None where there is none."""
+        """The installed version; None if it is not installed."""
         try:
             return version(self.distribution)
         except PackageNotFoundError:
@@ -41,18 +40,18 @@ class Runtime:
 
     @property
     def wanted(self) -> SpecifierSet:
-        """The versions that the plugin runs on, as its metadata says: ``>=0.16``."""
+        """The versions required by the plugin's metadata: ``>=0.16``."""
         lines = [Requirement(line) for line in requires(self.plugin) or ()]
         return next(one.specifier for one in lines if one.name == self.distribution)
 
     @property
     def is_untested(self) -> bool:
-        """Whether a newer version is installed than the plugin's tests have run on."""
+        """Whether the installed version is newer than the newest tested one."""
         found, tested = Version(self.version or "0"), Version(self.tested).release
         return found.release[: len(tested)] > tested
 
     def require(self) -> None:
-        """Warn of a version newer than those tested.
+        """Require an installed version, and warn of an untested one.
 
         Raises:
             BuildError: the runtime is not installed, or too old.
@@ -69,10 +68,10 @@ class Runtime:
                 hint=f"pip install '{self.distribution}{self.wanted}'",
             )
         if self.is_untested:
-            warnings.warn(self._untested(), stacklevel=2)
+            warn_user(self._untested())
 
     def facts(self) -> Iterator[Fact | Problem]:
-        """The lines of ``slapo doctor`` about the version."""
+        """Yield the lines of ``slapo doctor`` about the version."""
         found = self.version
         yield Fact(self.distribution, found or "not installed")
         if found is None:

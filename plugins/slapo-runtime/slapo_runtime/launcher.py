@@ -1,8 +1,8 @@
 """Run a function on several real processes that form one ``torch.distributed`` group.
 
-Everything that needs ranks goes through `run_ranks`: the tests, the test kit for plugins, and `verify` on a
-schedule whose mesh is only declared. Processes are forked from a server that has imported torch once, so that
-a run costs about a second. They meet through a file in a private directory: there is no port to race for.
+`run_ranks` serves the tests, the test kit for plugins, and `verify` on an abstract mesh. Processes are forked from a
+server that has imported torch once, so that a run costs about a second. They connect through a file in a private
+directory: there is no port to race for.
 """
 
 from __future__ import annotations
@@ -54,21 +54,20 @@ _LAST_WORDS = 5.0  # seconds for writing a traceback, or for leaving the group, 
 
 
 def preload_modules(*names: str) -> None:
-    """Let the processes' server import further modules once, instead of every rank in every run.
+    """Import further modules once, in the server of the processes.
 
-    It counts until the first `run_ranks` of this process starts the server.
+    Call it before the first `run_ranks` of this process, which starts the server.
 
     Args:
-        names: dotted module names, e.g. ``"transformers.models.bert.modeling_bert"``; one that is not installed
-            is left out.
+        names: dotted module names, e.g. ``"transformers.models.bert.modeling_bert"``; missing modules are skipped.
     """
     _PRELOAD.extend(name for name in names if name not in _PRELOAD)
 
 
 def never_preload(*names: str) -> None:
-    """Leave modules out of the processes' server: every rank imports them itself.
+    """Leave modules out of the server of the processes: every rank imports them itself.
 
-    For a module that initializes CUDA when it is imported. It counts until the first `run_ranks` of this process.
+    For a module that initializes CUDA when it is imported. Call it before the first `run_ranks` of this process.
 
     Args:
         names: dotted module names.
@@ -85,17 +84,17 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Call ``function(*args, **kwargs)`` on ``world_size`` processes and return what each of them returned.
+    """Call ``function(*args, **kwargs)`` on ``world_size`` processes, and return all results.
 
-    Each process leads a process group of its own, all of which ends with the run. The default process group of torch is
-    initialized, torch uses one thread, the environment and the working directory are those of the caller, and RANK,
-    LOCAL_RANK and WORLD_SIZE are set. Tensors, in the arguments and in the results, are sent by value.
+    Each process leads an operating-system process group, which ends with the run. Ranks have torch's default process
+    group, one thread, the caller's environment and working directory, and RANK, LOCAL_RANK and WORLD_SIZE. Tensors, in
+    arguments and results, are sent by value.
 
     Args:
         function: defined at the top level of a module (not a lambda or an inner function).
         args: positional arguments; anything that pickle can send.
         world_size: the number of processes, at least 1.
-        timeout: seconds for the whole run; then the ranks that still run are ended.
+        timeout: seconds for the entire run; then the running ranks are ended.
         backend: of ``torch.distributed.init_process_group``. With one for GPUs (``"nccl"``, ``"cpu:gloo,cuda:gloo"``)
             GPU ``rank % number of GPUs`` is a rank's current device; over NCCL ranks cannot share a GPU.
         environment: variables to set besides the caller's.
@@ -105,11 +104,11 @@ def run_ranks(
         The results in the order of the ranks.
 
     Raises:
-        LaunchError: the function or an argument cannot be sent, a number makes no sense, there are fewer GPUs than
-            ranks of NCCL, a preloaded module initializes CUDA, or the ranks cannot import the script: it calls
-            `run_ranks` outside of ``if __name__ == "__main__":``, or came from standard input.
+        LaunchError: the function or an argument cannot be sent, a number is invalid, there are fewer GPUs than ranks of
+            NCCL, a preloaded module initializes CUDA, or the ranks cannot import the script: it calls `run_ranks`
+            outside of ``if __name__ == "__main__":``, or came from standard input.
         RankFailedError: a rank raised or died (ranks that then wait in a collective are ended after two seconds), or
-            the timeout passed (``first`` is None then); every rank's traceback is in the message.
+            the timeout passed (``first`` is None then); with every rank's traceback.
     """
     if world_size < 1:
         raise LaunchError(f"world_size must be at least 1 (got {world_size})")
@@ -156,7 +155,7 @@ def run_process(
     Args:
         function: defined at the top level of a module.
         args: positional arguments; anything that pickle can send.
-        timeout: seconds for the whole run.
+        timeout: seconds for the entire run.
         environment: variables to set besides the caller's.
         kwargs: keyword arguments of ``function``.
     """
@@ -164,9 +163,10 @@ def run_process(
 
 
 def _require_own_gpus(backend: str, world_size: int) -> None:
-    """
+    """Require one GPU for each rank of NCCL.
+
     Raises:
-        LaunchError: ranks would share a GPU over NCCL.
+        LaunchError: ranks would share a GPU.
     """
     if "nccl" not in backend:
         return
@@ -190,14 +190,14 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     except Exception as error:  # pickle raises several kinds, and whatever __reduce__ raises
         raise LaunchError(
             f"cannot send {describe(function)} to the ranks: it must be defined at the top level of a module ({error})",
-            hint="move it out of the function or class it is in; give it its surroundings as arguments",
+            hint="move it out of its function or class, and pass the variables that it uses as arguments",
         ) from error
     try:
         payload = pickle.dumps((function, args, dict(kwargs)))
     except Exception as error:
         raise LaunchError(
             f"cannot send the arguments of {describe(function)} to the ranks: {error}",
-            hint="pass plain values, tensors and module-level functions, and build the rest inside the function",
+            hint="pass plain values, tensors and module-level functions, and make other objects inside the function",
         ) from error
     if _is_typed_in():
         words = [word for _, word, _ in pickletools.genops(payload) if isinstance(word, str)]
@@ -208,7 +208,7 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 
 
 def _is_typed_in() -> bool:
-    """Whether ``__main__`` is a notebook, an interactive session or ``python -c``, which no rank can import."""
+    """Return whether ``__main__`` is a notebook, an interactive session or ``python -c``."""
     return getattr(sys.modules["__main__"], "__file__", None) is None
 
 
@@ -220,7 +220,7 @@ def _typed_in(name: str) -> LaunchError:
 
 
 class ServerEndedError(LaunchError):
-    """The server that ranks are forked from ended, e.g. was killed; the next call starts another one."""
+    """The server of the ranks ended; the next call starts another one."""
 
 
 def _server() -> int:
@@ -229,7 +229,7 @@ def _server() -> int:
 
 @dataclass
 class _Run:
-    """The ranks of one call: their processes, and what has come back so far."""
+    """The ranks of one call: their processes and reports."""
 
     name: str
     world_size: int
@@ -253,23 +253,23 @@ class _Run:
         try:
             forkserver.ensure_running()
         finally:
-            os.environ.pop(SERVER_MODULES, None)  # another thread may have started ranks, too
+            os.environ.pop(SERVER_MODULES, None)  # another thread may have removed it
         self.server = _server()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=run_rank, args=(rank, theirs, job), name=f"rank {rank}")
             try:
                 process.start()
-            except (EOFError, ConnectionError) as error:  # it, or the server, ended before it had read its arguments
+            except (EOFError, ConnectionError) as error:  # it, or the server, ended before reading the arguments
                 ours.close()
                 raise self._not_started() from error
             finally:
-                theirs.close()  # ours must be the only other end, so that a death shows as its closing
+                theirs.close()  # so that the end of the process closes the connection
             self.connections.append(ours)
             self.processes.append(process)
 
     def collect(self) -> None:
-        """Wait until every rank has reported, a failure's grace is over, or the time is."""
+        """Wait for all reports, the grace period after a failure, or the timeout."""
         while pending := self._pending():
             ready = wait(
                 [self.connections[rank] for rank in pending], timeout=max(0.0, self.deadline - time.monotonic())
@@ -284,7 +284,7 @@ class _Run:
     def close(self) -> None:
         """End every rank and its child processes."""
         for rank in self._pending():
-            if rank < len(self.processes):  # else the caller was interrupted before it was started
+            if rank < len(self.processes):  # not if the caller was interrupted before its start
                 self.processes[rank].kill()
         for connection in self.connections:
             connection.close()
@@ -294,13 +294,13 @@ class _Run:
             if process.exitcode is None:
                 process.kill()
                 process.join()
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the rank's group
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the rank's group ended
                 assert process.pid is not None
                 os.killpg(process.pid, signal.SIGKILL)
             process.close()
 
     def results(self) -> list[Any]:
-        """Every rank's result, or the error that tells what happened to all of them."""
+        """Return every rank's result, or raise the error about all ranks."""
         if self.unprepared:
             raise self._not_started()
         if self.failures or self.ended:
@@ -317,7 +317,7 @@ class _Run:
         time.sleep(0.1)  # a killed process closes its files before it has ended
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if _server() != self.server or os.waitid(os.P_PID, self.server, flags) is not None:
-            return ServerEndedError("the server that ranks are forked from ended while a rank was started")
+            return ServerEndedError("the server of the rank processes ended while a rank was started")
         return import_error()
 
     def _pending(self) -> list[int]:
@@ -337,7 +337,7 @@ class _Run:
         else:
             text, cause = content
             if cause is not None:
-                with contextlib.suppress(Exception):  # a class that only the rank can import: its text is in `text`
+                with contextlib.suppress(Exception):  # a class that only the rank can import; `text` has its text
                     self.causes[rank] = pickle.loads(cause)
             self._fail(rank, text)
 
@@ -360,9 +360,9 @@ class _Run:
         return f"The process ended {how}, {when}\n{self._trace(rank)}"
 
     def _end(self, pending: list[int]) -> None:
-        """End ranks that will not report, with a traceback of where each of them stands."""
+        """End ranks without a report, with a traceback of each."""
         for rank in pending:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 pid = self.processes[rank].pid
                 assert pid is not None
                 os.kill(pid, signal.SIGUSR1)  # writes the traceback, then ends the process
@@ -371,7 +371,7 @@ class _Run:
             self.processes[rank].join(max(0.0, patience - time.monotonic()))
             if self.processes[rank].exitcode is None:
                 self.processes[rank].kill()
-            where = "before the function was called" if rank not in self.called else "no traceback could be had"
+            where = "before the function was called" if rank not in self.called else "no traceback is available"
             self.ended[rank] = self._trace(rank) or where + "\n"
 
     def _trace(self, rank: int) -> str:
@@ -390,10 +390,8 @@ class _Run:
             if rank in self.failures:
                 sections.append(f"---- rank {rank} failed ----\n{self.failures[rank].rstrip()}")
             elif rank in self.ended:
-                why = "the time was over" if self.first is None else "others had failed"
-                sections.append(
-                    f"---- rank {rank} was ended because {why}; it stood at ----\n{self.ended[rank].rstrip()}"
-                )
+                why = "after the timeout" if self.first is None else "because others had failed"
+                sections.append(f"---- rank {rank} was ended {why}, at ----\n{self.ended[rank].rstrip()}")
             else:
                 sections.append(f"---- rank {rank} returned ----")
         return RankFailedError(
@@ -406,9 +404,7 @@ class _Run:
         )
 
 
-MAIN_HINT = (
-    "write `if __name__ == '__main__':` above the call and indent the call, because every rank imports the script"
-)
+MAIN_HINT = "put the call under `if __name__ == '__main__':`, because every rank imports the script"
 
 
 def is_importing_script() -> bool:
@@ -417,7 +413,7 @@ def is_importing_script() -> bool:
 
 
 def require_importable_script() -> None:
-    """Refuse a script from standard input: its ``__file__`` is ``<stdin>``, which no rank can import.
+    """Refuse a script from standard input, with the ``__file__`` ``<stdin>``, which no rank can import.
 
     Raises:
         LaunchError: there is no such file.

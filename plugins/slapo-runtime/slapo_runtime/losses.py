@@ -1,9 +1,8 @@
-"""The loss of a batch: found in the output, or by the user's function, and weighed over micro-batches and replicas."""
+"""The loss of a batch, weighted over micro-batches and replicas."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,33 +11,33 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from slapo_core.errors import BuildError, RankMismatchError
-from slapo_runtime.batches import signature_of
+from slapo_runtime.batches import ForwardSignature
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
 
 
 class LossCall:
-    """Calls a model and finds the loss.
+    """Call a model and find the loss.
 
     Args:
         module: the scheduled model.
-        loss: ``loss(output, batch)``; what a batch holds beyond the arguments of the forward is then left to it. None
-            takes the loss that the output holds.
+        loss: ``loss(output, batch)``; a batch may then hold more than the arguments of the forward. None takes the
+            output's loss.
     """
 
     def __init__(self, module: nn.Module, loss: Callable[[Any, Any], Any] | None) -> None:
         self._module, self._loss = module, loss
-        self._takes = _Signature(module) if loss is not None else None
+        self._signature = ForwardSignature.of(module) if loss is not None else None
 
     def __call__(self, batch: Any, forward: Callable[..., Any] | None = None) -> tuple[torch.Tensor, Any]:
-        """The loss, a scalar tensor, and the output of ``forward`` (None: the model) on a batch."""
+        """Return the loss and the output of ``forward`` (None: the model) on a batch."""
         output = self._call(self._module if forward is None else forward, batch)
         return self.loss_of(output, batch), output
 
     def _call(self, forward: Callable[..., Any], batch: Any) -> Any:
-        if self._takes is not None:
-            batch = self._takes.of(batch)
+        if self._signature is not None:
+            batch = self._signature.select(batch)
         if isinstance(batch, Mapping):
             return forward(**batch)
         if isinstance(batch, (tuple, list)):
@@ -46,10 +45,10 @@ class LossCall:
         return forward(batch)
 
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss of an output on a batch, a scalar tensor.
+        """Return the loss of an output on a batch, a scalar tensor.
 
         Raises:
-            BuildError: there is none in the output, or the user's function gives no scalar.
+            BuildError: there is no loss in the output, or the user's function does not give a scalar.
         """
         loss: Any
         if self._loss is not None:
@@ -83,7 +82,7 @@ def trained(loss: torch.Tensor) -> torch.Tensor:
     Runtimes that skip the backward pass, and pipelines, which send zero gradients back, would step with zeros.
 
     Raises:
-        BuildError: gradients are enabled, and it has none.
+        BuildError: gradients are enabled, but the loss does not require grad.
     """
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise BuildError(
@@ -93,28 +92,6 @@ def trained(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-class _Signature:
-    """Select the arguments of a forward from a batch; the loss takes the rest."""
-
-    def __init__(self, module: nn.Module) -> None:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        kinds = {parameter.kind for parameter in parameters}
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._count = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(positional)
-        self._names = (
-            None
-            if inspect.Parameter.VAR_KEYWORD in kinds
-            else frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        )
-
-    def of(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping) and self._names is not None:
-            return {name: value for name, value in batch.items() if name in self._names}
-        if isinstance(batch, (tuple, list)) and self._count is not None:
-            return batch[: self._count]
-        return batch
-
-
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -122,23 +99,23 @@ def _described(value: Any) -> str:
 
 
 ITEMS = "num_items_in_batch"
-"""The argument by which models of transformers divide a sum of losses, instead of taking their mean."""
+"""The argument by which transformers models divide a sum of losses, instead of taking their mean."""
 
 
 class LossWeights:
-    """Weigh the losses of micro-batches, so that the runtimes' mean over them is the mean over all items.
+    """Weight the losses of micro-batches for a mean over all items.
 
     A runtime averages the losses of ``n`` micro-batches and of the replicas. With the weight ``w`` of a micro-batch,
-    and ``W`` that of all micro-batches of all replicas, a loss is multiplied by ``w * n * replicas / W``. A model that
-    divides a sum by ``num_items_in_batch`` is given that number divided by ``n * replicas``: its sums are then averaged
-    as the terms are that it does not divide.
+    and the sum ``W`` over all micro-batches of all replicas, a loss is multiplied by ``w * n * replicas / W``. A model
+    that divides a sum by ``num_items_in_batch`` gets that number divided by ``n * replicas``, so that the averaged sums
+    are right, and so are further terms of the loss that it does not divide.
 
     Args:
         mesh: of the schedule.
-        model: whose forward may take ``num_items_in_batch``.
+        model: its forward may take ``num_items_in_batch``.
         function: the user's ``loss_weight``; None without one.
-        device: that process groups send from.
-        dtype: of the model, the widest.
+        device: of the process groups.
+        dtype: the widest of the model.
     """
 
     def __init__(
@@ -150,29 +127,29 @@ class LossWeights:
         dtype: torch.dtype,
     ) -> None:
         self._model, self._function, self._device = model, function, device
-        self._dtype = torch.promote_types(torch.float32, dtype)  # of a count that is divided
+        self._dtype = torch.promote_types(torch.float32, dtype)  # of a divided count
         self._replicas = mesh.size("dp") if mesh is not None else 1
         self._group = mesh.group("dp") if mesh is not None and self._replicas > 1 else None
         self._is_compared = self._is_probed = False
         self._waiting: list[tuple[Any, Any, Scales | None, int]] = []  # micro-batches of a training step
 
     def applies(self, batch: Any) -> bool:
-        """Whether losses of a batch are weighted."""
+        """Return whether losses of a batch are weighted."""
         return self._function is not None or self._items(batch) is not None
 
     def scales(self, batches: Sequence[Any], *, training: bool) -> Scales | None:
-        """Return what the loss of each micro-batch is multiplied by; None where nothing is.
+        """Return the scales of the micro-batches' losses; None without weights.
 
-        A collective over the replicas for a training step. In an evaluation the weights are those of one replica.
+        A collective over the replicas for a training step. In an evaluation each replica has weights of its own.
 
         Args:
-            batches: the micro-batches of a step, or a batch alone.
+            batches: the micro-batches of a step, or a single batch.
             training: whether gradients are averaged over replicas afterwards.
 
         Raises:
-            BuildError: ``loss_weight`` gives no number, or 0 for all micro-batches of a training step; or it is given
-                for a batch that has ``num_items_in_batch``.
-            RankMismatchError: replicas have another ``num_items_in_batch``.
+            BuildError: ``loss_weight`` does not give a number, or gives 0 for all micro-batches of a training step; or
+                it is given for a batch with ``num_items_in_batch``.
+            RankMismatchError: ``num_items_in_batch`` differs between replicas.
         """
         items = self._items(batches[0])
         if items is not None:
@@ -190,7 +167,7 @@ class LossWeights:
         return Scales(weights, total, len(batches) * replicas, training=training)
 
     def divided(self, batch: Any, count: int) -> Any:
-        """Return a micro-batch with its share of ``num_items_in_batch``: that of one of the averaged losses.
+        """Return a micro-batch with ``num_items_in_batch`` divided by the number of averaged losses.
 
         Args:
             batch: the micro-batch.
@@ -204,15 +181,15 @@ class LossWeights:
         return self._with_items(batch, items / parts)
 
     def prepare(self, batches: Sequence[Any]) -> None:
-        """Weigh the micro-batches of a training step, which :meth:`of` is given one after the other."""
+        """Weight the micro-batches of a training step, before :meth:`of` is called for each."""
         scales, count = self.scales(batches, training=True), len(batches)
         self._waiting = [(one, self.divided(one, count), scales, number) for number, one in enumerate(batches)]
 
     def of(self, batch: Any) -> tuple[Any, Scales | None, int]:
-        """Return the batch for the model, and the scale of its loss, by its number.
+        """Return the batch for the model, the scales of the step, and its number there.
 
         Args:
-            batch: one of those given to :meth:`prepare`, or a batch that is a step of its own.
+            batch: a micro-batch of :meth:`prepare`, or a batch that is a step of its own.
         """
         if not self.applies(batch):
             return batch, None, 0
@@ -225,18 +202,18 @@ class LossWeights:
         return self._waiting.pop(place)[1:]
 
     def probe(self, batch: Any) -> Any:
-        """Return the batch to give to the model: in the first training step one whose count of items is told apart."""
+        """Return the model's batch, whose count of items requires grad in the first step."""
         items = self._items(batch)
         if self._is_probed or not torch.is_grad_enabled() or items is None:
             return batch
         return self._with_items(batch, torch.as_tensor(items).detach().to(self._dtype, copy=True).requires_grad_())
 
     def check_divided(self, loss: torch.Tensor, probed: Any) -> None:
-        """Refuse a model that takes the count of items and does not divide by it, as many of transformers do.
+        """Refuse a model that takes the count of items without dividing by it.
 
         Args:
             loss: of the model.
-            probed: that :meth:`probe` gave.
+            probed: the batch of :meth:`probe`.
         """
         count = self._items(probed)
         if self._is_probed or not isinstance(count, torch.Tensor) or not count.requires_grad:
@@ -254,7 +231,7 @@ class LossWeights:
 
     @functools.cached_property
     def _place(self) -> int | None:
-        names = [*signature_of(self._model).parameters]
+        names = [*ForwardSignature.of(self._model).signature.parameters]
         return names.index(ITEMS) if ITEMS in names else None
 
     def _with_items(self, batch: Any, items: Any) -> Any:
@@ -278,7 +255,7 @@ class LossWeights:
         """Refuse a count of one replica's own items, in the first step."""
         if self._function is not None:
             raise BuildError(
-                f"loss_weight is given, and the batch has '{ITEMS}', by which the model divides its loss itself",
+                f"loss_weight is given, but the batch has '{ITEMS}', by which the model divides its loss itself",
                 hint=f"leave out loss_weight, or '{ITEMS}'",
             )
         if self._is_compared or self._group is None:
@@ -291,52 +268,52 @@ class LossWeights:
         dist.all_gather(everywhere, own, group=self._group)
         if any(one != own for one in everywhere):
             raise RankMismatchError(
-                f"'{ITEMS}' of the batch is {', '.join(f'{float(one):g}' for one in everywhere)} on the replicas: it "
-                "counts the items of the batches of all of them, and must be the same",
+                f"'{ITEMS}' differs between replicas ({', '.join(f'{float(one):g}' for one in everywhere)}): it must "
+                "count the items of all their batches",
                 hint="torch.distributed.all_reduce the counts first; or leave it out, and give build(loss_weight=...)",
             )
 
 
 def _items_ignored(model: nn.Module, why: str) -> BuildError:
     return BuildError(
-        f"the batch has '{ITEMS}', and {type(model).__name__} {why}: losses that are means would be summed over "
-        "micro-batches and replicas",
+        f"the batch has '{ITEMS}', but {type(model).__name__} {why}: mean losses would be summed over micro-batches "
+        "and replicas",
         hint=f"leave out '{ITEMS}', and give build(loss_weight=lambda batch: (batch[\"labels\"] != -100).sum())",
     )
 
 
 def require_items_read(model: nn.Module, inputs: Mapping[str, Any], read: Collection[str]) -> None:
-    """Refuse a count of items that the stages of a pipeline do not read, or of which that is not known.
+    """Refuse a count of items that pipeline stages may not read.
 
     Args:
-        model: that was cut.
+        model: the cut model.
         inputs: the arguments of its forward, by parameter.
         read: the parameters that stages read.
 
     Raises:
-        BuildError: there is a count, and no stage reads it, or it is among ``**kwargs``, which are read as a whole.
+        BuildError: there is a count, but no stage reads it; or it is among ``**kwargs``, which are read as one value.
     """
     if ITEMS in inputs and ITEMS not in read:
         raise _items_ignored(model, "does not divide its loss by it")
     if any(isinstance(value, Mapping) and value.get(ITEMS) is not None for value in inputs.values()):
-        raise _items_ignored(model, "takes it among its **kwargs, of which stages do not tell what they read")
+        raise _items_ignored(model, "takes it among its **kwargs, which stages read as one value")
 
 
 def _depends_on(value: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether autograd has a way from a value to a leaf."""
+    """Return whether a leaf is in the graph of a value."""
     return any(getattr(node, "variable", None) is leaf for node in graph_of(value))
 
 
 class Scales:
     """Scale the losses of a step's micro-batches by their weights.
 
-    The host reads the weights, because a loss without items may have gradients that are NaN, which no factor makes 0.
-    From an accelerator it reads them when the first loss is there, for which it waits until the device begins the step.
+    The host reads the weights, because a loss without items may have NaN gradients, which no factor sets to 0. From an
+    accelerator it reads them after the first loss, and waits until the device begins the step.
 
     Args:
         weights: of the micro-batches.
-        total: of all of them, on all replicas.
-        count: by which the runtime divides the sum of the losses.
+        total: of all micro-batches, on all replicas.
+        count: the divisor of the runtime's sum of losses.
         training: whether a total of 0 is refused.
     """
 
@@ -352,25 +329,24 @@ class Scales:
             self.read()
 
     def read(self) -> list[float]:
-        """Return the weights, and last their total.
+        """Return the weights, followed by their total.
 
         Raises:
-            BuildError: it is 0, in a training step.
+            BuildError: the total is 0, in a training step.
         """
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
         numbers: list[float] = self._numbers.tolist()
-        if self._training and self._numbers[-1] <= 0:  # false where it is not known, without memory
+        if self._training and self._numbers[-1] <= 0:  # false for fake tensors
             raise BuildError(
-                f"loss_weight gives {numbers[-1]:g} for all micro-batches of all replicas together: there is no mean "
-                "over no items",
-                hint='loss_weight=lambda batch: (batch["labels"] != -100).sum(), and no step for a batch without items',
+                f"the loss weights of the batch sum to {numbers[-1]:g} over all micro-batches and replicas",
+                hint='loss_weight=lambda batch: (batch["labels"] != -100).sum(); skip batches without items',
             )
         return numbers
 
     def apply(self, loss: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a scaled loss; one without items is 0, and so are all its gradients.
+        """Return a scaled loss; without items it is 0, with gradients of 0.
 
         Args:
             loss: a scalar tensor.
@@ -383,9 +359,9 @@ class Scales:
 
 
 def _silenced(loss: torch.Tensor) -> torch.Tensor:
-    """Return 0 with the graph of a loss, whose leaves get gradients of 0 even where 0 is multiplied by infinity.
+    """Return 0 with the graph of a loss, for gradients of 0, never NaN.
 
-    The backward pass runs as ever, with its hooks and collectives.
+    The backward pass runs as usual, with its hooks and collectives.
     """
     for node in graph_of(loss):
         following = [one for one, _ in node.next_functions if one is not None]
@@ -402,7 +378,7 @@ def _zeros(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | N
 
 def is_leaf(node: Any) -> bool:
     """Return whether a node of autograd accumulates the gradient of a leaf, its ``variable``."""
-    is_custom = isinstance(node, BackwardCFunction)  # whose attributes are the function's own
+    is_custom = isinstance(node, BackwardCFunction)  # with attributes of the user's function
     return not is_custom and bool(node.name() == "torch::autograd::AccumulateGrad")
 
 
@@ -410,8 +386,8 @@ def graph_of(value: torch.Tensor, seen: set[Any] | None = None) -> Iterator[Any]
     """Yield the nodes of a value's graph, down to the leaves, in no order.
 
     Args:
-        value: with a history.
-        seen: nodes to leave out; those that are yielded are added.
+        value: of a differentiable computation.
+        seen: nodes to leave out; yielded nodes are added.
     """
     waiting, seen = [value.grad_fn], set() if seen is None else seen
     while waiting:

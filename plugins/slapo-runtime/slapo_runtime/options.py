@@ -1,4 +1,4 @@
-"""The configuration of a runtime, completed: values by dotted keys, why each was filled in, and what is refused."""
+"""Complete the configuration of a runtime: values by dotted keys, their origins, and refused values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SHOWN = 12
 
 
 class Options:
-    """What the user gave, filled in by the schedule and the arguments of ``build``.
+    """The user's options, completed from the schedule and the arguments of ``build``.
 
     Problems are collected, and raised together by :meth:`check`: a user with a new configuration sees all of them.
 
     Args:
-        values: as the user gave them: nested dictionaries, which are copied. A value None is as if it was not given.
+        values: the user's: nested dictionaries, which are copied. None counts as not given.
         name: of the configuration, for messages: ``"config"``, or the path of a file. ``""`` where the first part of a
             key is the name of an option of ``build``.
         origins: why values were filled in, of an earlier plan.
@@ -27,7 +27,7 @@ class Options:
     Attributes:
         values: nested dictionaries.
         origins: key -> why it was filled in, or ``"left out: ..."``.
-        notes: key -> what the plan says about a value that was given, e.g. that no test has run it.
+        notes: key -> a note of the plan about a given value, e.g. that no test has run it.
     """
 
     def __init__(self, values: Mapping[str, Any], name: str = "", origins: Mapping[str, str] | None = None) -> None:
@@ -40,22 +40,22 @@ class Options:
     # -- read -----------------------------------------------------------------------------------------------------
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value; ``default`` where there is none, or something on the way is not a dictionary."""
+        """Return a value, or ``default`` where there is none."""
         value: Any = self.values
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         return default if value is None else value
 
     def given(self, key: str) -> bool:
-        """Whether the user gave a value; not one that was filled in."""
+        """Return whether the user gave a value."""
         return self.get(key) is not None and key not in self.origins
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Every key that holds no further keys, sorted, with its value."""
-        yield from _leaves(self.values, "")
+        """Yield the keys without further keys, sorted, with their values."""
+        yield from sorted(flat(self.values)) if self.values else ()
 
     def place(self, key: str) -> str:
-        """The place of a key, for messages: ``"'zero_optimization.stage' of ds.json"``."""
+        """Return a key with its file, for messages: ``"'zero_optimization.stage' of ds.json"``."""
         if self.name:
             return f"'{key}' of {self.name}"
         option, _, rest = key.partition(".")
@@ -76,18 +76,18 @@ class Options:
         return value
 
     def default(self, key: str, value: Any, why: str) -> Any:
-        """Set a value where none is given, and return that which holds."""
+        """Set a value where none is given, and return the one in force."""
         found = self.get(key)
         return self.fill(key, value, why) if found is None else found
 
     def own(self, key: str, value: Any, why: str, hint: str = "leave it out") -> Any:
-        """Set a value that the schedule or ``build`` decides; one that says something else is a problem.
+        """Set a value of the schedule or ``build``; refuse a different one.
 
         Args:
             key: of the value.
-            value: that holds.
-            why: what decides it, e.g. ``"'tp' of the mesh"``.
-            hint: what to do about another one.
+            value: in force.
+            why: its origin, e.g. ``"'tp' of the mesh"``.
+            hint: the fix for a different value.
         """
         found = self.get(key)
         if found is None:
@@ -97,24 +97,24 @@ class Options:
         return value
 
     def agree(self, *keys: str) -> Any:
-        """Let places that say the same have one value: that of the places where it is given.
+        """Set synonymous keys to their one given value; different values are a problem.
 
         Returns:
-            the value; None where it is given nowhere.
+            the value; None if none is given.
         """
-        said = {key: self.get(key) for key in keys if self.get(key) is not None}
-        if not said:
+        given = {key: self.get(key) for key in keys if self.get(key) is not None}
+        if not given:
             return None
-        first, value = next(iter(said.items()))
+        first, value = next(iter(given.items()))
         for key in keys:
-            if key not in said:
+            if key not in given:
                 self.fill(key, value, f"as {self.place(first)}")
-            elif said[key] != value:
-                self.refuse(first, f"is {value!r}, but {self.place(key)} is {said[key]!r}", "say it once")
+            elif given[key] != value:
+                self.refuse(first, f"is {value!r}, but {self.place(key)} is {given[key]!r}", "say it once")
         return value
 
     def leave_out(self, key: str, why: str) -> None:
-        """Take a key out of what the runtime is given, and note why; nothing where it is not given."""
+        """Remove a key from the runtime's configuration, and note why, if it is given."""
         *way, name = key.split(".")
         inner: Any = self.values
         for one in way:
@@ -130,12 +130,12 @@ class Options:
         self._problems.append((f"{self.place(key)} {problem}", hint))
 
     def refuse_unknown(self, key: str, names: Collection[str], known: Collection[str], runtime: str) -> None:
-        """Note a problem for every name below a key that the runtime does not read, with the nearest that it does.
+        """Note a problem for every unknown name below a key, with the closest known one.
 
         Args:
             key: of the names; ``""`` at the top.
-            names: that are given.
-            known: that the runtime reads.
+            names: the given ones.
+            known: the names that the runtime reads.
             runtime: its name and version, e.g. ``"DeepSpeed 0.19.7"``.
         """
         for name in names:
@@ -147,12 +147,13 @@ class Options:
                 self._problems.append((f"{runtime} does not read {place}{nearest}", ""))
 
     def check(self, runtime: str) -> None:
-        """
+        """Raise all problems, each with its hint.
+
         Args:
             runtime: its name, for the message.
 
         Raises:
-            BuildError: all problems that were noted, each with its hint.
+            BuildError: there are problems.
         """
         if len(self._problems) == 1:
             (problem, hint) = self._problems[0]
@@ -168,10 +169,14 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, tuple, set)) else value
 
 
-def _leaves(values: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
-    for name in sorted(values):
-        value, key = values[name], f"{before}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
+def flat(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested mappings, by dotted keys: ``("zero_optimization.stage", 1)``.
+
+    In their order: the user's values come before those that a dialect filled in because of them.
+    """
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        for name in value:
+            key = repr(name) if "." in name else name
+            yield from flat(value[name], f"{before}.{key}" if before else key)
+    else:
+        yield before, value

@@ -1,4 +1,4 @@
-"""Parts of plans that several dialects make: options, devices, topology, what crosses stages."""
+"""Parts of the plans of several dialects: options, devices, topology, values between stages."""
 
 from __future__ import annotations
 
@@ -22,23 +22,19 @@ def plan_of(dialect: Dialect, schedule: Schedule, options: Mapping[str, Any], **
     """Return the plan of a build with a dialect, without building.
 
     Args:
-        dialect: whose plan it is.
-        schedule: with a mesh that may be only declared.
+        dialect: of the plan.
+        schedule: its mesh may be abstract.
         options: of the dialect, as the user gave them.
-        given: ``optimizer``, ``loss``, ``max_grad_norm``, ``device`` and ``accumulate``, as for ``build``; of the first
-            two, whether they are there is all that is asked.
+        given: ``optimizer``, ``loss``, ``max_grad_norm``, ``device`` and ``accumulate``, as for ``build``; only the
+            presence of the first two counts.
 
     Raises:
         BuildError: the options contradict the schedule or one of the arguments, or the runtime refuses them.
     """
     import torch
 
-    for mesh_dim, size in schedule.mesh.sizes.items() if schedule.mesh is not None else ():
-        if size > 1 and mesh_dim not in dialect.supports:
-            raise BuildError(
-                f"target '{dialect.name}' cannot run this schedule: it does not run mesh_dim '{mesh_dim}' "
-                f"(size {size}); it runs {', '.join(sorted(dialect.supports)) or 'none'}"
-            )
+    for reason in unsupported_mesh_dims(dialect, schedule):
+        raise BuildError(f"target '{dialect.name}' cannot run this schedule: {reason}")
     device = given.pop("device", None)
     arguments = BuildArguments(
         has_optimizer=given.pop("optimizer", None) is not None,
@@ -49,8 +45,16 @@ def plan_of(dialect: Dialect, schedule: Schedule, options: Mapping[str, Any], **
     return with_choices(dialect.plan(schedule, dialect.options(options, arguments)), schedule)
 
 
+def unsupported_mesh_dims(dialect: Dialect, schedule: Schedule) -> Iterator[str]:
+    """Yield a reason for every mesh dimension that a dialect does not run."""
+    for mesh_dim, size in schedule.mesh.sizes.items() if schedule.mesh is not None else ():
+        if size > 1 and mesh_dim not in dialect.supports:
+            known = ", ".join(sorted(dialect.supports)) or "none"
+            yield f"it does not run mesh_dim '{mesh_dim}' (size {size}); it runs {known}"
+
+
 def with_choices(plan: Plan, schedule: Schedule) -> Plan:
-    """Add the choices that were left to steps, e.g. the implementation of a loss, as they noted them."""
+    """Add the choices that steps noted, e.g. the implementation of a loss."""
     lines = [
         f"{effect.removeprefix(_CHOICE)} ({record})"
         for record in schedule.records
@@ -61,28 +65,28 @@ def with_choices(plan: Plan, schedule: Schedule) -> Plan:
 
 
 _CHOICE = "choice: "
-"""What `Edit.note` begins with, of a choice that plans show."""
+"""The prefix of an `Edit.note` about a choice, for plans."""
 
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What the schedule and the arguments of ``build`` decide of a runtime's configuration.
+    """The facts of a schedule and the arguments of ``build`` that decide a runtime's configuration.
 
     Args:
-        mesh: as messages show it, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
+        mesh: as in messages, e.g. ``"{'pp': 2, 'dp': 2}"``; ``"none"`` without one.
         dp: the number of replicas.
-        pp: the number of ranks of the pipeline.
-        tp: the number of ranks that hold shards of a parameter.
-        device: the type of the device that the model trains on, e.g. ``"cpu"``.
-        dtypes: of the parameters, those that are floating-point numbers, e.g. ``{"float32"}``.
-        trained_dtypes: of those that are trained; of all where none is.
-        split: names of the parameters that a step splits over ``tp``; empty with one rank along it.
-        samples: in the example inputs, which are the batch of a replica; None where they do not say.
-        accumulate: the micro-batches that the user asks for; None where nothing is said.
-        max_grad_norm: the norm that the user asks for; None where nothing is said.
+        pp: the number of pipeline ranks.
+        tp: the number of tensor-parallel ranks.
+        device: the type of the training device, e.g. ``"cpu"``.
+        dtypes: of the floating-point parameters, e.g. ``{"float32"}``.
+        trained_dtypes: of the trained parameters; of all if none is trained.
+        split: names of the parameters that steps split over ``tp``; empty with one rank along it.
+        samples: in the example inputs, which are the batch of a replica; None if unknown.
+        accumulate: the user's number of micro-batches; None without one.
+        max_grad_norm: the user's norm; None without one.
         has_optimizer: whether the user gives a factory; None if unknown, in a plan without ``build``.
         has_loss: whether the user gives a loss.
-        has_lr_scheduler: whether the user gives a scheduler of the learning rate.
+        has_lr_scheduler: whether the user gives a learning-rate scheduler.
     """
 
     mesh: str
@@ -102,12 +106,11 @@ class ScheduleFacts:
 
     @classmethod
     def of(cls, schedule: Schedule, options: Mapping[str, Any]) -> ScheduleFacts:
-        """Read them from a schedule, and from the options of a dialect.
+        """Read the facts from a schedule, and from the options of a dialect.
 
         Args:
             schedule: to build.
-            options: with ``arguments``, those of ``build`` (:func:`slapo_core.dialect.arguments_as_options`), and
-                ``batch_axes``.
+            options: with ``arguments`` (:func:`slapo_core.dialect.arguments_as_options`) and ``batch_axes``.
         """
         mesh, arguments = schedule.mesh, options.get("arguments") or {}
         sizes = {name: mesh.size(name) if mesh is not None else 1 for name in ("dp", "pp", "tp")}
@@ -132,7 +135,7 @@ class ScheduleFacts:
     def micro_batches(self, options: Options, key: str) -> int:
         """Fill in the number of micro-batches of a training step.
 
-        It is ``build(accumulate=...)``, else what the key says, else one for each rank of the pipeline.
+        By ``build(accumulate=...)``, else the key's value, else one for each pipeline rank.
 
         Args:
             options: of the runtime.
@@ -151,7 +154,7 @@ def complex_parameters(schedule: Schedule, runtime: str) -> Iterator[Violation]:
     if found:
         more = f" and {len(found) - 1} more" if found[1:] else ""
         yield Violation(
-            f"'{found[0]}'{more} is complex, and {runtime} reduces gradients of real types only",
+            f"'{found[0]}'{more} is complex, but {runtime} reduces gradients of real types only",
             hint='target="torch", or a real parameter and torch.view_as_complex in the forward',
         )
 
@@ -168,13 +171,13 @@ def _name(dtype: Any) -> str:
 
 
 def checked_axes(axes: Any) -> dict[str, int | None]:
-    """The option ``batch_axes`` of dialects.
+    """Check the option ``batch_axes`` of dialects.
 
     Args:
         axes: as the user gave it; None for none.
 
     Raises:
-        BuildError: it is something else than an axis, or None, for names of arguments.
+        BuildError: it does not map names of arguments to an axis or None.
     """
     axes = axes if axes is not None else {}
     is_right = isinstance(axes, Mapping) and all(
@@ -182,14 +185,14 @@ def checked_axes(axes: Any) -> dict[str, int | None]:
     )
     if not is_right:
         raise BuildError(
-            f"batch_axes must be an axis, or None, for arguments of the forward (got {axes!r})",
+            f"batch_axes must map arguments of the forward to an axis or None (got {axes!r})",
             hint='batch_axes={"bias": None, "x": 1}',
         )
     return dict(axes)
 
 
 def device_of(schedule: Schedule, asked: str | None) -> str:
-    """The type of the device that a model is going to train on, e.g. ``"cpu"``.
+    """Return the type of a model's training device, e.g. ``"cpu"``.
 
     Args:
         schedule: the schedule to build.
@@ -205,7 +208,7 @@ def device_of(schedule: Schedule, asked: str | None) -> str:
 
 
 def parameter_types(schedule: Schedule) -> frozenset[str]:
-    """The types of the parameters that are floating-point numbers, e.g. ``{"float32"}``."""
+    """Return the types of the floating-point parameters, e.g. ``{"float32"}``."""
     return frozenset(_name(one.dtype) for one in schedule.model.parameters() if one.dtype.is_floating_point)
 
 
@@ -213,8 +216,8 @@ def samples_of(inputs: Any, axes: Mapping[str, int | None]) -> int | None:
     """Return the number of samples in a batch; None if its tensors differ.
 
     Args:
-        inputs: a batch in any form of ``train_step``.
-        axes: as :func:`checked_axes` gives them.
+        inputs: a batch of ``train_step``.
+        axes: from :func:`checked_axes`.
     """
     import torch
 
@@ -235,24 +238,24 @@ def boundaries(schedule: Schedule, ask: Callable[[], StagedModel]) -> Iterator[s
 
     Args:
         schedule: the planned schedule, with several ranks along ``pp``.
-        ask: for its stages, e.g. ``lambda: slapo_core.stages(schedule)``.
+        ask: gives its stages, e.g. ``lambda: slapo_core.stages(schedule)``.
     """
     if schedule.example_inputs is None:
-        yield "what crosses stages is known with the first batch: there are no example inputs"
+        yield "the values sent between stages are unknown before the first batch: there are no example inputs"
         return
     try:
-        asked = ask()
-    except (ArgumentError, HookError, TraceError) as error:  # build says it, and ends there
-        yield f"what crosses stages is not known: {error.message}"
+        stages = ask()
+    except (ArgumentError, HookError, TraceError) as error:  # build raises it
+        yield f"the values sent between stages are unknown: {error.message}"
         return
-    values = asked.partition.values
-    for number, names in enumerate(asked.liveness.boundaries):
+    values = stages.partition.values
+    for number, names in enumerate(stages.liveness.boundaries):
         sent = ", ".join(_shown(values[name]) for name in names)
         yield f"stage {number} sends stage {number + 1}: {sent or 'nothing'}"
 
 
 def topology(mesh: Mesh) -> str:
-    """``0: pp 0, dp 0; 1: pp 0, dp 1; ...``: which rank is which stage's, replica's and shard's."""
+    """Return the coordinates of all ranks: ``0: pp 0, dp 0; 1: pp 0, dp 1; ...``."""
     lines = []
     for rank in range(mesh.world_size):
         place = Mesh(mesh.sizes, rank=rank)
@@ -262,5 +265,5 @@ def topology(mesh: Mesh) -> str:
 
 
 def _shown(value: Value) -> str:
-    """``transformer_h_3 (batch, 16, 32) float32``."""
+    """Return ``transformer_h_3 (batch, 16, 32) float32``."""
     return f"{value.name} {tuple(value.shape)} {_name(value.dtype)}"

@@ -1,4 +1,4 @@
-"""Wrap the private names of torch and transformers that this distribution uses; tests check the installed versions."""
+"""Wrap private names of torch and transformers; tests check the installed versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def default_store() -> Any:
 
 
 def new_group_among(original: Any, store: Any, name: str, timeout: timedelta) -> Any:
-    """Make a process group with the ranks and backend of another one, called by its members only.
+    """Make a process group like another one, called by its members only.
 
     All processes must call ``torch.distributed.new_group``, or it derives the group's name from the number of groups of
     each process. Such a name returns with a later group, which then finds the addresses of the closed one.
@@ -60,7 +60,7 @@ def set_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def non_persistent_buffers_of(module: nn.Module) -> set[str]:
-    """Return the live table of the names of a module's buffers that state dicts leave out."""
+    """Return the live table of a module's non-persistent buffer names."""
     return module._non_persistent_buffers_set
 
 
@@ -72,7 +72,7 @@ HOOK_TABLES = {
     "state_dict_pre": ("_state_dict_pre_hooks",),
     "load_state_dict_pre": ("_load_state_dict_pre_hooks",),
 }
-"""Kind of hook -> the tables of a module that its registration writes to, the functions' first."""
+"""Kind of hook -> the tables of a module for its registration, the table of functions first."""
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
@@ -81,7 +81,7 @@ def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch
 
 
 def active_ddp() -> Any:
-    """Return the DistributedDataParallel whose forward runs; None outside."""
+    """Return the DistributedDataParallel with the running forward; None outside."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module  # type: ignore[attr-defined]
 
 
@@ -96,7 +96,7 @@ def write_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def storage_id(holder: torch.Tensor | torch.UntypedStorage) -> int:
-    """Return the identity of a storage, which views share; of a tensor itself if it is not strided."""
+    """Return the identity of a storage, or of a tensor without strides."""
     if isinstance(holder, torch.Tensor):
         return holder.untyped_storage()._cdata if holder.layout is torch.strided else id(holder)
     return holder._cdata
@@ -108,11 +108,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 _OUTPUTS = "transformers.utils.output_capturing"
-"""The module that adds ``hidden_states`` and ``attentions`` to outputs, by hooks from the first call that asks on."""
+"""The module that adds ``hidden_states`` and ``attentions`` to outputs, by hooks from the first such call on."""
 
 
 def without_output_hooks(model: nn.Module) -> None:
-    """Remove transformers' hooks for further outputs, which pickle refuses; the next call that asks adds them again."""
+    """Remove transformers' hooks for further outputs, which pickle refuses; the next call adds them again."""
     for module in model.modules() if _OUTPUTS in sys.modules else ():
         module.__dict__.pop("_output_capturing_hooks_installed", None)
         hooks = module._forward_hooks
@@ -122,7 +122,7 @@ def without_output_hooks(model: nn.Module) -> None:
 
 
 def register_outputs(model: nn.Module) -> None:
-    """Repeat what transformers' constructors write down of further outputs, for a model that was unpickled."""
+    """Register further outputs as transformers' constructors do, for an unpickled model."""
     registry: Any = getattr(sys.modules.get(_OUTPUTS), "_CAN_RECORD_REGISTRY", None)
     for module in model.modules() if isinstance(registry, dict) else ():
         if hasattr(module, "_can_record_outputs"):

@@ -1,4 +1,4 @@
-"""Run one rank process of `slapo_runtime.launcher`, and import modules in the server that ranks are forked from."""
+"""Run one rank process of `slapo_runtime.launcher`, and import modules in the server of these processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from typing import Any
 from slapo_core.errors import LaunchError
 
 SERVER_MODULES = "SLAPO_RANK_SERVER_MODULES"
-"""The environment variable with what the server imports; set for it alone."""
+"""The environment variable with the modules to import, set for the server alone."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Job:
 
     Args:
         payload: the pickled ``(function, args, kwargs)``.
-        origin: the name and the file of the module that defines the function; None where there is no file.
+        origin: the name and the file of the function's module; None without a file.
         world_size: the number of ranks.
         backend: of ``torch.distributed.init_process_group``; empty for no process group.
-        timeout: seconds for the whole run.
-        directory: private to the run; holds the store and the tracebacks.
+        timeout: seconds for the entire run.
+        directory: private to the run, for the store and the tracebacks.
         environment: the caller's environment variables.
     """
 
@@ -53,22 +53,22 @@ class Job:
 
 
 class ServerWithCudaError(LaunchError):
-    """A preloaded module initialized CUDA in the server that ranks are forked from."""
+    """A preloaded module initialized CUDA in the server of the rank processes."""
 
 
 def trace_file(directory: Path, rank: int) -> Path:
-    """Return the file for a rank's traceback when it is ended or crashes."""
+    """Return the file for a rank's traceback at a crash or forced end."""
     return directory / f"rank-{rank}.traceback"
 
 
 def describe(function: Callable[..., Any]) -> str:
-    """The function's full name for messages, e.g. ``'tests.core.test_launcher.add'``."""
+    """Return the function's full name for messages, e.g. ``'tests.core.test_launcher.add'``."""
     name = getattr(function, "__qualname__", None)
     return repr(function) if name is None else f"'{function.__module__}.{name}'"
 
 
 def origin(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """The module that a rank must be able to import before it unpickles the function."""
+    """Return the name and file of a function's module, for its import."""
     name = getattr(function, "__module__", None)
     file = getattr(sys.modules.get(name or ""), "__file__", None)
     return None if name in (None, "__main__") or file is None else (str(name), os.path.abspath(file))
@@ -77,10 +77,10 @@ def origin(function: Callable[..., Any]) -> tuple[str, str] | None:
 def run_rank(rank: int, connection: Connection, job: Job) -> None:
     """Join the group, call the function, report, and stay until the caller closes the connection.
 
-    A rank that has returned or failed keeps its group open until then, so that no other rank sees a lost
-    connection in place of its own result or its own error.
+    A finished rank keeps its group open until then, so that no other rank loses the connection before its own result
+    or error.
     """
-    os.setpgrp()  # the caller ends all of the group
+    os.setpgrp()  # which the caller ends
     _leave_with_the_caller()
     with trace_file(Path(job.directory), rank).open("w") as trace:
         faulthandler.enable(trace)
@@ -110,8 +110,8 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
     _set_environment(rank, job)
     if _initializes_cuda is not None:
         raise ServerWithCudaError(
-            f"module {_initializes_cuda!r} initializes CUDA when it is imported, and the server that ranks are forked "
-            "from has imported it: CUDA cannot be used in a forked process",
+            f"module {_initializes_cuda!r} initializes CUDA at its import in the server of the ranks: a forked "
+            "process cannot use CUDA then",
             hint=f"from slapo_runtime.launcher import never_preload; never_preload({_initializes_cuda!r}) before the "
             "first call in a new process: every rank then imports it itself",
         )
@@ -126,7 +126,7 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
             init_method=Path(job.directory, "store").as_uri(),
             rank=rank,
             world_size=job.world_size,
-            # Longer than the run: the caller ends a hung rank and shows where it stood.
+            # Longer than the run: the caller ends a hung rank, and shows its traceback.
             timeout=timedelta(seconds=job.timeout + 60),
         )
     if job.origin is not None:
@@ -136,7 +136,7 @@ def _prepare(rank: int, job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], 
 
 
 def take_device(rank: int, backend: str) -> None:
-    """Make a rank's GPU the current device, if the backend is for GPUs: where there are fewer, ranks share them."""
+    """Select a rank's GPU, which ranks may share, if the backend is for GPUs."""
     import torch
 
     # Not for plain gloo, whose ranks may use the CPU only: it would create a context on every GPU.
@@ -145,7 +145,7 @@ def take_device(rank: int, backend: str) -> None:
 
 
 def _set_environment(rank: int, job: Job) -> None:
-    # The server that forked this process may have been started under other variables than the caller's of now.
+    # The server of this process may have been started with other variables than the caller has now.
     os.environ.clear()
     os.environ.update({k: v for k, v in job.environment.items() if not k.startswith("TORCHELASTIC_")})
     os.environ.update(
@@ -202,7 +202,7 @@ def _result_message(result: object) -> bytes:
 
 
 def _portable(error: BaseException) -> bytes | None:
-    """The exception pickled, if it survives that; its text is sent in any case."""
+    """Return the pickled exception; None if it cannot be pickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -235,13 +235,13 @@ def _leave_with_the_caller() -> None:
     if parent is None:
         return
     sentinel = parent.sentinel
-    if sys.platform == "linux":  # no thread runs while C code keeps the interpreter's lock: SIGIO ends the group
+    if sys.platform == "linux":  # SIGIO ends the group, also while C code holds the interpreter's lock
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
     def watch() -> None:
         wait([sentinel])
-        with contextlib.suppress(ProcessLookupError):  # by its number: a rank may be in another group for a moment
+        with contextlib.suppress(ProcessLookupError):  # by number: a starting rank is not in its own group yet
             os.killpg(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -252,7 +252,7 @@ def _leave_with_the_caller() -> None:
 
 
 def _import_modules(names: Iterable[str]) -> str | None:
-    """Import modules until one initializes CUDA, and return its name; those not installed are left out."""
+    """Import modules until one initializes CUDA, and return its name; skip missing ones."""
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -262,8 +262,8 @@ def _import_modules(names: Iterable[str]) -> str | None:
     return None
 
 
-_initializes_cuda: str | None = None  # the module that did, in the server: no process can be forked from there
+_initializes_cuda: str | None = None  # the module that did so in the server
 
 if SERVER_MODULES in os.environ:
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that torch.cuda.is_available() leaves the driver alone
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch.cuda.is_available() does not start the driver then
     _initializes_cuda = _import_modules(os.environ.pop(SERVER_MODULES).split(","))

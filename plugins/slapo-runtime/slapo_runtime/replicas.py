@@ -1,32 +1,38 @@
 """Compare replicas between ranks, and repair them.
 
-A rank holds a replica of a tensor along every mesh dimension that its layout does not shard: tensor-parallel ranks of
-a layer norm, data-parallel ranks (``dp``) of everything. Replicas stay equal only because every rank makes the same
-changes; a state dict has the first rank's values.
+A tensor has replicas along every mesh dimension that its layout does not shard: a layer norm on tensor-parallel ranks,
+every tensor on data-parallel ranks (``dp``). Replicas stay equal only because every rank makes the same changes; a
+state dict has the first rank's values.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from slapo_core.errors import RankMismatchError, ReplicaError
+from slapo_core.errors import RankMismatchError, ReplicaError, warn_user
 from slapo_core.internals import describe
 from slapo_core.layout import DATA_DIMS, ShardRange
-from slapo_runtime._exchange import exchange_device, spread
-from slapo_runtime.consistency import restore, torch_states
-from slapo_runtime.correspondence.storage import InPlace, TorchOptimizer, is_distributed, optimizer_storage
-from slapo_runtime.world import World, checksum, ranks_along
+from slapo_runtime.correspondence.storage import (
+    InPlace,
+    LiveTensor,
+    OptimizerStorage,
+    TensorStorage,
+    TorchOptimizer,
+    is_distributed,
+    optimizer_storage,
+)
+from slapo_runtime.ranks.checksums import checksum
+from slapo_runtime.ranks.consistency import restore, torch_states
+from slapo_runtime.ranks.exchange import exchange_device, spread
+from slapo_runtime.ranks.world import World, ranks_along
 
 if TYPE_CHECKING:
-    from slapo_core.internals import describe
     from slapo_core.layout import Mesh
     from slapo_runtime.correspondence import Correspondence
-from slapo_runtime.correspondence.storage import LiveTensor, OptimizerStorage, TensorStorage
 
 _Among = tuple[tuple[str, tuple[int, ...]], ...]
 _Copied = tuple[LiveTensor, tuple[str, ...], _Among, ShardRange | None]
@@ -37,8 +43,8 @@ class Stored:
     """A tensor in the storage of a runtime.
 
     Args:
-        read: gives it, with a collective where ranks hold parts of it.
-        write: takes another value.
+        read: returns it; a collective where ranks hold shards of it.
+        write: replaces its value.
     """
 
     read: Callable[[], torch.Tensor]
@@ -50,12 +56,11 @@ class Replica:
     """A value on this rank that must equal other ranks' to the last bit.
 
     Args:
-        name: for messages and to find its copies, e.g. ``"encoder.layer.0.output.LayerNorm.weight"``.
-        value: this rank's copy, a tensor, or a description of another value; None accepts any value of
-            the other ranks.
-        over: the mesh dimensions along which the ranks hold copies, e.g. ``("dp", "tp")``; each larger than 1.
-        among: for one of them, the places along it that hold a copy, where not all do: ``(("pp", (0, 3)),)``.
-        is_made: whether it is made of another one, so that it is right when that is.
+        name: the same on all ranks, e.g. ``"encoder.layer.0.output.LayerNorm.weight"``.
+        value: this rank's: a tensor, or a description of another value; None accepts any value of the other ranks.
+        over: the mesh dimensions of the replicas, e.g. ``("dp", "tp")``; each larger than 1.
+        among: for one of them, the coordinates with a replica, if not all have one: ``(("pp", (0, 3)),)``.
+        is_made: whether it is computed from another replica, and so correct when that one is.
     """
 
     name: str
@@ -68,15 +73,13 @@ class Replica:
 def replicas_of(correspondence: Correspondence, storage: TensorStorage | None = None) -> list[Replica]:
     """List the replicated tensors of a scheduled model, in registration order.
 
-    Parameters are copies along every mesh dimension that does not split them: a shard has its replicas
-    along ``dp``, and one that several stages use along ``pp``. Buffers are so too, but for the
-    dimensions along which ranks see other samples: running statistics are each replica's own there, and the first one's
-    count. What no state dict holds is left out where a step added it.
+    Parameters have replicas along every mesh dimension that does not split them: a shard along ``dp``, a tied
+    parameter along ``pp``. So have buffers, except along dimensions with different samples, where running statistics
+    differ, and the first rank's are saved. Non-persistent tensors that a step added are left out.
 
     Args:
         correspondence: of the model.
-        storage: where a runtime keeps them. Partitioned tensors are not replicas along those dimensions; the
-            forward's copies are.
+        storage: of a runtime. Partitioned tensors are not replicas along their dimensions; the forward's copies are.
     """
     found = []
     for live, over, among, part in _copied(correspondence):
@@ -113,8 +116,8 @@ def optimizer_replicas(
         for key, value in storage.state(parameter).items():
             if part is not None and (not isinstance(value, torch.Tensor) or value.shape != parameter.shape):
                 continue  # not element by element
-            is_whole = not isinstance(value, torch.Tensor) or not value.is_meta
-            if is_whole:
+            is_full = not isinstance(value, torch.Tensor) or not value.is_meta
+            if is_full:
                 found.append(Replica(f"{own}::{key}", _part(_value(value), part), over, among))
             elif rest:
                 moment = _stored_part(_stored_moment(storage, parameter, key), part)
@@ -130,7 +133,7 @@ def optimizer_replicas(
 
 
 def _copied(correspondence: Correspondence) -> Iterator[_Copied]:
-    """Yield the replicated tensors, with the mesh dimensions and ranks of their replicas; of some only a part."""
+    """Yield replicated tensors or parts, with their mesh dimensions and ranks."""
     mesh = correspondence.mesh
     if mesh is None or mesh.is_abstract:
         return
@@ -170,9 +173,9 @@ def _stored_part(stored: Stored, part: ShardRange | None) -> Stored:
         return stored
 
     def write(value: torch.Tensor) -> None:
-        whole = stored.read().detach().clone()
-        part.of(whole).copy_(value)
-        stored.write(whole)
+        full = stored.read().detach().clone()
+        part.of(full).copy_(value)
+        stored.write(full)
 
     return Stored(lambda: part.of(stored.read()), write)
 
@@ -223,12 +226,12 @@ def check_replicas(mesh: Mesh | None, replicas: Iterable[Replica], *, hint: str)
 
     Args:
         mesh: of the schedule.
-        replicas: this rank's, from :func:`replicas_of`, or others of the same kind, such as an optimizer's state. One
-            that a rank lacks differs from those that the others hold.
-        hint: the way out.
+        replicas: this rank's, from :func:`replicas_of` or :func:`optimizer_replicas`. A missing one differs from the
+            other ranks' replicas.
+        hint: for the error.
 
     Raises:
-        ReplicaError: on every rank; it names the tensors that differ, the ranks, and what each of them holds.
+        ReplicaError: on every rank, with the differing tensors, the ranks, and their values.
     """
     if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
@@ -252,13 +255,13 @@ def compare_all(
     Args:
         correspondence: of the model.
         optimizer: over its parameters; None compares none.
-        storage: where a runtime keeps the tensors.
-        random: whether tensor-parallel ranks must stand at the same random numbers.
-        repair: give all ranks the first one's values, with a warning that says what differed.
-        hint: the way out.
+        storage: of a runtime.
+        random: whether the RNG states of tensor-parallel ranks are compared, too.
+        repair: give all ranks the first one's values, with a warning about the differences.
+        hint: for the error.
 
     Raises:
-        ReplicaError: on every rank; with ``repair``, where a setting differs that is not a tensor.
+        ReplicaError: on every rank; with ``repair``, if a setting other than a tensor differs.
     """
     mesh = correspondence.mesh
     if storage is not None:
@@ -266,7 +269,7 @@ def compare_all(
         if message is not None:
             if not repair:
                 raise RankMismatchError(message, hint=IN_PLACE)
-            warnings.warn(f"{message}\nrestored from the main copies", stacklevel=5)
+            warn_user(f"{message}\nrestored from the main copies")
             renew(correspondence, storage)
     if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
@@ -276,13 +279,13 @@ def compare_all(
     states = {}
     if random and mesh.size("tp") > 1:
         states = {device: torch.tensor(list(state), dtype=torch.uint8) for device, state in torch_states().items()}
-        replicas += [Replica(f"torch's random state on {name}", state, ("tp",)) for name, state in states.items()]
+        replicas += [Replica(f"torch's RNG state on {name}", state, ("tp",)) for name, state in states.items()]
     try:
         check_replicas(mesh, replicas, hint=hint)
     except ReplicaError as error:
         if not repair:
             raise
-        warnings.warn(f"{error.message}\nall ranks have the first rank's values now", stacklevel=5)
+        warn_user(f"{error.message}\nall ranks have the first rank's values now")
         align_replicas(mesh, replicas)
         if storage is not None:
             renew(correspondence, storage)
@@ -291,7 +294,7 @@ def compare_all(
 
 
 def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
-    """Describe the parameters that no longer match their main copies; None if all match. The same on every rank."""
+    """Describe parameters that differ from their main copies; None if all match."""
     own = [live.name for live in correspondence.live() if live.is_local and not storage.is_current(live)]
     with World(correspondence.mesh) as world:
         by_rank = dict(zip(world.ranks, world.gather(own), strict=True))
@@ -307,7 +310,7 @@ def stale(correspondence: Correspondence, storage: TensorStorage) -> str | None:
 
 
 def renew(correspondence: Correspondence, storage: TensorStorage) -> None:
-    """Copy the main copies to the forward's parameters: a collective where a runtime partitions them."""
+    """Write the main copies to the forward's parameters: a collective for partitioned ones."""
     for live in correspondence.live():
         if live.is_local and (storage.working(live) is not None or storage.partitioned(live)):
             storage.loading(live, storage.read(live).clone())()
@@ -324,7 +327,7 @@ def divergence(world: World, mesh: Mesh, replicas: Iterable[Replica], *, hint: s
             keys[name] = _key(one.value.read())
     sums = {name: (one.over, keys[name], one.among) for name, one in own.items()}
     by_rank = dict(zip(world.ranks, world.gather(sums), strict=True))
-    differing: dict[str, list[int]] = {}  # name -> the first ranks that hold different copies of it
+    differing: dict[str, list[int]] = {}  # name -> the first group of ranks with different replicas
     are_floats = True
     for name in dict.fromkeys(name for theirs in by_rank.values() for name in theirs):
         held = dict.fromkeys((theirs[name][0], theirs[name][2]) for theirs in by_rank.values() if name in theirs)
@@ -352,12 +355,12 @@ def divergence(world: World, mesh: Mesh, replicas: Iterable[Replica], *, hint: s
     return ReplicaError("\n".join(lines), tensor=first, ranks=differing[first], within_rounding=close, hint=hint)
 
 
-_ROUNDINGS = 8  # of the largest element: what kernels that add in another order part replicas by
+_ROUNDINGS = 8  # of the largest element: kernels with another order of summation differ by less
 
 
 @torch.no_grad()
 def _is_close(replica: Replica, mesh: Mesh) -> bool:
-    """Return whether this rank's replica equals the first rank's within rounding: a collective of its holders."""
+    """Return whether a replica equals the first rank's within rounding: a collective."""
     first = _first(replica, mesh)
     held = replica.value
     assert isinstance(held, (torch.Tensor, Stored))
@@ -375,7 +378,7 @@ def _key(value: torch.Tensor | str | None) -> tuple[str, int | str] | None:
 
 
 def describe_copy(value: torch.Tensor | str | None) -> str:
-    """Shape, type, norm and checksum: ``"(8,), torch.float32, norm 2.828427, checksum 9ae16a3b2f90404f"``."""
+    """Return ``"(8,), torch.float32, norm 2.828427, checksum 9ae16a3b2f90404f"``."""
     if not isinstance(value, torch.Tensor):
         return value or "(anything)"
     described = f"{tuple(value.shape)}, {value.dtype}"
@@ -391,11 +394,11 @@ def align_replicas(mesh: Mesh | None, replicas: Iterable[Replica]) -> None:
 
     Args:
         mesh: of the schedule.
-        replicas: as for :func:`check_replicas`; their tensors, in the same order on all ranks that hold copies.
+        replicas: as for :func:`check_replicas`.
     """
     if mesh is None or mesh.world_size == 1 or mesh.is_abstract:
         return
-    for replica in sorted(replicas, key=lambda one: one.name):  # what a rank has none of comes at no other place
+    for replica in sorted(replicas, key=lambda one: one.name):  # in one order, also on ranks that lack some
         held = replica.value
         if replica.is_made or not isinstance(held, (torch.Tensor, Stored)):
             continue
@@ -417,7 +420,7 @@ def _first(replica: Replica, mesh: Mesh) -> torch.Tensor:
     value = value.to(device) if device.type != "cpu" else value
     value = value.clone(memory_format=torch.contiguous_format)
     among = dict(replica.among)
-    for mesh_dim in replica.over:  # along each dimension from its first rank, so in the end from the first of all
+    for mesh_dim in replica.over:  # from the first rank of each dimension, so finally from the first of all
         if mesh_dim in among:
             spread(value, mesh, mesh_dim, among[mesh_dim])
         else:

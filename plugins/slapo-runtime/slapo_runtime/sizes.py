@@ -1,4 +1,4 @@
-"""Sizes in bytes, read from and written as text with units."""
+"""Parse and format sizes in bytes, with units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?) ?([A-Za-z]*)", re.ASCII)
 
 
 def parse_bytes(size: int | str, *, name: str = "memory") -> int:
-    """The number of bytes that ``size`` means.
+    """Return a size in bytes.
 
     Args:
         size: bytes, or a text: a number with one of the units B, kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB,
@@ -30,7 +30,7 @@ def parse_bytes(size: int | str, *, name: str = "memory") -> int:
         at least 1; a fraction of a byte is dropped.
 
     Raises:
-        ArgumentError: anything else; the message has the corrected call.
+        ArgumentError: any other size; with the corrected call.
     """
     if type(size) is int:
         bytes_ = size
@@ -40,17 +40,17 @@ def parse_bytes(size: int | str, *, name: str = "memory") -> int:
             raise _refusal(size, name, _corrected(match))
         bytes_ = int(Fraction(match[1]) * _UNITS[match[2]])
     else:
-        whole = int(size) if isinstance(size, float) and size >= 1 and size % 1 == 0 else None
-        raise _refusal(size, name, '"70GiB"' if whole is None else str(whole))
+        integer = int(size) if isinstance(size, float) and size >= 1 and size % 1 == 0 else None
+        raise _refusal(size, name, '"70GiB"' if integer is None else str(integer))
     if bytes_ < 1:
         raise ArgumentError(f"{name} must be at least 1 byte (got {size!r})", hint=f'{name}="70GiB"')
     return bytes_
 
 
 def format_bytes(size: float) -> str:
-    """``size`` bytes with the largest binary unit that leaves at least 1: ``"70GiB"``, ``"105.33MiB"``, ``"12B"``.
+    """Format a size: ``"70GiB"``, ``"105.33MiB"``, ``"12B"``.
 
-    Where the two decimals say all, :func:`parse_bytes` gives ``size`` back.
+    Sizes with at most two decimals are restored by :func:`parse_bytes`.
 
     Args:
         size: bytes; a negative one, e.g. a difference, keeps its sign.

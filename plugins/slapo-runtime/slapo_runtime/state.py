@@ -1,5 +1,3 @@
-"""The names of :mod:`slapo_runtime.correspondence.state` that plugins also import from here."""
+"""The state of a scheduled model, for dialects: a name of :mod:`slapo_runtime.weights.state`."""
 
-from slapo_runtime.correspondence.state import (
-    ModelState as ModelState,
-)
+from slapo_runtime.weights.state import ModelState as ModelState

@@ -27,23 +27,23 @@ class InMemory:
     label = "the pieces in memory"
 
     def __init__(self, pieces: Iterable[TensorShard]) -> None:
-        self.whole: dict[tuple[str, str], torch.Tensor] = {}
+        self.full: dict[tuple[str, str], torch.Tensor] = {}
         self.asked = 0
         covered: dict[tuple[str, str], torch.Tensor] = {}
         for piece in pieces:
             key = (piece.kind, piece.name)
-            self.whole.setdefault(key, torch.zeros(piece.shape, dtype=piece.value.dtype))[_place(piece)] = piece.value
+            self.full.setdefault(key, torch.zeros(piece.shape, dtype=piece.value.dtype))[_place(piece)] = piece.value
             covered.setdefault(key, torch.zeros(piece.shape))[_place(piece)] += 1
         wrong = [key for key, counts in covered.items() if not bool((counts == 1).all())]
         assert not wrong, wrong
 
     def like(self, kind: str, name: str) -> torch.Tensor:
-        return self.whole[kind, name].to("meta")
+        return self.full[kind, name].to("meta")
 
     def read(self, wanted: Sequence[TensorShard]) -> None:
         self.asked += 1
         for piece in wanted:
-            piece.value.copy_(self.whole[piece.kind, piece.name][_place(piece)])
+            piece.value.copy_(self.full[piece.kind, piece.name][_place(piece)])
 
 
 def _place(piece: TensorShard) -> tuple[slice, ...]:

@@ -52,7 +52,7 @@ class Slices:
             self.place
         ]
 
-    def whole(self, piece: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    def full(self, piece: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         pieces = [torch.empty_like(piece) for _ in range(self.replicas)]
         if self.replicas > 1:
             dist.all_gather(pieces, piece.detach().contiguous(), group=self.mesh.group("dp"))
@@ -73,7 +73,7 @@ class Slices:
 
     def renew(self) -> None:
         for parameter in self.parameters:
-            parameter.data = self.whole(self.masters[id(parameter)], self.shapes[id(parameter)]).to(parameter.dtype)
+            parameter.data = self.full(self.masters[id(parameter)], self.shapes[id(parameter)]).to(parameter.dtype)
 
     # -- of tensors -------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class Slices:
         if id(tensor) not in self.masters:
             return tensor
         master = self.masters[id(tensor)]
-        return self.whole(self.inner.state[master][key] if key else master, self.shapes[id(tensor)])
+        return self.full(self.inner.state[master][key] if key else master, self.shapes[id(tensor)])
 
     def loading(self, one: Any, value: Any) -> Callable[[], None]:
         if not isinstance(one, LiveTensor):
@@ -177,13 +177,13 @@ class SlicedEngine(StatefulEngine):
     def _kept_optimizer(self) -> Any:
         return self.slices
 
-    def _beside(self) -> dict[str, Any]:
+    def _runtime_state(self) -> dict[str, Any]:
         return {"clock": {"ticks": self.ticks}, "counters": {"steps": self.ticks}}
 
-    def _uses(self) -> tuple[str, ...]:
+    def _loaded_names(self) -> tuple[str, ...]:
         return ("clock",)
 
-    def _resume(self, runtime: Mapping[str, Any]) -> None:
+    def _load_runtime_state(self, runtime: Mapping[str, Any]) -> None:
         self.ticks = runtime.get("clock", {}).get("ticks", 0)
 
 

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 import slapo_core as slapo
 from slapo_core.internals import Replace
 from slapo_core.plugins import use_registry
-from slapo_runtime.consistency import schedule_facts, weights_facts
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import SafetensorsSource, open_source
-from slapo_runtime.world import RankFact, checksum
+from slapo_runtime.ranks.checksums import checksum
+from slapo_runtime.ranks.consistency import schedule_facts, weights_facts
+from slapo_runtime.ranks.facts import RankFact
+from slapo_runtime.weights.sources import SafetensorsSource, open_source
 from slapo_testing import FakeDistribution, FakeEnvironment
 from tests.messages import Messages
 from tests.support.building import Split, adam, on_meta, real
@@ -167,14 +168,14 @@ def test_an_error_of_one_rank_ends_the_build_on_every_rank(results: list[dict[st
 
 
 @pytest.mark.ranks
-def test_ranks_that_call_build_with_other_arguments_are_told_and_none_of_them_hangs(
+def test_different_build_arguments_raise_on_every_rank_without_a_hang(
     results: list[dict[str, str]], message: Messages
 ) -> None:
     cases = {
         "no optimizer": ("the optimizer", "rank 0: <function tests.support.building.adam>", "rank 1: none"),
         "another factory": ("the optimizer", "rank 1: <functools.partial of <class torch.optim.sgd.SGD>, lr=0.5>"),
         "loss": ("the loss", "rank 0: a function", "rank 1: none"),
-        "no weights": ("the weights", "rank 0: a mapping", "rank 1: those of the model"),
+        "no weights": ("the weights", "rank 0: a mapping", "rank 1: the values of the model"),
         "other weights": ("the weights 'fc1.weight'", "rank 0: (8, 6), torch.float"),
         "accumulate": ("accumulate", "rank 0: 1", "rank 1: 2"),
         "seed": ("the seed", "rank 0: 0", "rank 1: 1"),
@@ -206,7 +207,7 @@ def test_ranks_that_share_a_replica_draw_as_the_first_of_them_and_replicas_as_th
     assert "failed on rank 0" in second
 
 
-def test_weights_are_compared_by_their_bits_and_files_by_what_is_in_them(tmp_path: Path) -> None:
+def test_weights_are_compared_by_bits_and_files_by_content(tmp_path: Path) -> None:
     state = {"b": torch.ones(2, 3), "a": torch.tensor(1.0)}
     save_file(state, tmp_path / "model.safetensors")
     assert list(weights_facts(state, open_source(state))) == [

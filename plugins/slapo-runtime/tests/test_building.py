@@ -45,7 +45,7 @@ def test_building_seals_the_schedule_and_keeps_its_records(message: Messages) ->
     message(error, "cannot build", "sch.to_json()")
 
 
-def test_a_dry_schedule_says_what_to_launch(message: Messages) -> None:
+def test_abstract_mesh_is_refused_with_the_launch_command(message: Messages) -> None:
     schedule = split(slapo.create_schedule(real("mlp"), mesh={"dp": 2, "tp": 2}), "mlp")
     message(refused(schedule, slapo.BuildError), "4 processes", "`torchrun --nproc-per-node 4 your_script.py`")
 
@@ -127,7 +127,7 @@ def test_an_optimizer_made_before_the_schedule_is_refused_with_the_call(message:
     model = real("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     text = refused(slapo.create_schedule(model), slapo.OptimizerError, optimizer=optimizer)
-    message(text, "got the optimizer SGD", "build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))")
+    message(text, "got an optimizer, SGD", "build(sch, optimizer=lambda params: torch.optim.SGD(params, lr=0.5))")
 
 
 def test_an_optimizer_with_foreign_parameters_is_refused_and_names_them(message: Messages) -> None:

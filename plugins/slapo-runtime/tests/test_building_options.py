@@ -59,7 +59,7 @@ def schedule_with(*dialects: type[slapo.Dialect]) -> slapo.Schedule:
     return schedule
 
 
-def test_a_dialect_plans_with_the_options_that_it_made_of_the_arguments() -> None:
+def test_dialect_plans_with_options_from_the_arguments() -> None:
     schedule = schedule_with(Folding)
     slapo.build(
         schedule,
@@ -77,7 +77,7 @@ def test_a_dialect_plans_with_the_options_that_it_made_of_the_arguments() -> Non
     assert Folding.seen == [arguments, {"steps": 3}]
 
 
-def test_nothing_given_is_what_the_arguments_are_by_default() -> None:
+def test_build_arguments_have_their_defaults() -> None:
     slapo.build(schedule_with(Folding), target="folding")
     assert Folding.seen == [BuildArguments(), {"steps": 1}]
 
@@ -89,12 +89,12 @@ def test_an_option_that_contradicts_an_argument_leaves_the_schedule_usable() -> 
     slapo.build(schedule, target="folding", accumulate=2, steps=2)
 
 
-def test_the_options_are_those_of_the_user_by_default() -> None:
+def test_options_default_to_the_users_config() -> None:
     config = {"bucket_cap_mb": 3}
     assert TorchDialect().options(config, BuildArguments(accumulate=2)) is config
 
 
-def test_what_is_no_mapping_of_options_and_what_fails_names_the_plugin(message: Messages) -> None:
+def test_invalid_options_and_errors_name_the_plugin(message: Messages) -> None:
     schedule = schedule_with(Mute, Failing)
     with pytest.raises(slapo.BuildError) as caught:
         slapo.build(schedule, target="mute")

@@ -14,7 +14,7 @@ import torch
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import SafetensorsSource
+from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
 from tests.support.building import adam, batches, real, split
 
@@ -224,9 +224,7 @@ def test_a_save_interrupted_anywhere_leaves_the_checkpoint_before_or_the_new_one
         )
 
 
-def test_a_save_that_fails_leaves_the_checkpoint_before_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(1)
     train(engine, 1)
     engine.save(tmp_path)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.world import World, gather_along
+from slapo_runtime.ranks.world import World, gather_along
 from tests.messages import Messages
 from tests.support.building import real, split
 

@@ -50,7 +50,7 @@ def test_torch_s_element_wise_optimizers_take_shards_and_compute_shards_of_their
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_those_that_are_not_are_refused_where_a_parameter_is_split(name: str, message: Messages) -> None:
+def test_optimizers_that_are_not_elementwise_are_refused_for_split_parameters(name: str, message: Messages) -> None:
     with pytest.raises(OptimizerError) as refused:
         made(getattr(torch.optim, name))
     message(refused, name, "'weight'", "elementwise=True")
@@ -63,7 +63,7 @@ class Closing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("options", [{}, {"is_split": False}, {"is_part": True}, {"elementwise": True}])
-def test_those_whose_step_requires_a_closure_are_refused(options: dict[str, Any], message: Messages) -> None:
+def test_optimizers_with_a_closure_are_refused(options: dict[str, Any], message: Messages) -> None:
     for factory in (torch.optim.LBFGS, Closing):
         with pytest.raises(OptimizerError) as refused:
             made(factory, **options)
@@ -173,7 +173,7 @@ def build_all(directory: str) -> dict[str, str]:
 
 
 @pytest.mark.ranks
-def test_build_refuses_it_where_something_is_split_and_only_there(tmp_path: Path, message: Messages) -> None:
+def test_build_refuses_other_optimizers_only_for_split_parameters(tmp_path: Path, message: Messages) -> None:
     first, second = run_ranks(build_all, str(tmp_path), world_size=2)
     [refused] = {result[case] for result in (first, second) for case in ("split", "theirs, split")}
     message(refused, "OptimizerError: Adafactor", "'fc1.weight'", 'mesh={"dp": ...}')
@@ -183,7 +183,7 @@ def test_build_refuses_it_where_something_is_split_and_only_there(tmp_path: Path
 
 
 @pytest.mark.parametrize("mesh", [None, {"tp": 1}], ids=str)
-def test_what_keeps_rows_is_saved_and_resumed_where_nothing_is_split(mesh: Any, tmp_path: Path) -> None:
+def test_factored_state_is_saved_and_resumed_without_shards(mesh: Any, tmp_path: Path) -> None:
     from transformers.optimization import Adafactor as TheirAdafactor
 
     for number, factory in enumerate((torch.optim.Adafactor, TheirAdafactor)):

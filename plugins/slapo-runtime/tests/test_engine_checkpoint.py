@@ -71,7 +71,7 @@ def check(state: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(state[key], tensor, rtol=1e-10, atol=1e-12)
 
 
-def test_one_process_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_one_process_resumes_bitwise(tmp_path: Path) -> None:
     save_after_three(None, str(tmp_path))
     check(go_on_to_six(None, str(tmp_path)))
 
@@ -91,7 +91,7 @@ def test_one_process_saves_and_tensor_parallel_ranks_go_on(tmp_path: Path) -> No
         check(state)
 
 
-def test_the_files_hold_the_untouched_names_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_checkpoint_files_hold_reference_names_only(tmp_path: Path) -> None:
     save_after_three({"tp": 1}, str(tmp_path))
     save_after_three({"tp": 1}, str(tmp_path))  # over the first
     assert sorted(file.name for file in tmp_path.iterdir()) == [
@@ -122,7 +122,7 @@ def test_a_tied_model_is_saved_with_all_its_names(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, state[key]) for key, tensor in plain.state_dict().items())
 
 
-def test_what_a_replacement_added_is_saved_beside_the_model(tmp_path: Path, message: Messages) -> None:
+def test_tensors_added_by_a_replacement_are_saved_apart(tmp_path: Path, message: Messages) -> None:
     from .test_weights_reference import gated
 
     engine = slapo.build(gated(real("mlp")), optimizer=adam)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slapo_core import BuildError
-from slapo_runtime.correspondence.flat_storage import FlatOptimizer, FlatStorage, Held, StoredGroup
-from slapo_runtime.flat_shards import Place
+from slapo_runtime.correspondence.flat_storage import FlatOptimizer, FlatStorage, StoredGroup, StoredParameter
+from slapo_runtime.flat_shards import FlatShard
 
 
 def stored() -> tuple[torch.optim.Optimizer, torch.Tensor, torch.Tensor, FlatOptimizer]:
@@ -15,8 +15,8 @@ def stored() -> tuple[torch.optim.Optimizer, torch.Tensor, torch.Tensor, FlatOpt
     flat, vector, number = torch.zeros(5), torch.zeros(4), torch.zeros(())
     optimizer = torch.optim.AdamW([flat])
     held = {
-        id(number): Held(Place(flat, 0, 0, 1, ()), optimizer=optimizer),
-        id(vector): Held(Place(flat, 1, 0, 4, (4,)), optimizer=optimizer),
+        id(number): StoredParameter(FlatShard(flat, 0, 0, 1, ()), optimizer=optimizer),
+        id(vector): StoredParameter(FlatShard(flat, 1, 0, 4, (4,)), optimizer=optimizer),
     }
     storage = FlatStorage(held, None, torch.device("cpu"))
     names = {id(number): "number", id(vector): "vector"}
@@ -46,7 +46,7 @@ def test_a_parameter_without_axes_has_its_place_too() -> None:
 def test_one_number_of_steps_is_shared_and_others_are_refused() -> None:
     _, number, vector, mine = stored()
     states = {number: {"step": torch.tensor(1.0)}, vector: {"step": torch.tensor(2.0)}}
-    with pytest.raises(BuildError, match=r"'number' and 2\.0 for 'vector', and A runtime keeps one number"):
+    with pytest.raises(BuildError, match=r"'number' and 2\.0 for 'vector', but A runtime keeps one number"):
         mine.loading([{}], states)
-    with pytest.warns(UserWarning, match="no state of the optimizer for vector"):
+    with pytest.warns(UserWarning, match="no optimizer state for vector"):
         mine.loading([{}], {number: {"step": torch.tensor(1.0)}})

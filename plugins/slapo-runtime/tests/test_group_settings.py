@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slapo_core import BuildError
-from slapo_runtime.weights.optimizer_state import matched_settings
+from slapo_runtime.weights.optimizer_groups import matched_settings
 from tests.messages import Messages
 
 
@@ -36,12 +36,12 @@ def test_the_same_groups_take_the_settings_of_the_checkpoint() -> None:
     ]
 
 
-def test_groups_in_another_order_take_those_of_their_parameters() -> None:
+def test_reordered_groups_take_the_settings_of_their_parameters() -> None:
     saved = [group("a b", lr=0.1), group("c", lr=0.2)]
     assert matched(saved, [group("c", lr=1), group("a b", lr=1)]) == [{"lr": 0.2}, {"lr": 0.1}]
 
 
-def test_groups_that_were_parted_take_what_does_not_set_them_apart(message: Messages) -> None:
+def test_divided_groups_take_common_settings(message: Messages) -> None:
     saved = [group("a b c", lr=0.1, wd=0.0)]
     assert matched(saved, [group("a b", lr=1, wd=0.0), group("c", lr=1, wd=0.0)]) == [{"lr": 0.1, "wd": 0.0}] * 2
     with pytest.raises(BuildError) as error:
@@ -58,7 +58,7 @@ def test_groups_that_were_joined_need_one_value(message: Messages) -> None:
     assert matched([group("a b", lr=0.1), group("c", lr=0.1)], present) == [{"lr": 0.1}]
     with pytest.raises(BuildError) as error:
         matched([group("a b", lr=0.1), group("c", lr=0.2)], present, scheduled=("lr",))
-    message(error, "'a' and 'c'", "'lr' = 0.1 for the one and 0.2")
+    message(error, "'a' and 'c'", "'lr' = 0.1 for the first and 0.2")
 
 
 def test_frozen_parameters_may_be_in_no_group() -> None:

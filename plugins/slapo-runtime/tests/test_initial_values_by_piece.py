@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 import slapo_core as slapo
 from slapo_core.internals import Internals
 from slapo_core.layout import Layout
-from slapo_runtime import initialization
-from slapo_runtime.initialization import Initializer, blocks, record
+from slapo_runtime.initialization import programs as initialization
+from slapo_runtime.initialization.programs import Initializer, blocks, record
 from slapo_runtime.launcher import run_ranks
 from tests.support.building import Split, on_meta
 from tests.support.initial_values import differences
@@ -63,7 +63,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block", [40, 1 << 16])
-def test_what_is_made_by_piece_is_what_the_initializers_write(
+def test_initialization_by_shard_equals_the_initializers(
     dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initialization, "_BLOCK", block)
@@ -123,24 +123,24 @@ LAYOUTS: dict[str, Callable[[tuple[int, ...]], Layout]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_piece_is_cut_out_of_the_whole(
+def test_initialized_shard_is_cut_from_the_full_tensor(
     layout: Callable[[tuple[int, ...]], Layout], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_blocks(monkeypatch)
     with torch.device("meta"):
         model = nn.Embedding(48, 16, padding_idx=13)
     initializer = Initializer(model, Internals(slapo.create_schedule(model)).hooks)
-    whole = initializer.value("weight", (48, 16))
-    assert whole is not None
-    assert not whole[13].any()
+    full = initializer.value("weight", (48, 16))
+    assert full is not None
+    assert not full[13].any()
     for rank in reversed(range(size)):
         mesh: Any = _Mesh(rank, size)
         piece = initializer.shard("weight", layout((48, 16)), mesh)
         assert piece is not None
-        assert torch.equal(piece, layout((48, 16)).local(whole, mesh))
+        assert torch.equal(piece, layout((48, 16)).local(full, mesh))
 
 
-def test_values_do_not_depend_on_what_was_made_before() -> None:
+def test_initial_values_do_not_depend_on_the_order() -> None:
     def values(names: list[str]) -> dict[str, torch.Tensor | None]:
         model = odd()
         initializer = Initializer(model, Internals(slapo.create_schedule(model)).hooks)
@@ -161,7 +161,7 @@ class Half(nn.Linear):
         nn.init.constant_(self.bias, 0.5)
 
 
-def test_a_replaced_module_starts_as_the_untouched_one() -> None:
+def test_replaced_module_starts_with_reference_values() -> None:
     def make() -> nn.Module:
         with torch.device("meta"):
             return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
@@ -215,7 +215,7 @@ def test_building_draws_every_element_at_most_once() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_rank_never_holds_a_whole_tensor_of_which_it_keeps_a_piece(axis: int) -> None:
+def test_rank_never_allocates_the_full_tensor_of_a_shard(axis: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(1024, 1024)
     initializer = Initializer(model, Internals(slapo.create_schedule(model)).hooks)
@@ -316,7 +316,7 @@ FOREIGN: dict[str, tuple[Callable[[nn.Module], object], Callable[[torch.Tensor],
 
 
 @pytest.mark.parametrize(("reset", "holds"), FOREIGN.values(), ids=FOREIGN)
-def test_what_cannot_be_made_by_piece_is_made_by_the_initializer_itself(
+def test_unsupported_initializers_run_on_full_tensors(
     reset: Callable[[nn.Module], object], holds: Callable[[torch.Tensor], Any]
 ) -> None:
     with torch.device("meta"):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime import context as context_module
-from slapo_runtime.batches import InputSignature, bound_batch
-from slapo_runtime.context import Stages
+from slapo_runtime.batches import bound_batch
+from slapo_runtime.stages import signatures
+from slapo_runtime.stages.signatures import InputSignature, StagedModels
 
 
 class Kind(enum.Enum):
@@ -73,8 +73,8 @@ def test_a_forward_that_was_exchanged_has_its_own_signature() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch, arguments: list[Any]) -> int:
     """How often the model is cut for these arguments, one after the other."""
     count: list[Any] = []
-    monkeypatch.setattr(context_module, "ask", lambda *_: count.append(1))
-    stages = Stages(slapo.create_schedule(Reads()))
+    monkeypatch.setattr(signatures, "ask", lambda *_: count.append(1))
+    stages = StagedModels(slapo.create_schedule(Reads()))
     for one in arguments:
         stages.of({"x": torch.ones(1), "kind": one}, training=True, outputs=None, batch_axes=None)
     return len(count)
@@ -99,18 +99,18 @@ def test_equal_values_have_the_same_stages(monkeypatch: pytest.MonkeyPatch, one:
 
 
 @pytest.mark.parametrize("value", [numpy.ones(2), object()], ids=["array", "object"])
-def test_what_may_change_is_cut_for_again_with_a_warning(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+def test_mutable_arguments_recut_the_model_with_a_warning(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     with pytest.warns(UserWarning, match="again in every step") as told:
         assert asked(monkeypatch, [value] * 3) == 3
     assert len(told) == 1
     assert type(value).__name__ in str(told[0].message)
 
 
-def test_what_is_trained_and_the_modes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_includes_trained_parameters_and_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     count: list[Any] = []
-    monkeypatch.setattr(context_module, "ask", lambda *_: count.append(1))
+    monkeypatch.setattr(signatures, "ask", lambda *_: count.append(1))
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    stages = Stages(slapo.create_schedule(model))
+    stages = StagedModels(slapo.create_schedule(model))
     for change in (
         lambda: None,
         lambda: model[0].bias.requires_grad_(False),

@@ -146,7 +146,7 @@ def test_an_exception_brings_every_ranks_traceback_and_the_lowest_ranks_as_cause
     assert str(error.__cause__) == "no luck on rank 0"
 
 
-def test_a_rank_blocked_in_a_collective_ends_soon_after_another_failed_and_shows_where_it_stood() -> None:
+def test_rank_blocked_in_a_collective_ends_with_a_traceback_after_a_failure() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         run_ranks(raise_on_rank_one_while_rank_zero_waits, world_size=2, timeout=1800)
@@ -196,7 +196,7 @@ def test_a_rank_that_crashes_is_reported_with_its_signal_and_traceback(message: 
     assert "in crash_on_rank_zero" in text
 
 
-def test_an_exception_that_cannot_be_unpickled_is_still_told() -> None:
+def test_exception_that_cannot_be_unpickled_is_reported() -> None:
     with pytest.raises(RankFailedError) as caught:
         run_ranks(raise_odd, world_size=1)
     assert "OddError: odd" in caught.value.failures[0]
@@ -209,15 +209,15 @@ def test_a_result_that_cannot_be_sent_is_an_error_that_names_its_type() -> None:
     assert "of type function" in caught.value.failures[0]
 
 
-def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out(message: Messages) -> None:
+def test_function_that_cannot_be_sent_is_refused_with_a_hint(message: Messages) -> None:
     def inner() -> None: ...
 
     with pytest.raises(LaunchError) as caught:
         run_ranks(inner, world_size=2)
-    name = f"'{__name__}.test_a_function_that_cannot_be_sent_is_refused_with_the_way_out.<locals>.inner'"
+    name = f"'{__name__}.test_function_that_cannot_be_sent_is_refused_with_a_hint.<locals>.inner'"
     assert f"{name} to the ranks: " in str(caught.value)
     assert "at the top level" in str(caught.value)
-    message(caught.value.hint, "out of the function")
+    message(caught.value.hint, "out of its function")
 
 
 def test_an_argument_that_cannot_be_sent_is_refused() -> None:
@@ -259,9 +259,7 @@ def variable():
 
 
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.breadth)])
-def test_a_plain_script_can_launch_ranks_and_is_told_to_guard_its_main_part(
-    tmp_path: Path, guarded: bool, message: Messages
-) -> None:
+def test_plain_script_launches_ranks_under_a_main_guard(tmp_path: Path, guarded: bool, message: Messages) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(guard='if __name__ == "__main__":' if guarded else "if True:"))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=600)
@@ -364,9 +362,7 @@ def test_a_script_that_verifies_a_dry_schedule_without_a_main_guard_is_shown_the
 
 
 @pytest.mark.parametrize("guard", sampled(["if True:", 'if __name__ == "__main__":']))
-def test_a_script_on_standard_input_that_verifies_a_dry_schedule_is_told_to_be_a_file(
-    tmp_path: Path, guard: str, message: Messages
-) -> None:
+def test_script_on_standard_input_is_refused_with_a_hint(tmp_path: Path, guard: str, message: Messages) -> None:
     text = VERIFY.format(size=4, guard=guard)
     done = subprocess.run([sys.executable], input=text, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert (done.returncode, done.stdout) == (1, "")
@@ -374,7 +370,7 @@ def test_a_script_on_standard_input_that_verifies_a_dry_schedule_is_told_to_be_a
 
 
 @pytest.mark.parametrize("is_known", sampled([True, False]))
-def test_a_notebook_verifies_what_modules_define_and_is_told_of_its_own_classes(
+def test_notebook_verifies_imported_classes_and_refuses_its_own(
     tmp_path: Path, is_known: bool, message: Messages
 ) -> None:
     text = VERIFY.format(size=4, guard="if True:")
@@ -388,7 +384,7 @@ def test_a_notebook_verifies_what_modules_define_and_is_told_of_its_own_classes(
         message(_last_error(done), "'Own'", "interactive session", "into a module file")
 
 
-def test_a_batch_that_the_model_does_not_take_is_said_alone(tmp_path: Path, message: Messages) -> None:
+def test_batch_with_wrong_arguments_has_one_error(tmp_path: Path, message: Messages) -> None:
     script = tmp_path / "script.py"
     guarded = VERIFY.format(size=4, guard='if __name__ == "__main__":')
     script.write_text(guarded.replace("torch.randn(2, 4)", "torch.randn(2, 5)"))

@@ -32,11 +32,11 @@ def compiled() -> tuple[float, float, int, str]:
 
 
 @pytest.mark.ranks
-def test_a_compiled_model_is_looked_at_while_it_is_traced() -> None:
+def test_compiled_model_is_checked_during_tracing() -> None:
     for loss, expected, left, text in run_ranks(compiled, world_size=2):
         assert loss == pytest.approx(expected, rel=1e-12)
         assert left == 1  # it stays, and what was compiled does not call it
-        assert "DistributedDataParallel takes the tensors of this Mlp " in text
+        assert "DistributedDataParallel treats the tensors of this Mlp " in text
         assert " on the ranks 0, 1" in text
 
 

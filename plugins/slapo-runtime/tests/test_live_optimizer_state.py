@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(message: Messages) -> 
     wrong = {**state, "state": {**state["state"], "fc1.bias": {"exp_avg": torch.ones(3)}}}
     for bad, kind, word in (
         (slapo.optimizer_state_dict(other.sch, other.optimizer), slapo.BuildError, "SGD"),
-        (run.optimizer.state_dict(), slapo.ArgumentError, "numbers"),
+        (run.optimizer.state_dict(), slapo.ArgumentError, "by number"),
         ({"model": {}}, slapo.ArgumentError, "param_groups"),
         (wrong, slapo.BuildError, "'fc1.bias'"),
     ):

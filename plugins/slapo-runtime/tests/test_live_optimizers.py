@@ -51,7 +51,7 @@ def test_the_first_step_of_an_optimizer_made_before_the_schedule_is_refused_and_
     assert not torch.equal(before[0], model.fc1.weight)
 
 
-def test_an_optimizer_that_has_stepped_before_is_looked_at_again_when_steps_come_and_go() -> None:
+def test_optimizer_is_checked_again_after_schedule_steps() -> None:
     model = real("mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, optimizer)
@@ -82,7 +82,7 @@ def test_a_replaced_module_without_any_mesh_counts_too() -> None:
         optimizer.step()
 
 
-def test_a_group_added_later_is_looked_at() -> None:
+def test_later_parameter_group_is_checked() -> None:
     model = real("mlp")
     old = list(model.fc1.parameters())
     scheduled(model)
@@ -101,7 +101,7 @@ def around(old: nn.Module) -> nn.Module:
     return nn.Sequential(old)
 
 
-def test_what_is_right_is_accepted() -> None:
+def test_valid_optimizers_are_accepted() -> None:
     plain = real("mlp")
     model = real("mlp")
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,10 +167,10 @@ def test_a_compiled_step_is_left_alone() -> None:
     assert not torch.equal(before, model.fc1.weight)
 
 
-def test_an_optimizer_that_needs_whole_tensors_warns_once_of_pieces(message: Messages) -> None:
+def test_optimizer_of_full_tensors_warns_once_about_shards(message: Messages) -> None:
     model = real("mlp")
-    whole = torch.optim.Adafactor(model.parameters())
-    trained(model, whole)
+    full = torch.optim.Adafactor(model.parameters())
+    trained(model, full)
     scheduled(model)
     optimizer = torch.optim.Adafactor(model.parameters())
     with pytest.warns(UserWarning, match="full tensors") as caught:

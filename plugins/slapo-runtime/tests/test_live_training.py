@@ -128,7 +128,7 @@ def live_training(mesh: dict[str, int]) -> dict[float, tuple[list[float], dict[s
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
-def test_three_clipped_steps_are_those_of_the_untouched_model(mesh: dict[str, int]) -> None:
+def test_three_clipped_steps_equal_the_reference_model(mesh: dict[str, int]) -> None:
     expected = {norm_type: plain_training(norm_type) for norm_type in NORMS}
     for results in run_ranks(live_training, mesh, world_size=math.prod(mesh.values())):
         for norm_type, (norms, state) in expected.items():
@@ -166,7 +166,7 @@ def odd_gradients() -> tuple[list[str], float, list[torch.dtype]]:
 
 
 @pytest.mark.ranks
-def test_what_cannot_be_clipped_is_refused_on_every_rank(message: Messages) -> None:
+def test_invalid_clipping_is_refused_on_every_rank(message: Messages) -> None:
     results = run_ranks(odd_gradients, world_size=2)
     for _, norm, dtypes in results:
         assert norm == 0.0
@@ -204,7 +204,7 @@ def round_trips(directory: str) -> list[str]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.breadth)])
-def test_state_dicts_and_exports_are_the_untouched_model_s(tmp_path: Path, world_size: int) -> None:
+def test_state_dicts_and_exports_equal_the_reference_model(tmp_path: Path, world_size: int) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     assert run_ranks(round_trips, str(tmp_path), world_size=world_size) == [[]] * world_size
@@ -246,7 +246,7 @@ def test_a_plain_module_is_exported_as_safetensors_that_every_way_of_loading_rea
             assert torch.equal(tensor, expected[key] + 1)
 
 
-def test_the_tools_work_without_any_mesh_and_say_what_a_built_model_has_instead(message: Messages) -> None:
+def test_live_functions_work_without_a_mesh_and_refuse_built_models(message: Messages) -> None:
     sch = slapo.create_schedule(real("mlp"))
     sch["fc1"].checkpoint()
     assert list(slapo.state_dict(sch)) == ["fc1.weight", "fc1.bias", "fc2.weight"]
@@ -261,7 +261,7 @@ def test_the_tools_work_without_any_mesh_and_say_what_a_built_model_has_instead(
     message(error, "cannot call state_dict", "engine.state_dict()")
 
 
-def test_what_is_found_out_about_a_model_is_forgotten_when_a_step_comes_or_goes() -> None:
+def test_cached_live_state_is_dropped_after_a_step_or_undo() -> None:
     sch = slapo.create_schedule(real("mlp"), mesh={"tp": 1})
     before = slapo.state_dict(sch)
     sch["fc1"].apply(Split(("weight", "bias")))
@@ -291,7 +291,7 @@ def test_torch_s_own_state_dict_of_a_split_model_warns_once(message: Messages) -
         model.state_dict()
 
 
-def test_whole_weights_for_a_split_model_are_told_where_to_go(message: Messages) -> None:
+def test_loading_full_weights_into_shards_names_the_call(message: Messages) -> None:
     model = dry().model
     told = set()
     for strict in (True, False):
@@ -301,11 +301,11 @@ def test_whole_weights_for_a_split_model_are_told_where_to_go(message: Messages)
     message(*told, "3 tensors, e.g. 'fc1.weight', here (4, 6) of (8, 6)", "slapo_core.load_state_dict(sch, state)")
 
 
-def test_models_save_pretrained_and_copies_warn_too_and_what_is_whole_does_not(tmp_path: Path) -> None:
+def test_save_pretrained_and_copies_of_sharded_models_warn(tmp_path: Path) -> None:
     import copy
     import pickle
 
-    with pytest.warns(UserWarning, match="what this rank holds"):
+    with pytest.warns(UserWarning, match="this rank's shards"):
         dry("bert").model.save_pretrained(tmp_path)
     for copied in (copy.deepcopy(dry().model), pickle.loads(pickle.dumps(dry().model))):
         with pytest.warns(UserWarning, match="'fc1.weight', here"):
@@ -378,7 +378,7 @@ def test_a_change_outside_of_the_schedule_is_refused_wherever_values_leave(chang
             leave()
 
 
-def test_a_parameter_registered_outside_of_the_schedule_is_said_to_be_that(message: Messages) -> None:
+def test_parameter_registered_outside_of_the_schedule_is_refused(message: Messages) -> None:
     batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 4)}
     sch = slapo.create_schedule(real("mlp"), example_inputs=batch)
     sch["fc1"].checkpoint()
@@ -438,7 +438,7 @@ def first_forward_of_ranks_that_differ() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         sch.model(ids)
-    answers["warned"] = [str(one.message) for one in caught if "random state" in str(one.message)]
+    answers["warned"] = [str(one.message) for one in caught if "RNG state" in str(one.message)]
     answers["state"] = bytes(torch.get_rng_state().tolist())
     return answers
 

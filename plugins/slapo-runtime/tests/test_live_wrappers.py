@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slapo_core as slapo
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import TorchOptimizer
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.state import ModelState
 from tests.messages import Messages
 from tests.support.building import batches, real, split
 
@@ -132,7 +132,7 @@ def answers_to_wrappers() -> dict[str, tuple[str, str] | None]:
 
 
 @pytest.mark.ranks
-def test_a_wrapper_over_ranks_with_different_pieces_is_refused_and_one_over_replicas_is_not(message: Messages) -> None:
+def test_wrapper_over_shards_is_refused_and_over_replicas_accepted(message: Messages) -> None:
     results = run_ranks(answers_to_wrappers, world_size=4)
     for answers in results:
         assert {kind: answers[kind] for kind in RIGHT} == dict.fromkeys(RIGHT)
@@ -157,7 +157,7 @@ def the_way_out() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.ranks
-def test_the_way_out_trains_the_untouched_model() -> None:
+def test_hint_trains_as_the_reference_model() -> None:
     plain = real("mlp").double()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for batch in batches(3):
@@ -326,7 +326,7 @@ def found_at_the_first_forward() -> dict[str, tuple[str, str] | None]:
 
 
 @pytest.mark.ranks
-def test_copied_pieces_and_other_batches_are_found_at_the_first_training_forward(message: Messages) -> None:
+def test_copied_shards_and_different_batches_are_found_in_the_first_forward(message: Messages) -> None:
     results = run_ranks(found_at_the_first_forward, world_size=4)
     right = (
         "constant pieces",
@@ -345,7 +345,7 @@ def test_copied_pieces_and_other_batches_are_found_at_the_first_training_forward
         assert 'DistributedSampler(dataset, num_replicas=sch.mesh.size("dp")' in text
     for what, kind, word in (
         ("rank 0 copied over all", "WeightsError", "along 'tp'"),
-        ("nothing replicated", "MeshError", "nothing is replicated here"),
+        ("nothing replicated", "MeshError", "no tensor is replicated"),
     ):
         [told] = {answers[what] for answers in results}
         assert told is not None
@@ -441,7 +441,7 @@ def parts_of_a_batch() -> list[str]:
 def test_steps_that_put_parts_together_may_be_given_parts(message: Messages) -> None:
     [first], [second] = run_ranks(parts_of_a_batch, world_size=2)
     assert first == second
-    message(re.sub(r"checksum \w+", "checksum", first), "the batch: x:\n  rank 0: ", "its own part")
+    message(re.sub(r"checksum \w+", "checksum", first), "the batch: x:\n  rank 0: ", "its own shard")
 
 
 def in_own_meshes(directory: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def model(way: str = "") -> Tagger:
 WAYS = ("loss_weight", "num_items_in_batch", "a masked mean", "the model's masked mean")
 
 
-def whole(step: int) -> dict[str, torch.Tensor]:
+def full(step: int) -> dict[str, torch.Tensor]:
     """Eight sequences, whose numbers of labels differ much: one of four micro-batches has none."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(11, (8, 6), generator=generator)
@@ -86,7 +86,7 @@ def reference(way: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     plain = model(way)
     optimizer, losses = sgd(plain.parameters()), []
     for step in range(STEPS):
-        loss = plain(**whole(step))["loss"]
+        loss = plain(**full(step))["loss"]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -96,7 +96,7 @@ def reference(way: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def train(mesh: Any, way: str, options: Any) -> tuple[list[float], dict[str, torch.Tensor], float]:
     """Train a rank's share of the batch; the losses are those of its replica."""
-    example = whole(0)
+    example = full(0)
     sch = slapo.create_schedule(model(way), mesh=mesh, example_inputs=example)
     if mesh and "pp" in mesh:
         sch["up"].pipeline_split()
@@ -106,11 +106,11 @@ def train(mesh: Any, way: str, options: Any) -> tuple[list[float], dict[str, tor
     replicas, place = (sch.mesh.size("dp"), sch.mesh.rank("dp")) if sch.mesh is not None else (1, 0)
     losses = []
     for step in range(STEPS):
-        batch: dict[str, Any] = {name: one.chunk(replicas)[place] for name, one in whole(step).items()}
+        batch: dict[str, Any] = {name: one.chunk(replicas)[place] for name, one in full(step).items()}
         if way == "num_items_in_batch":
-            batch["num_items_in_batch"] = count(whole(step))
+            batch["num_items_in_batch"] = count(full(step))
         losses.append(float(engine.train_step(batch).loss.detach()))
-    share: dict[str, Any] = {name: one.chunk(replicas)[place] for name, one in whole(9).items()}
+    share: dict[str, Any] = {name: one.chunk(replicas)[place] for name, one in full(9).items()}
     return losses, engine.state_dict(), float(engine.eval_step(share).loss)
 
 
@@ -163,7 +163,7 @@ def test_replicas_and_stages_count_by_their_labels(mesh: Any, options: Any) -> N
 def counted_alone() -> str:
     sch = slapo.create_schedule(model(), mesh={"dp": 2})
     engine = slapo.build(sch, optimizer=sgd)
-    own = {name: one.chunk(2)[sch.mesh.rank("dp")] for name, one in whole(0).items()}
+    own = {name: one.chunk(2)[sch.mesh.rank("dp")] for name, one in full(0).items()}
     with pytest.raises(slapo.RankMismatchError) as error:
         engine.train_step({**own, "num_items_in_batch": count(own)})
     return str(error.value)
@@ -173,36 +173,36 @@ def counted_alone() -> str:
 def test_a_count_of_one_replica_alone_is_refused(message: Messages) -> None:
     one, other = run_ranks(counted_alone, world_size=2)
     assert one == other
-    message(one, "num_items_in_batch", "11", "19", "the replicas")
+    message(one, "num_items_in_batch", "11", "19", "replicas")
 
 
 @pytest.mark.parametrize(
-    ("weight", "word"), [(lambda batch: batch["labels"], "a number"), (lambda batch: 0, "0 for all")], ids=["all", "0"]
+    ("weight", "word"), [(lambda batch: batch["labels"], "a number"), (lambda batch: 0, "sum to 0")], ids=["all", "0"]
 )
 def test_weights_that_are_no_numbers_are_refused(weight: Any, word: str) -> None:
     engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=weight)
     before = {name: one.clone() for name, one in engine.state_dict().items()}
     with pytest.raises(slapo.BuildError, match=word):
-        engine.train_step(whole(0))
+        engine.train_step(full(0))
     assert all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
 
 
 def test_a_later_step_without_items_is_refused_and_changes_nothing(message: Messages) -> None:
     weights = iter([3, 0, 0])
     engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=lambda batch: next(weights))
-    assert engine.train_step(whole(0)).loss.isfinite()
+    assert engine.train_step(full(0)).loss.isfinite()
     before = {name: one.clone() for name, one in engine.state_dict().items()}
     with pytest.raises(slapo.BuildError) as error:
-        engine.train_step(whole(0))
-    message(error, "0 for all")
+        engine.train_step(full(0))
+    message(error, "sum to 0")
     assert all(torch.equal(one, before[name]) for name, one in engine.state_dict().items())
-    assert engine.eval_step(whole(0)).loss.isnan()  # as torch's means over nothing are
+    assert engine.eval_step(full(0)).loss.isnan()  # as torch's means over nothing are
 
 
 def test_both_ways_at_once_are_refused() -> None:
     engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=count)
     with pytest.raises(slapo.BuildError, match="num_items_in_batch"):
-        engine.train_step({**whole(0), "num_items_in_batch": count(whole(0))})
+        engine.train_step({**full(0), "num_items_in_batch": count(full(0))})
     with pytest.raises(slapo.BuildError, match="loss_weight"):
         slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=3)  # type: ignore[arg-type]
 
@@ -272,7 +272,7 @@ def staged_count() -> tuple[str, tuple[float, str]]:
 
 
 @pytest.mark.ranks
-def test_what_stages_may_not_read_and_targets_of_several_sizes_are_refused_on_every_rank(message: Messages) -> None:
+def test_unread_item_counts_and_targets_of_several_sizes_are_refused_on_every_rank(message: Messages) -> None:
     (first, (off, targets)), second = run_ranks(staged_count, world_size=2)
     assert (first, (off, targets)) == second
     message(first, "num_items_in_batch", "**kwargs", "loss_weight")

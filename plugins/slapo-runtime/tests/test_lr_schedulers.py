@@ -85,7 +85,7 @@ def resumed(mesh: Any, name: str, directory: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_it_goes_on_where_it_was_saved(name: str, tmp_path: Path) -> None:
+def test_scheduler_resumes_where_it_was_saved(name: str, tmp_path: Path) -> None:
     found, expected = resumed(None, name, str(tmp_path)), reference(name)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
@@ -119,7 +119,7 @@ class Forgetful(TorchDialect):
         return SimpleNamespace(optimizer=context.make_optimizer())
 
 
-def test_a_target_that_leaves_it_out_is_refused(isolated_registry: Any) -> None:
+def test_target_without_the_lr_scheduler_is_refused(isolated_registry: Any) -> None:
     isolated_registry.register(Forgetful, kind="dialects")
     sch = slapo.create_schedule(model())
     with pytest.raises(slapo.BuildError, match="does not schedule the learning rate"):
@@ -130,13 +130,13 @@ def test_a_target_that_leaves_it_out_is_refused(isolated_registry: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"lr_scheduler": FACTORIES["milestones"]}, "no optimizer"),
+        ({"lr_scheduler": FACTORIES["milestones"]}, "without an optimizer"),
         ({"optimizer": adam, "lr_scheduler": 3}, "factory"),
         ({"optimizer": adam, "lr_scheduler": lambda optimizer: None}, "NoneType"),
         ({"optimizer": adam, "lr_scheduler": lr_scheduler.ReduceLROnPlateau}, "metric"),
         ({"optimizer": adam, "lr_scheduler": lambda _: FACTORIES["milestones"](adam(model().parameters()))}, "another"),
     ],
 )
-def test_what_is_no_scheduler_is_refused(options: Any, word: str) -> None:
+def test_invalid_lr_scheduler_is_refused(options: Any, word: str) -> None:
     with pytest.raises(slapo.OptimizerError, match=word):
         slapo.build(slapo.create_schedule(model()), loss=loss, **options)

@@ -194,7 +194,7 @@ def test_a_failed_build_gives_back_the_extra_state() -> None:
         slapo.load_state_dict(sch, {**state, "other._extra_state": torch.tensor(5)})
 
 
-def test_what_a_checkpoint_cannot_hold_is_said_at_save(tmp_path: Path) -> None:
+def test_unsupported_extra_state_warns_at_save(tmp_path: Path) -> None:
     model = Net("extra")
     model.kept = Opaque()
     engine = slapo.build(slapo.create_schedule(model), optimizer=sgd)
@@ -251,11 +251,11 @@ def over_tp() -> tuple[str, list[str]]:
 
 
 @pytest.mark.ranks
-def test_what_ranks_of_tp_cannot_save_is_said(message: Messages) -> None:
+def test_extra_state_and_buffers_that_differ_over_tp_are_named(message: Messages) -> None:
     (refused, told), (_, same) = run_ranks(over_tp, world_size=2)
     for warned in (told, same):
         assert any("differs between the ranks of 'tp'" in one and "1._extra_state" in one for one in warned)
-    message(refused, "'0.seen' is sharded", "leave the buffer whole")
+    message(refused, "'0.seen' is sharded", "leave the buffer unsharded")
 
 
 def in_stages(directory: str, kind: str) -> tuple[list[float], dict[str, Any]]:

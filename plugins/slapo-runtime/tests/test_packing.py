@@ -184,7 +184,7 @@ def test_without_gradients_nothing_goes_back() -> None:
         (torch.ones(2, requires_grad=True) * 1, "requires grad"),
     ],
 )
-def test_what_is_not_as_it_was_said_is_refused(tensor: Any, word: str, message: Messages) -> None:
+def test_sent_values_must_match_their_declaration(tensor: Any, word: str, message: Messages) -> None:
     parcel = P2PMessage([described("h", torch.ones(2))], backward=False)
     with pytest.raises(slapo.BuildError) as error:
         parcel.pack({"h": tensor}, None, sender="stage 0", device=CPU)

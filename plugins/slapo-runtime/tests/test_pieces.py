@@ -56,7 +56,7 @@ def on_rank(description: dict[str, Any], alone: InMemory) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_pieces_of_any_mesh_are_read_by_any_other() -> None:
+def test_shards_of_any_mesh_load_into_any_other() -> None:
     engine = laid_out(None)
     train(engine)
     description, alone = saved(engine)
@@ -70,11 +70,11 @@ def test_pieces_of_any_mesh_are_read_by_any_other() -> None:
         theirs, pieces = found[0][name]
         assert theirs == found[1][name][0] == description
         torch.testing.assert_close(resumed(None, theirs, pieces), wanted, rtol=0, atol=1e-6)
-    assert ("optimizer", "padded::exp_avg") in alone.whole
-    assert alone.whole["weight", "padded"].shape == (7, 3)
+    assert ("optimizer", "padded::exp_avg") in alone.full
+    assert alone.full["weight", "padded"].shape == (7, 3)
 
 
-def test_a_piece_that_lacks_shows() -> None:
+def test_missing_shard_is_refused() -> None:
     """The control: what the comparison above relies on."""
     engine = laid_out(None)
     found = engine._state.shards(optimizer=engine.optimizer)
@@ -83,12 +83,12 @@ def test_a_piece_that_lacks_shows() -> None:
         InMemory([*found.own, packed])
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:
+def test_mismatched_checkpoint_is_refused_before_reading() -> None:
     engine = laid_out(None)
     train(engine)
     description, source = saved(engine)
     before = engine.state_dict()
-    del source.whole["optimizer", "both::exp_avg"]
+    del source.full["optimizer", "both::exp_avg"]
     with pytest.raises(slapo.WeightsError, match="lacks 'both::exp_avg'"):
         engine._state.load_shards(description, source, optimizer=engine.optimizer)
     wrong = {**description, "weights": {**description["weights"], "both": [3, 3]}}

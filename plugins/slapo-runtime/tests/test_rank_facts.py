@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from slapo_core.internals import describe
-from slapo_runtime.world import RankFact, checksum, describe_tensor, first_difference
+from slapo_runtime.ranks.checksums import checksum
+from slapo_runtime.ranks.facts import RankFact, describe_tensor, first_difference
 
 
 class Color(enum.Enum):
@@ -54,7 +55,7 @@ def test_a_value_has_the_same_text_in_every_process(value: Any, text: str) -> No
     assert describe(value) == text or text.endswith((".", " "))
 
 
-def test_a_tensor_is_told_by_shape_type_and_checksum() -> None:
+def test_tensor_facts_hold_shape_type_and_checksum() -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
     assert describe_tensor(tensor) == f"(2, 3), torch.float32, checksum {checksum(tensor):016x}"
     assert describe_tensor(tensor.to("meta")) == "(2, 3), torch.float32, without values"
@@ -71,7 +72,7 @@ def test_a_checksum_sees_every_bit_and_the_order_wherever_the_elements_lie(
     tensor = torch.arange(143).reshape(11, 13).remainder(7).to(dtype)
     total = checksum(tensor)
     for size in (1 << 20, 64, 8):  # also in pieces smaller than a row
-        monkeypatch.setattr(sys.modules["slapo_runtime.world"], "_CHUNK", size)
+        monkeypatch.setattr(sys.modules["slapo_runtime.ranks.checksums"], "_CHUNK", size)
         assert checksum(tensor.clone()) == total
         assert checksum(tensor.t().contiguous().t()) == total
         assert checksum(torch.stack([tensor, tensor], dim=-1)[..., 1]) == total
@@ -144,7 +145,7 @@ def test_the_first_difference_names_everybodys_value() -> None:
     assert first_difference(dict.fromkeys(range(3), ranks[0]), EVERYBODY) is None
 
 
-def test_a_fact_that_a_rank_lacks_is_named_before_what_follows_from_it() -> None:
+def test_missing_fact_is_named_before_its_consequences() -> None:
     ranks = {0: facts(one="a", plugins="x"), 1: facts(one="a", two="b", plugins="x, y"), 2: facts(one="a", plugins="x")}
     assert first_difference(ranks, EVERYBODY) == "ranks disagree about two:\n  ranks 0, 2: (nothing)\n  rank 1: b"
 

@@ -32,7 +32,7 @@ class Other(nn.Module):
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
-def test_a_dropped_parameter_is_not_mistaken_for_a_new_one_of_the_same_name() -> None:
+def test_dropped_parameter_is_distinct_from_a_new_one_of_its_name() -> None:
     torch.manual_seed(0)
     model = Net()
     untouched = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -56,7 +56,7 @@ def test_undo_forgets_that_a_parameter_was_dropped() -> None:
     assert Internals(sch).tree.layouts == {}
 
 
-def test_the_layout_of_a_dropped_piece_does_not_pass_to_the_new_tensor_of_its_name() -> None:
+def test_new_tensor_does_not_inherit_the_layout_of_a_dropped_one() -> None:
     sch = slapo.create_schedule(Net(), mesh={"tp": 2})
     sch["first"].shard(["weight", "bias"], axis=0)
     assert sch["first"].layout("bias").is_sharded

@@ -17,8 +17,8 @@ from torch import nn
 import slapo_core as slapo
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.ranks.world import ranks_along
 from slapo_runtime.replicas import Replica, align_replicas, check_replicas, replicas_of
-from slapo_runtime.world import ranks_along
 from tests.support.building import Split, real, split
 
 
@@ -67,26 +67,26 @@ def whole_world() -> dict[str, Any]:
         torch.equal(before, model.fc1.weight),
     )
 
-    whole = slapo.create_schedule(Counting(), mesh={"dp": 2, "tp": 2})
-    mesh = whole.mesh
-    found["statistics over"] = {replica.name: replica.over for replica in copies(whole)}
-    align_replicas(mesh, copies(whole))
+    full = slapo.create_schedule(Counting(), mesh={"dp": 2, "tp": 2})
+    mesh = full.mesh
+    found["statistics over"] = {replica.name: replica.over for replica in copies(full)}
+    align_replicas(mesh, copies(full))
     with torch.no_grad():
-        whole.model.norm.running_mean.fill_(1.0 + rank // 2)  # each replica's own samples
-    found["statistics of replicas"] = error_of(check_replicas, mesh, copies(whole), hint="-")
+        full.model.norm.running_mean.fill_(1.0 + rank // 2)  # each replica's own samples
+    found["statistics of replicas"] = error_of(check_replicas, mesh, copies(full), hint="-")
     with torch.no_grad():
         if rank % 2:
-            whole.model.norm.running_mean.add_(1)
-            whole.model.norm.weight.add_(1)
-            whole.model.fc.bias[0].add_(1)
-    found["several"] = error_of(check_replicas, mesh, copies(whole), hint="one seed")
-    lacking = [replica for replica in copies(whole) if rank != 0]
+            full.model.norm.running_mean.add_(1)
+            full.model.norm.weight.add_(1)
+            full.model.fc.bias[0].add_(1)
+    found["several"] = error_of(check_replicas, mesh, copies(full), hint="one seed")
+    lacking = [replica for replica in copies(full) if rank != 0]
     found["one rank lacks them"] = error_of(check_replicas, mesh, lacking, hint="-").split("\n")[:2]
     return found
 
 
 @pytest.mark.ranks
-def test_copies_are_compared_over_the_ranks_that_hold_them_and_what_differs_is_named() -> None:
+def test_replicas_are_compared_over_their_ranks_and_differences_named() -> None:
     results = run_ranks(whole_world, world_size=4)
     assert all(result == results[0] for result in results)
     found = results[0]

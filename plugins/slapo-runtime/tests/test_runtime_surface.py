@@ -16,11 +16,10 @@ import slapo_torch
 
 _ROOT = Path(slapo_runtime.__file__).parent
 _ENTRY_POINTS = {"guards", "hookspecs"}  # loaded by slapo-core, by the names in pyproject.toml
-_PACKAGES = {"correspondence", "stages"}
+_PACKAGES = {"correspondence", "guards", "initialization", "ranks", "stages"}
 _OTHER_PLACES = {
     "partition": "stages.partition",
     "stage_runner": "stages.runner",
-    "state": "correspondence.state",
     "storage": "correspondence.storage",
 }
 """Modules from which plugins also import names -> where these are."""

@@ -28,7 +28,7 @@ from tests.messages import Messages
         ("12", 12),
     ],
 )
-def test_sizes_mean_what_their_units_say(text: int | str, size: int) -> None:
+def test_sizes_are_parsed_by_their_units(text: int | str, size: int) -> None:
     assert parse_bytes(text) == size
 
 

@@ -16,7 +16,7 @@ from slapo_core.internals import Internals
 from slapo_core.layout import Layout
 from slapo_runtime.initialization import Initializer
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import MappingSource
+from slapo_runtime.weights.sources import MappingSource
 from slapo_testing import ModelSnapshot, assert_bit_identical
 from tests.messages import Messages
 from tests.support.staged import Chain, InTurn, Sparse, batch, build, chain, grouped, in_turn, scheduled

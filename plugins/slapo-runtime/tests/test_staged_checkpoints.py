@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.optimizer_state import RankState, StateTensor, unite
+from slapo_runtime.weights.optimizer_groups import RankState, StateTensor, merge
 from tests.support.staged import Sizes, batch, build, in_turn, scheduled
 
 MESHES: dict[str, Sizes | None] = {
@@ -51,8 +51,8 @@ def train_and_save(engine: Any, name: str, directory: str) -> None:
     """On batches of its own, so that no two checkpoints are alike."""
     replicas, place = (engine.mesh.size("dp"), engine.mesh.rank("dp")) if engine.mesh is not None else (1, 0)
     for number in range(2):
-        whole = batch(10 * list(MESHES).index(name) + number)
-        engine.train_step({key: tensor.chunk(replicas)[place] for key, tensor in whole.items()})
+        full = batch(10 * list(MESHES).index(name) + number)
+        engine.train_step({key: tensor.chunk(replicas)[place] for key, tensor in full.items()})
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.02
     engine.state.save(f"{directory}/{name}", optimizer=engine.optimizer)
@@ -112,7 +112,7 @@ def test_optimizers_of_stages_are_united_group_by_group() -> None:
     held = {"a::m": StateTensor((), (3,), torch.float32)}
     one = RankState([{"params": ["b", "a"], "hyperparameters": {"lr": 0.1}}], {"a": {"t": 1}}, held)
     other = RankState([{"params": ["c", "a"], "hyperparameters": {"lr": 0.1}}], {}, held)
-    united = unite([one, other], ["a", "b", "c"])
+    united = merge([one, other], ["a", "b", "c"])
     assert united.groups == [{"params": ["a", "b", "c"], "hyperparameters": {"lr": 0.1}}]
     assert united.scalars == {"a": {"t": 1}}
     assert united.held == {"a::m": StateTensor((0, 1), (3,), torch.float32)}

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import slapo_core as slapo
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import SafetensorsSource
 from slapo_runtime.weights.optimizer_state import OptimizerState
+from slapo_runtime.weights.sources import SafetensorsSource
 from tests.messages import Messages
 from tests.support.staged import batch, chain, scheduled
 
@@ -94,7 +94,7 @@ def test_masters_are_saved_beside_the_models_own_types_and_loaded(target: str, t
     assert not (tmp_path / "trained.safetensors").exists()
 
 
-def test_a_target_that_trains_as_the_model_is_reads_it_too(tmp_path: Path, message: Messages) -> None:
+def test_target_without_main_weights_reads_the_checkpoint(tmp_path: Path, message: Messages) -> None:
     engine = engine_on("sliced")
     train(engine, 0, 2)
     engine.save(tmp_path)
@@ -108,7 +108,7 @@ def test_a_target_that_trains_as_the_model_is_reads_it_too(tmp_path: Path, messa
     assert far(train(again, 4, 6), train(plain, 4, 6)) == []
 
 
-def test_what_a_runtime_saves_beside_comes_back_and_is_data(tmp_path: Path) -> None:
+def test_runtime_state_is_saved_as_data_and_loaded(tmp_path: Path) -> None:
     engine = engine_on("sliced")
     train(engine, 0, 3)
     engine.save(tmp_path)
@@ -146,7 +146,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path) -> None:
     assert not any(torch.equal(one, two) for one, two in zip(moments, loaded, strict=True))
 
 
-def test_what_was_written_behind_the_runtimes_back_is_named(tmp_path: Path) -> None:
+def test_parameters_that_differ_from_main_weights_are_named(tmp_path: Path) -> None:
     engine = engine_on("sliced")
     before = train(engine, 0, 1)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def on_ranks(directory: Path) -> dict[str, Any]:
             state = train(engine, 0, 2)
             engine.slices.most_alive = 0
             engine.save(directory / target)
-            kept = engine._state.whole(rank0_only=True, include_added=True)
+            kept = engine._state.full_state(rank0_only=True, include_added=True)
             moments = OptimizerState(engine._state, engine.slices).gather(wanted=dist.get_rank() == 0)
             other = engine_on(target, MESH, seed=5)
             other.load(directory / target)

@@ -46,8 +46,8 @@ class InTurn(slapo.Dialect):
     def build(self, plan: slapo.Plan, context: Any) -> Any:
         self.log.clear()
         for count, live in enumerate(context.materialize(), start=1):
-            whole = [t.name for t in context.state.tensors() if not t.tensor.is_meta and t.tensor.numel() > 1]
-            self.log.append((live, live.tensor.detach().clone(), whole))
+            full = [t.name for t in context.state.tensors() if not t.tensor.is_meta and t.tensor.numel() > 1]
+            self.log.append((live, live.tensor.detach().clone(), full))
             live.tensor.data = live.tensor.detach().flatten()[:1].clone()
             if count == self.stop_after:
                 break
@@ -73,9 +73,9 @@ def test_each_tensor_comes_alone_in_its_place_and_with_its_value() -> None:
     slapo.build(on_meta(), target="in_turn")
     names = [live.name for live, _, _ in InTurn.log]
     assert names == ["scale", "embed.weight", *(f"layers.{i}.{part}" for i in range(3) for part in ("weight", "bias"))]
-    for live, value, whole in InTurn.log:
+    for live, value, full in InTurn.log:
         assert torch.equal(value, expected[live.name])
-        assert whole == [live.name], "no other tensor is whole while this one is"
+        assert full == [live.name], "no other tensor is whole while this one is"
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -87,7 +87,7 @@ def test_weights_and_real_tensors_come_in_turn_too(weights: bool) -> None:
     assert [torch.equal(value, expected[live.name]) for live, value, _ in InTurn.log] == [True] * 8
 
 
-def test_a_dialect_that_leaves_some_is_told_so_and_the_schedule_stays_usable(message: Messages) -> None:
+def test_dialect_that_skips_tensors_is_refused_and_the_schedule_stays_usable(message: Messages) -> None:
     InTurn.stop_after = 3
     sch = on_meta()
     with pytest.raises(slapo.BuildError) as caught:

@@ -11,11 +11,11 @@ from torch import nn
 
 import slapo_core as slapo
 from slapo_core.internals import Internals
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import Placement
 from slapo_runtime.gradients import GradientClipper, TiedGradients
 from slapo_runtime.launcher import run_ranks
 from slapo_runtime.replicas import compare_all
+from slapo_runtime.state import ModelState
 from tests.messages import Messages
 from tests.support.building import Split
 
@@ -143,7 +143,7 @@ def sharded() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_pieces_of_a_tied_weight_are_summed_piece_by_piece() -> None:
+def test_gradient_shards_of_a_tied_weight_are_summed() -> None:
     for result in run_ranks(sharded, world_size=4):
         assert result["equal"]
         assert result["norm"] == pytest.approx(result["expected"], rel=1e-14)

@@ -87,7 +87,7 @@ def test_a_loss_without_a_gradient_is_refused_and_can_be_evaluated(what: str, me
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_accumulated_steps_are_those_of_the_whole_batch_also_under_a_schedule_of_the_learning_rate(count: int) -> None:
+def test_accumulated_steps_equal_full_batch_steps_also_with_an_lr_scheduler(count: int) -> None:
     model = real("mlp").double()
     optimizer, losses, norms = sgd(list(model.parameters())), [], []
     rates = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3)
@@ -200,7 +200,7 @@ def test_an_uneven_last_batch_changes_nothing() -> None:
     assert engine.eval_step(next(batches(1, 6))).loss.isfinite()
 
 
-def test_labels_that_are_left_out_unevenly_are_told(message: Messages) -> None:
+def test_uneven_ignored_labels_warn(message: Messages) -> None:
     labels = torch.tensor([[1, 2], [3, -100], [1, 2], [3, 4]])
     told = labels_left_out(micro_batches({"labels": labels}, 2))
     assert told is not None
@@ -223,7 +223,7 @@ def test_a_bad_number_of_micro_batches_is_refused(accumulate: Any, message: Mess
     message(error, f"got {accumulate!r}")
 
 
-def test_the_pieces_of_a_step_hang_on_one_attribute() -> None:
+def test_parts_of_a_step_are_on_one_attribute() -> None:
     engine = slapo.build(slapo.create_schedule(real("mlp")), optimizer=sgd, max_grad_norm=0.1)
     assert engine.torch.module is engine.module
     with engine.torch.no_sync():
@@ -263,7 +263,7 @@ class Rotated(nn.Module):
 
 
 @pytest.mark.parametrize(("samples", "options"), [(2, {}), (3, {"batch_axes": {"places": 1}})])
-def test_positions_are_accumulated_as_in_a_step_of_the_whole_batch(samples: int, options: Any) -> None:
+def test_accumulation_with_positions_equals_a_full_batch_step(samples: int, options: Any) -> None:
     torch.manual_seed(0)
     model = Rotated().double()
     plain = copy.deepcopy(model)

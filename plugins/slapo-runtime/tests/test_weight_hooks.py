@@ -194,7 +194,7 @@ def test_verify_finds_a_wrong_translation(scheduled: Callable[..., slapo.Schedul
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_state_dict_leaves_and_enters_as_the_untouched_models(scheduled: Callable[..., slapo.Schedule]) -> None:
+def test_state_dict_round_trip_has_reference_names_and_values(scheduled: Callable[..., slapo.Schedule]) -> None:
     engine = slapo.build(scheduled(model()))
     assert same(engine.state_dict(), model().state_dict())
     other = model(seed=5)
@@ -216,7 +216,7 @@ def test_weights_given_to_build_are_translated(scheduled: Callable[..., slapo.Sc
     assert same(engine.state_dict(), other.state_dict())
 
 
-def test_on_meta_translated_weights_start_as_the_untouched_ones(scheduled: Callable[..., slapo.Schedule]) -> None:
+def test_meta_initialization_equals_eager_after_translation(scheduled: Callable[..., slapo.Schedule]) -> None:
     plain = slapo.build(slapo.create_schedule(model("meta"))).state_dict()
     schedule = scheduled(model("meta"))
     slapo.verify(schedule, torch.randn(3, 6))
@@ -246,11 +246,11 @@ def test_the_optimizer_state_of_a_translated_weight_never_enters_another_schedul
     assert same(engine.state_dict(), trained)
 
 
-def test_pieces_are_of_the_untouched_tensors_that_a_plugin_translates(scheduled: Callable[..., slapo.Schedule]) -> None:
+def test_checkpoint_shards_are_of_translated_reference_tensors(scheduled: Callable[..., slapo.Schedule]) -> None:
     engine = slapo.build(scheduled(model()))
     found = engine._state.shards()
     source = InMemory(found.own)
-    assert {name: tuple(one.shape) for (_, name), one in source.whole.items()} == {
+    assert {name: tuple(one.shape) for (_, name), one in source.full.items()} == {
         name: tuple(one.shape) for name, one in model().state_dict().items()
     }
     plain = slapo.build(slapo.create_schedule(model(seed=1)))
@@ -272,7 +272,7 @@ def on_two_ranks(directory: str) -> tuple[bool, bool, tuple[int, ...]]:
 
 
 @pytest.mark.ranks
-def test_pieces_of_a_translated_weight_are_gathered_and_cut(fake_distributions: FakeEnvironment) -> None:
+def test_shards_of_a_translated_weight_are_gathered_and_cut(fake_distributions: FakeEnvironment) -> None:
     fake_distributions.install(odd())
     assert run_ranks(on_two_ranks, str(fake_distributions.directory), world_size=2) == [(True, True, (6, 3))] * 2
 
@@ -294,7 +294,7 @@ WRONG = [
     ("tensor.t()}", "3}", "got {'square.weight': 3}"),
     ("tensor.t()}", "tensor[:1]}", "(1, 6), not (6, 6)"),
     ('{f"{node.path}.weight": t', '{"nowhere": t', "names 'nowhere'"),
-    ('{f"{node.path}.weight": t', '{"out.bias": t', "names 'out.bias', which 'out.bias'"),
+    ('{f"{node.path}.weight": t', '{"out.bias": t', "names 'out.bias', which corresponds to 'out.bias'"),
     ("def slapo_from", "def _from", "no plugin answers slapo_from_reference"),
     ('.weight"].t()', '.weight"][:1]', "tensor of shape (6, 6)"),
 ]

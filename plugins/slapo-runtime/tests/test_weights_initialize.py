@@ -159,7 +159,7 @@ class Scale(nn.Module):
         return x * self.factor + self.offset
 
 
-def test_what_only_a_constructor_fills_is_refused_by_name_and_the_schedule_stays_usable(message: Messages) -> None:
+def test_tensors_without_an_initializer_are_refused_by_name(message: Messages) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Scale())
     before = list(model.parameters())

@@ -82,15 +82,15 @@ def gated(model: nn.Module) -> slapo.Schedule:
     return schedule
 
 
-def test_renamed_parameters_go_out_under_their_old_name_and_dropped_ones_keep_the_untouched_value(
+def test_renamed_and_dropped_parameters_are_in_the_state_dict(
     message: Messages,
 ) -> None:
     plain = real("mlp").state_dict()
     engine = slapo.build(gated(real("mlp")))
-    with pytest.warns(UserWarning, match="^not in the state dict") as caught:
+    with pytest.warns(UserWarning, match="^the state dict leaves out") as caught:
         state = engine.state_dict()
     assert len(caught) == 1
-    message(caught[0].message, "does not have them: fc1.gate")
+    message(caught[0].message, "does not have: fc1.gate")
     assert list(state) == list(plain)
     assert all(torch.equal(state[key], plain[key]) for key in plain)
     with warnings.catch_warnings():
@@ -104,8 +104,8 @@ def test_renamed_parameters_go_out_under_their_old_name_and_dropped_ones_keep_th
     assert torch.equal(engine.module.fc1.kernel, other["fc1.weight"])
 
 
-@pytest.mark.filterwarnings("ignore:not in the state dict")
-def test_on_meta_what_is_carried_dropped_and_added_gets_its_values() -> None:
+@pytest.mark.filterwarnings("ignore:the state dict leaves out")
+def test_meta_initialization_covers_kept_dropped_and_added_tensors() -> None:
     plain = slapo.build(slapo.create_schedule(on_meta("mlp"))).state_dict()
     engine = slapo.build(gated(on_meta("mlp")))
     state = engine.state_dict()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import slapo_core as slapo
 from slapo_core.layout import Layout, Mesh
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.weights.files import MappingSource, SafetensorsSource
+from slapo_runtime.weights.sources import MappingSource, SafetensorsSource
 from tests.messages import Messages
 from tests.support.building import on_meta, real, split
 
@@ -69,7 +69,7 @@ def load_on_two_ranks(directory: str, name: str) -> tuple[dict[str, torch.Tensor
 
 
 @pytest.mark.ranks
-def test_each_rank_reads_its_own_pieces_packed_ones_too(tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_shards_also_packed(tmp_path: Path) -> None:
     state = saved(tmp_path, "gpt2")
     for loaded, shapes in run_ranks(load_on_two_ranks, str(tmp_path), "gpt2", world_size=2):
         assert list(loaded) == list(state)
@@ -92,7 +92,7 @@ def test_each_rank_reads_its_own_pieces_packed_ones_too(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_slice_read_from_a_file_is_the_piece_that_the_layout_cuts(tmp_path: Path, layout: Layout, rank: int) -> None:
+def test_file_slice_equals_the_shard_of_the_layout(tmp_path: Path, layout: Layout, rank: int) -> None:
     full = torch.randn(layout.shape)
     save_file({"w": full}, tmp_path / "w.safetensors")
     mesh = Mesh({"dp": 2, "tp": 2}, rank=rank)
@@ -128,7 +128,7 @@ def test_shards_with_an_index_are_read_by_the_index(tmp_path: Path, message: Mes
     message(error, "b.safetensors", "fc3.bias")
 
 
-def test_one_of_several_tied_names_is_enough() -> None:
+def test_one_tied_name_suffices() -> None:
     state = real("gpt2", seed=5).state_dict()
     embedding = state.pop("transformer.wte.weight")
     model = on_meta("gpt2")
@@ -186,7 +186,7 @@ def failing_factory(parameters: object) -> torch.optim.Optimizer:
         ({"fc1.weight": torch.empty(8, 6, device="meta")}, "meta device"),
     ],
 )
-def test_what_is_no_weights_is_refused(weights: object, word: str, message: Messages) -> None:
+def test_invalid_weights_are_refused(weights: object, word: str, message: Messages) -> None:
     with pytest.raises(slapo.WeightsError) as error:
         slapo.build(slapo.create_schedule(on_meta("mlp")), weights=weights)  # type: ignore[arg-type]
     message(error, word)

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import slapo_core as slapo
 from slapo_core import layout
 from slapo_core.layout import Mesh, declare_mesh
-from slapo_runtime.consistency import schedule_facts
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.world import RankFact, World, _new_store as new_store, together
+from slapo_runtime.ranks.consistency import schedule_facts
+from slapo_runtime.ranks.facts import RankFact
+from slapo_runtime.ranks.world import World, _new_store as new_store, together
 from slapo_testing.bench import seeded
 from slapo_verify.phases import fixed_conditions
 from tests.messages import Messages
@@ -119,7 +120,7 @@ def part_of_the_world() -> list[Any]:
 
 
 @pytest.mark.ranks
-def test_a_mesh_over_a_part_of_the_processes_asks_only_that_part_as_often_as_it_likes(message: Messages) -> None:
+def test_world_over_some_processes_needs_no_others(message: Messages) -> None:
     outside, first, second = run_ranks(part_of_the_world, world_size=3, timeout=60)
     both = ["value 1", "value 2"]
     assert outside == []
@@ -170,7 +171,7 @@ def blocks_within_a_block(fails: str) -> str:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_fails_anywhere_in_a_block_of_blocks_ends_the_others(message: Messages) -> None:
+def test_rank_failure_in_nested_block_ends_other_ranks(message: Messages) -> None:
     for fails, block, reason in (
         ("before", "a part", "rank 1 before the inner block"),
         ("inside", "a part", "rank 1 inside the inner block"),
@@ -212,7 +213,7 @@ def what_stays_of_a_failed_attempt(mesh: dict[str, int] | None) -> list[bool]:
 
 
 @pytest.mark.ranks
-def test_a_failed_attempt_keeps_its_frames_for_a_debugger_and_no_longer_than_it_is_kept_itself() -> None:
+def test_failed_attempt_keeps_its_frames_only_as_long_as_itself() -> None:
     assert what_stays_of_a_failed_attempt(None) == [True, False]
     assert run_ranks(what_stays_of_a_failed_attempt, {"tp": 2}, world_size=2) == [[True, False]] * 2
 
@@ -272,7 +273,7 @@ def different_calls() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_ranks_in_different_calls_are_told_so_instead_of_hanging(message: Messages) -> None:
+def test_ranks_in_different_calls_raise_instead_of_hanging(message: Messages) -> None:
     first, second = run_ranks(different_calls, world_size=2, timeout=300)
     message(first[0], "rank 0: state_dict", "rank 1: load_state_dict", "if rank == 0:")
     assert second[0] == first[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from slapo_core.errors import ArgumentError
+from slapo_core.errors import ArgumentError, place
 from slapo_core.layout import MESH_DIMS
 from slapo_core.primitive import Primitive
 
@@ -103,7 +103,7 @@ class Case:
         return self.name or self.value().name.rpartition(".")[2]
 
     def __str__(self) -> str:
-        where = f"'{self.path}'" if self.path else "the root"
+        where = place(self.path)
         return f"{self.value()} at {where}"
 
 

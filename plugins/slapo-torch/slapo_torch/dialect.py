@@ -44,20 +44,20 @@ class TorchDialect(Dialect):
     Options with one rank along ``pp``:
 
     - ``batch_axes``: as below, for ``accumulate``.
-    - those of DistributedDataParallel, by their names there, e.g. ``find_unused_parameters`` or ``static_graph``.
+    - options of DistributedDataParallel, by their own names, e.g. ``find_unused_parameters`` or ``static_graph``.
       Default: its own, but ``gradient_as_bucket_view=True``.
 
     Options with several ranks along ``pp``:
 
     - ``pipeline_schedule``: ``"gpipe"``, ``"1f1b"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
-      ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"`` or ``"dualpipe_v"``. Default: ``"1f1b"`` with one stage a
+      ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"`` or ``"dualpipe_v"``. Default: ``"1f1b"`` with one stage per
       rank, ``"interleaved_1f1b"`` with several.
     - ``microbatches``: the number of equal micro-batches of a batch. Default: the smallest number from ``pp`` on
       that the schedule runs.
-    - ``batch_axes``: for an argument of the forward, the axis of its tensors that counts the samples, None for one
-      that every micro-batch has as a whole, e.g. ``{"bias": None, "x": 1}``. Default: the first axis of every tensor,
+    - ``batch_axes``: for an argument of the forward, the axis of its tensors that counts the samples, None for a tensor
+      that is not split into micro-batches, e.g. ``{"bias": None, "x": 1}``. Default: the first axis of every tensor,
       and the second one of positions of shape ``(3, batch, length)``.
-    - ``bucket_cap_mb``: of gradients that replicas exchange at once, after the schedule (default 25, in MiB).
+    - ``bucket_cap_mb``: the size of a bucket of gradients in the exchange of replicas (default 25, in MiB).
     """
 
     name: ClassVar[str] = "torch"
@@ -72,13 +72,13 @@ class TorchDialect(Dialect):
         for name in sorted(set(config) - set(known) - passed_on):
             if name not in other:
                 hint = _PRECISION_HINT if name in _PRECISION else None
-                shown = ", ".join(known) + (", and those of DistributedDataParallel" if pp == 1 else "")
+                shown = ", ".join(known) + (", and the options of DistributedDataParallel" if pp == 1 else "")
                 raise BuildError(f"target 'torch' has no option {name!r}; it has {shown}", hint=hint)
             why = "several ranks" if pp == 1 else "one rank"
             given = "no mesh" if mesh is None else mesh
             raise BuildError(
                 f"option {name!r} of target 'torch' is for a mesh with {why} along 'pp' (got {given})",
-                hint=f"leave it out; the options here are {', '.join(known)}",
+                hint=f"leave it out; this mesh has the options {', '.join(known)}",
             )
         options = {**known, **config, "batch_axes": checked_axes(config.get("batch_axes"))}
         steps = [f"the scheduled {type(schedule.model).__name__}, {len(schedule.records)} steps applied"]
@@ -87,12 +87,12 @@ class TorchDialect(Dialect):
                 options |= _pipeline_options(options, pp)
                 steps += _pipeline_steps(options, pp)
             steps += [
-                f"collectives over mesh_dim '{mesh_dim}' ({size} ranks), as the steps say"
+                f"collectives of the steps over mesh_dim '{mesh_dim}' ({size} ranks)"
                 for mesh_dim, size in mesh.sizes.items()
                 if mesh_dim not in ("dp", "pp") and size > 1
             ]
             if mesh.size("tp") > 1:
-                steps.append("one random state for the ranks of mesh_dim 'tp': that of the first of them")
+                steps.append("one RNG state for the ranks of mesh_dim 'tp': the first rank's")
             if mesh.size("dp") > 1:
                 how = "the mean of gradients, exchanged as each stage ends," if pp > 1 else "DistributedDataParallel"
                 steps.append(f"{how} over mesh_dim 'dp' ({mesh.size('dp')} ranks)")
@@ -109,15 +109,15 @@ class TorchDialect(Dialect):
     def stage_runner(
         self, plan: Plan, stages: StagedModel, ranks: Sequence[int], rank: int, *, group: Any, device: torch.device
     ) -> PipelineRunner:
-        """Make the runner of this rank's stages, for estimates too.
+        """Make the runner of this rank's stages, for estimates, too.
 
         Args:
             plan: with the options of the pipeline.
             stages: of a micro-batch.
-            ranks: which rank along ``pp`` runs each stage.
-            rank: this one.
+            ranks: the rank along ``pp`` of each stage.
+            rank: this rank.
             group: of the ranks along ``pp``.
-            device: where stages compute.
+            device: of the stages.
         """
         from slapo_torch.running_stage import PipelineRunner
 
@@ -130,16 +130,16 @@ class TorchDialect(Dialect):
     def averaging(
         self, plan: Plan, runner: PipelineRunner, parameters: Sequence[torch.Tensor], group: Any
     ) -> tuple[Callable[[int], None], Callable[[], None]]:
-        """Average the gradients of a pipeline's step over its replicas, for estimates too.
+        """Average the gradients of a pipeline's step over its replicas, for estimates, too.
 
         Args:
             plan: with the options of the pipeline.
             runner: of this rank's stages.
-            parameters: of this rank, that are trained.
+            parameters: the trained parameters of this rank.
             group: of the replicas; None for one.
 
         Returns:
-            what is called as each stage ends, with its index, and after the schedule.
+            a function to call with the index of each finished stage, and one to call after the schedule.
         """
         from slapo_torch.replica_gradients import averaging
 
@@ -156,7 +156,7 @@ class TorchDialect(Dialect):
 
 
 def _options_of_replicas() -> frozenset[str]:
-    """Return the names of the options of DistributedDataParallel that ``build`` does not set itself."""
+    """Return the options of DistributedDataParallel that ``build`` does not set itself."""
     from torch.nn.parallel import DistributedDataParallel
 
     own = {"module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
@@ -164,11 +164,11 @@ def _options_of_replicas() -> frozenset[str]:
 
 
 def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:
-    """Checked, with the number of micro-batches."""
+    """Check the options of a pipeline, and return its number of micro-batches."""
     name, cap = options["pipeline_schedule"], options["bucket_cap_mb"]
     schedule = schedule_named("1f1b" if name is None else name)
     count = options["microbatches"]
-    if name is None:  # what runs several stages a rank takes other numbers, and the stages are not known yet
+    if name is None:  # a schedule for several stages per rank takes other numbers, but the stages are unknown yet
         schedule_named("gpipe").check_micro_batches(schedule.default(pp) if count is None else count, pp)
     elif count is not None:
         schedule.check_micro_batches(count, pp)
@@ -179,7 +179,7 @@ def _pipeline_options(options: Mapping[str, Any], pp: int) -> dict[str, Any]:
 
 def _pipeline_steps(options: Mapping[str, Any], pp: int) -> list[str]:
     name, count = options["pipeline_schedule"], options["microbatches"]
-    shown = name or "1f1b with one stage a rank, interleaved_1f1b with several"
+    shown = name or "1f1b with one stage per rank, interleaved_1f1b with several"
     steps = [f"a pipeline over mesh_dim 'pp' ({pp} ranks): {count} micro-batches a step, schedule {shown}"]
     if name is not None:
         schedule = schedule_named(name)
@@ -187,6 +187,6 @@ def _pipeline_steps(options: Mapping[str, Any], pp: int) -> list[str]:
         steps.append(f"{stages} on each of its ranks" + (", there and back" if schedule.shape == "v" else ""))
         if schedule.splits_backward:
             steps.append(
-                "gradients of weights after those of inputs; not where it checkpoints, hooks tensors or is compiled"
+                "weight gradients after input gradients, unless a stage checkpoints, hooks tensors or is compiled"
             )
     return steps

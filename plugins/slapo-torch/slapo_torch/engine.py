@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo_core import BuildError, StepResult
-from slapo_runtime.engine import StatefulEngine
+from slapo_runtime.engine import REBUILD, StatefulEngine
 
 if TYPE_CHECKING:
     from slapo_core import Plan
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TorchRuntime:
-    """The runtime of target ``"torch"``.
+    """The parts of a training step of target ``"torch"``.
 
     A manual step, with gradients accumulated over ``micro_batches``::
 
@@ -32,16 +30,18 @@ class TorchRuntime:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
+    Args:
+        module: see below.
+        context: from ``build``.
+
     Attributes:
-        module: what a training step calls: DistributedDataParallel around ``engine.module`` where the mesh has several
-            replicas (``dp``), else ``engine.module`` itself. Gradients of a backward pass through ``engine.module``
-            are those of this rank's own samples.
-        clip_gradients: scales all gradients to ``max_grad_norm``, a collective; gives the norm, or None without one.
+        module: the module to call in a training step: DistributedDataParallel around ``engine.module`` if the mesh has
+            several replicas (``dp``), else ``engine.module`` itself, whose gradients are of this rank's samples alone.
     """
 
-    def __init__(self, module: nn.Module, clip_gradients: Callable[[], torch.Tensor | None]) -> None:
+    def __init__(self, module: nn.Module, context: BuildContext) -> None:
         self.module = module
-        self.clip_gradients = clip_gradients
+        self._context = context
         self._handles: list[Any] = []
         self._is_averaged = False
         self._is_recorded = not getattr(module, "static_graph", False)
@@ -55,8 +55,12 @@ class TorchRuntime:
             return self.module.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
 
+    def clip_gradients(self) -> torch.Tensor | None:
+        """Clip all gradients: a collective; return the norm before, or None."""
+        return self._context.clip_gradients()
+
     def watch(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Warn of an optimizer step on gradients that replicas have not exchanged."""
+        """Warn of an optimizer step on gradients that were not averaged over replicas."""
         if optimizer is None or not isinstance(self.module, DistributedDataParallel):
             return
         self._handles = [
@@ -65,6 +69,7 @@ class TorchRuntime:
         ]
 
     def close(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -74,8 +79,8 @@ class TorchRuntime:
     def _stepping(self, *_: Any) -> None:
         if not self._is_averaged:
             warnings.warn(
-                "the optimizer steps, and no backward pass since its last step went through engine.torch.module "
-                "outside of no_sync(): unless you average the gradients yourself, replicas (dp) diverge; call "
+                "the optimizer steps without a backward pass through engine.torch.module outside of no_sync() since "
+                "its last step: unless you average the gradients yourself, replicas (dp) diverge; call "
                 "engine.torch.module(...) instead of engine.module(...), or engine.train_step(batch)",
                 stacklevel=4,
             )
@@ -91,19 +96,17 @@ class TorchEngine(StatefulEngine):
     """
 
     def __init__(self, plan: Plan, context: BuildContext) -> None:
-        self.plan = plan
+        self.plan, self._context = plan, context
         self.optimizer = context.make_optimizer()
         self.lr_scheduler = context.make_lr_scheduler(self.optimizer)
         self._module = context.schedule.model
         self._state = context.state
-        self._compute_loss, self._evaluate = context.compute_loss, context.evaluate
-        self._micro_batches = functools.partial(context.micro_batches, axes=plan.config["batch_axes"])
-        self._frozen: tuple[nn.Parameter, ...] = ()  # what DistributedDataParallel would leave alone for ever
-        self._runtime: TorchRuntime | None = TorchRuntime(self._replicated(context), context.clip_gradients)
+        self._frozen: tuple[nn.Parameter, ...] = ()  # parameters that DistributedDataParallel never averages
+        self._runtime: TorchRuntime | None = TorchRuntime(self._replicated(context), context)
         self._runtime.watch(self.optimizer)
 
     def _replicated(self, context: BuildContext) -> nn.Module:
-        """Return the model, or its DistributedDataParallel, for training steps."""
+        """Return the model, or DistributedDataParallel around it, for training steps."""
         model, mesh = self._module, context.schedule.mesh
         if mesh is None or mesh.size("dp") == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
@@ -137,16 +140,16 @@ class TorchEngine(StatefulEngine):
         self._refuse_without_gradients()
         if any(parameter.requires_grad for parameter in self._frozen):
             raise self._unfrozen()
-        batches = self._micro_batches(batch)
+        batches = self._context.micro_batches(batch, axes=self.plan.config["batch_axes"])
         losses, output = [], None
         for number, inputs in enumerate(batches, start=1):
             with runtime.no_sync() if number < len(batches) else contextlib.nullcontext():
-                loss, output = self._compute_loss(inputs, runtime.module)
+                loss, output = self._context.compute_loss(inputs, runtime.module)
                 if number == 1:
                     optimizer.zero_grad(set_to_none=True)
                 (loss / len(batches) if len(batches) > 1 else loss).backward()
             losses.append(loss.detach())
-        norm = runtime.clip_gradients()
+        norm = self._context.clip_gradients()
         optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -157,20 +160,20 @@ class TorchEngine(StatefulEngine):
     def eval_step(self, batch: Any) -> StepResult:
         if self._runtime is None:
             raise self._closed()
-        loss, output = self._evaluate(batch)
+        loss, output = self._context.evaluate(batch)
         return StepResult(loss, output)
 
     def _unfrozen(self) -> BuildError:
         frozen = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         name = next(name for name, parameter in self._module.named_parameters() if id(parameter) in frozen)
         return BuildError(
-            f"'{name}' was unfrozen after the build: DistributedDataParallel would not average its gradient, and every "
-            "replica would train another value",
-            hint="engine.save(directory); build a fresh engine of the model as it is to be, and engine.load(directory)",
+            f"'{name}' was unfrozen after build(): DistributedDataParallel would not average its gradient, and "
+            "replicas would diverge",
+            hint=REBUILD,
         )
 
     def close(self) -> None:
-        """Let go of the optimizer and of DistributedDataParallel; the model and its state stay."""
+        """Release the optimizer and DistributedDataParallel; the model and its state stay."""
         if self._runtime is not None:
             self._runtime.close()
         self._runtime = self.optimizer = self.lr_scheduler = None

@@ -1,8 +1,8 @@
-"""The engine of target ``"torch"`` for a model that is cut into stages."""
+"""The engine of target ``"torch"`` for pipelines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PipelineRuntime:
-    """The runtime of a pipeline of target ``"torch"``.
+    """The parts of a training step of a pipeline of target ``"torch"``.
 
     A manual step, with the gradients of several batches::
 
@@ -37,30 +37,33 @@ class PipelineRuntime:
         engine.optimizer.step()
         engine.optimizer.zero_grad()
 
-    Attributes:
-        forward_backward: all micro-batches of a batch forward and backward: gives their mean loss, and adds its
-            gradients, averaged over replicas and summed over ties, to those that are there. A collective.
-        clip_gradients: scales all gradients to ``max_grad_norm``, a collective; gives the norm, or None without one.
+    Args:
+        engine: of the pipeline.
+        context: from ``build``.
     """
 
-    def __init__(
-        self,
-        forward_backward: Callable[[Any], torch.Tensor],
-        clip_gradients: Callable[[], torch.Tensor | None],
-        sent: Mapping[int, Sequence[int]],
-    ) -> None:
-        self.forward_backward = forward_backward
-        self.clip_gradients = clip_gradients
-        self._sent = sent
+    def __init__(self, engine: PipelineEngine, context: BuildContext) -> None:
+        self._engine, self._context = engine, context
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Run all micro-batches forward and backward: a collective.
+
+        It adds the gradients, averaged over replicas and summed over ties, and returns the mean loss.
+        """
+        return self._engine._forward_backward(batch)
+
+    def clip_gradients(self) -> Tensor | None:
+        """Clip all gradients: a collective; return the norm before, or None."""
+        return self._context.clip_gradients()
 
     def sent_bytes(self) -> dict[int, tuple[int, int]]:
-        """Return the bytes sent to other ranks, by stage of this rank: to the next stage, and to the one before it."""
-        return {stage: (forward, back) for stage, (forward, back) in self._sent.items()}
+        """Return the bytes sent by each stage of this rank, forward and backward."""
+        return {stage: (forward, back) for stage, (forward, back) in self._engine._sent_bytes.items()}
 
 
 def gather_output(
     partition: Partition,
-    whole: Partition,
+    full: Partition,
     work: PipelineWork,
     ranks: Sequence[int],
     rank: int,
@@ -69,45 +72,45 @@ def gather_output(
     device: torch.device,
     count: int,
 ) -> tuple[Any, str]:
-    """The output for the whole batch, on every rank: a collective over the stages.
+    """Gather the output for the full batch: a collective over the stages.
 
     Args:
         partition: for a micro-batch.
-        whole: for the whole batch, which gives the shapes of the output values.
+        full: for the full batch, with the shapes of the output values.
         work: the outputs of this rank's stages.
-        ranks: which rank along ``pp`` runs each stage.
-        rank: this one.
+        ranks: the rank along ``pp`` of each stage.
+        rank: this rank.
         group: of these ranks.
-        device: where stages compute.
+        device: of the stages.
         count: of micro-batches.
 
     Returns:
-        the output, and, the same on every rank, why it cannot be assembled; "" if it can.
+        the output, and a problem that prevents it, the same on every rank; "" without one.
     """
     values, problem = {}, ""
     for name in partition.output.names:
         value, owner = partition.values[name], ranks[partition.values[name].producer]
-        shape = whole.values[name].shape
+        shape = full.values[name].shape
         axis = _axis(value.shape, shape, count)
         parts = [work.outputs[name][number] for number in range(count)] if rank == owner else []
         fits = axis is not None or shape == value.shape
-        if fits and axis is None and value.shape and count > 1:  # what each micro-batch has as a whole
+        if fits and axis is None and value.shape and count > 1:  # a tensor that is not split
             alike = torch.tensor([all(torch.equal(part, parts[0]) for part in parts)], device=device)
             _broadcast(alike, owner, group)
             fits = bool(alike)
         if not fits:
             problem = problem or (
-                f"output '{name}' has shape {value.shape} for a micro-batch and {shape} for the whole batch: the "
+                f"output '{name}' has shape {value.shape} for a micro-batch and {shape} for the full batch: the "
                 "outputs of the micro-batches cannot be combined"
             )
             continue
-        joined = _together(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
+        joined = _joined(parts, axis).contiguous() if parts else torch.empty(shape, dtype=value.dtype, device=device)
         _broadcast(joined, owner, group)
         values[name] = joined
     return (None, problem) if problem else (partition.output.assemble(values), "")
 
 
-def _together(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
     if axis is not None:
         return torch.cat(parts, axis)
     if parts[0].dim() == 0 and parts[0].is_floating_point():
@@ -115,12 +118,12 @@ def _together(parts: list[torch.Tensor], axis: int | None) -> torch.Tensor:
     return parts[0]
 
 
-def _axis(shape: tuple[int, ...], whole: tuple[int, ...], count: int) -> int | None:
-    """The one axis along which micro-batches make the whole batch; None where there is none."""
-    if len(shape) != len(whole):
+def _axis(shape: tuple[int, ...], full: tuple[int, ...], count: int) -> int | None:
+    """Return the axis along which micro-batches are concatenated; None if there is none."""
+    if len(shape) != len(full):
         return None
-    axes = [axis for axis, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] != sizes[1]]
-    return axes[0] if len(axes) == 1 and shape[axes[0]] * count == whole[axes[0]] else None
+    axes = [axis for axis, sizes in enumerate(zip(shape, full, strict=True)) if sizes[0] != sizes[1]]
+    return axes[0] if len(axes) == 1 and shape[axes[0]] * count == full[axes[0]] else None
 
 
 def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
@@ -132,8 +135,7 @@ def _broadcast(tensor: torch.Tensor, root: int, group: Any) -> None:
 class PipelineEngine(PipelineSteps, StatefulEngine):
     """The implementation of :class:`slapo_core.dialect.Engine` by torch.distributed.pipelining.
 
-    Every rank is given the whole batch of its replica, and has the replica's loss. After a step that failed the engine
-    is closed.
+    Every rank gets the full batch of its replica, and returns the replica's loss. A failed step closes the engine.
 
     Args:
         plan: the plan of the build; ``plan.config`` holds the options of the pipeline.
@@ -159,13 +161,13 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         self._device = context.device or next((live.tensor.device for live in here), torch.device("cpu"))
         self._schedule = schedule_of(plan.config, len(self._ranks), mesh.size("pp"))
         self._axes: Mapping[str, int | None] = plan.config["batch_axes"]
-        self._forms = StageCache(context, self._count, self._axes, "", self._runner)
-        self._sent: dict[int, list[int]] = {}  # bytes, by stage
+        self._cache = StageCache(context, self._count, self._axes, "", self._runner)
+        self._sent_bytes: dict[int, list[int]] = {}  # to other ranks, forward and backward, by stage
         self._part: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module:
-        """The stages of this rank, with their modules at the reference paths; made when it is first asked for."""
+        """The stages of this rank, with their modules at the reference paths."""
         if self._part is None:
             example = self._context.staged_example(self._count, axes=self._axes)
             self._part = self._context.part(example.staged.partition)
@@ -179,7 +181,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             BuildError: the engine is closed.
         """
         self._require_open()
-        return PipelineRuntime(self._passes, self._context.clip_gradients, self._sent)
+        return PipelineRuntime(self, self._context)
 
     # -- steps; documented in slapo_core.dialect.Engine ---------------------------------------------------------
 
@@ -187,7 +189,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         self._require_open()
         if self.optimizer is None:
             raise self._without_optimizer()
-        loss = self._passes(batch, zero=self.optimizer)
+        loss = self._forward_backward(batch, zero=self.optimizer)
         with self._closing(lambda: self._at):
             self._at = "clipping gradients"
             norm = self._context.clip_gradients()
@@ -198,16 +200,16 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
         return StepResult(loss, None, norm)
 
     def eval_step(self, batch: Any, *, gather_outputs: bool = False) -> StepResult:
-        """Forward only, of all micro-batches.
+        """Run the forwards of all micro-batches.
 
         Args:
-            batch: the whole one, as for ``train_step``.
-            gather_outputs: give the output for the whole batch, on every rank.
+            batch: as for ``train_step``.
+            gather_outputs: return the output for the full batch, on every rank.
         """
         self._require_open()
         with self._context.evaluating(batch):
-            cut, runner = self._forms.of(batch, training=False)
-            whole = self._whole(batch, runner.partition) if gather_outputs else runner.partition
+            cut, runner = self._cache.of(batch, training=False)
+            full = self._full(batch, runner.partition) if gather_outputs else runner.partition
             with self._closing(lambda: self._at):
                 work = runner.run(cut.inputs, cut.loss, backward=False, keep_outputs=gather_outputs, at=self._stand)
                 loss, output, problem = self._loss(runner, work), None, ""
@@ -215,7 +217,7 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
                     self._at = "gathering the output"
                     output, problem = gather_output(
                         runner.partition,
-                        whole,
+                        full,
                         work,
                         self._ranks,
                         self._rank,
@@ -227,18 +229,23 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             raise BuildError(problem, hint="eval_step(batch) without gather_outputs")
         return StepResult(loss, output)
 
-    def _passes(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are those of the batch of all replicas then."""
+    def _forward_backward(self, batch: Any, *, zero: Optimizer | None = None) -> Tensor:
+        """Run all micro-batches forward and backward; return the mean loss.
+
+        Args:
+            batch: as for ``train_step``.
+            zero: the optimizer whose gradients are reset first; None adds to the present ones.
+        """
         self._require_open()
         self._refuse_without_gradients()
         with self._context.training(batch):
-            cut, runner = self._forms.of(batch, training=True)
+            cut, runner = self._cache.of(batch, training=True)
             with self._closing(lambda: self._at):
                 if zero is not None:
                     zero.zero_grad(set_to_none=True)
                 earlier = [(one, one.grad) for one in self._trained() if one.grad is not None]
                 for parameter, _ in earlier:
-                    parameter.grad = None  # which is exchanged already
+                    parameter.grad = None  # averaged already
                 begin, finish = averaging(
                     runner,
                     self._trained(),
@@ -270,25 +277,25 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
             count=self._count,
         )
         for stage in runner.stages:
-            stage.sent_bytes = self._sent.setdefault(stage.stage_index, [0, 0])
+            stage.sent_bytes = self._sent_bytes.setdefault(stage.stage_index, [0, 0])
         return runner
 
-    def _whole(self, batch: Any, partition: Partition) -> Partition:
-        """Return the stages for the uncut batch, which say the shapes of the whole output."""
-        whole = self._context.staged(batch, 1, training=False, axes=self._axes).staged.partition
-        if whole.output.names != partition.output.names:
+    def _full(self, batch: Any, partition: Partition) -> Partition:
+        """Return the stages for the uncut batch, with the shapes of the full output."""
+        full = self._context.staged(batch, 1, training=False, axes=self._axes).staged.partition
+        if full.output.names != partition.output.names:
             raise BuildError(
-                "the output of the whole batch has other tensors than that of a micro-batch: the outputs of the "
+                "the output of the full batch has other tensors than the output of a micro-batch: the outputs of the "
                 "micro-batches cannot be combined",
                 hint="eval_step(batch) without gather_outputs",
             )
-        return whole
+        return full
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _loss(self, runner: PipelineRunner, work: PipelineWork) -> Tensor:
-        """Return the mean loss on every rank of the replica, and advance the RNG if a stage used it."""
+        """Return the mean loss on every rank, and advance a used RNG."""
         is_last = self._ranks[-1] == self._rank
         own = [work.losses[number] for number in range(self._count)] if is_last else []
         return self._exchange_loss(runner, own, drew=work.drew, device=self._device)
@@ -296,10 +303,10 @@ class PipelineEngine(PipelineSteps, StatefulEngine):
     # -- the end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the optimizer and the stages; the model and its state stay."""
+        """Release the optimizer and the stages; the model and its state stay."""
         if self._reason is None:
             self._reason = ""
-        self._forms.close()
+        self._cache.close()
         self.optimizer = self.lr_scheduler = None
 
     def _require_open(self) -> None:

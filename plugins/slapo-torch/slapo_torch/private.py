@@ -1,4 +1,4 @@
-"""Wrap the private names of torch that this distribution uses; a test checks the installed version."""
+"""Wrap private names of torch; a test checks the installed version."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, which views share; of the tensor itself if it is not strided."""
+    """Return the identity of a storage, or of a tensor without strides."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

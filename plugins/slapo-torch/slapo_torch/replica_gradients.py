@@ -1,4 +1,4 @@
-"""The mean of gradients over the replicas of a pipeline's stages, exchanged while other stages run."""
+"""Average gradients over the replicas of a pipeline's stages, while other stages run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def averaging(
 ) -> tuple[Callable[[int], None], Callable[[], None]]:
     """Average the gradients of one step as its stages end.
 
-    Replicas run the same schedule, and so send in the same order. Parameters of several stages of this rank come last;
-    those of none are left out without a gradient: only the user's loss may use them.
+    Replicas run the same schedule, and so send in the same order. Parameters of several stages of this rank are sent
+    last; parameters outside of the stages, which only the user's loss may use, are skipped without a gradient.
 
     Args:
         runner: of the stages.
-        parameters: of this rank, that are trained.
-        group: of the replicas; None: nothing is averaged.
-        bucket_bytes: as of :class:`GradientAverage`.
+        parameters: the trained parameters of this rank.
+        group: of the replicas; None does not average.
+        bucket_bytes: as for :class:`GradientAverage`.
 
     Returns:
         a function that sends the gradients of a stage, for :meth:`PipelineRunner.run`, and one that ends the exchange.
@@ -47,12 +47,12 @@ def averaging(
 class GradientAverage:
     """Average gradients over replicas, in one step.
 
-    Gradients are divided before the sum, as DistributedDataParallel does it: a sum in float16 would overflow. A replica
-    without a gradient of some parameter adds nothing to it; where none has one there is none after it.
+    Gradients are divided before the sum, as by DistributedDataParallel: a sum in float16 could overflow. A replica
+    without a gradient adds nothing; if no replica has one, there is none afterwards.
 
     Args:
         group: of the replicas.
-        bucket_bytes: that are sent at once; a larger gradient alone.
+        bucket_bytes: the size of a message; a larger gradient is sent alone.
     """
 
     def __init__(self, group: Any, *, bucket_bytes: int) -> None:
@@ -61,7 +61,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Send gradients, without waiting: they are not valid until :meth:`finish`.
+        """Send gradients, without waiting: they are invalid until :meth:`finish`.
 
         Args:
             parameters: the same on every replica, in the same order, in the same order of calls.
@@ -85,12 +85,12 @@ class GradientAverage:
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             for parameter, mean in zip(bucket, self._means(flat, bucket), strict=True):
                 if parameter.grad is not None and parameter.grad.is_contiguous():
-                    parameter.grad = mean  # which lets go of the memory of the gradient
+                    parameter.grad = mean  # releases the memory of the gradient
             self._sent.append((bucket, flat, work))
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all that was sent; the host waits for the device where this replica had no gradient."""
+        """Wait for all messages, on the host only if a gradient is missing."""
         for bucket, flat, work in self._sent:
             work.wait()
             there = flat[-len(bucket) :]

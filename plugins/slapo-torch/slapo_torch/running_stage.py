@@ -1,4 +1,4 @@
-"""Stages of a pipeline rank under torch's schedules: their passes, and a step of all of them."""
+"""Run the stages of a pipeline rank under torch's schedules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 
 from slapo_core import BuildError
 from slapo_runtime.stages.p2p_packing import check_sent
-from slapo_runtime.stages.runner import Form, SeededWork
+from slapo_runtime.stages.runner import SeededWork, SignatureFacts
 from slapo_torch.private import storage_id
-from slapo_torch.split_backward import Watch, backward_of_inputs
+from slapo_torch.split_backward import SplitCheck, backward_of_inputs
 from slapo_torch.torch_pipelining import StageBase, make_schedule, step
 
 if TYPE_CHECKING:
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 
 
 class Received:
-    """One value of one micro-batch.
+    """One received value of one micro-batch.
 
-    The tensor that the stage's module reads is not a leaf, so the module may write to it; nor a copy. Its gradient is
-    kept here instead of going into a leaf: of the stage's own uses, of later writes to it, and of what comes back for
-    it from behind where it is relayed.
+    The stage's module reads the buffer without a copy, as a tensor that is not a leaf, so that it may write to it. The
+    gradient is kept here instead of in a leaf: from the stage's own uses, from later writes, and from a relayed value.
 
     Args:
-        buffer: what came; not used by others.
-        carries_gradient: whether one is wanted.
+        buffer: the received tensor, without other users.
+        carries_gradient: whether a gradient is sent back.
     """
 
     def __init__(self, buffer: torch.Tensor, *, carries_gradient: bool) -> None:
@@ -45,13 +44,13 @@ class Received:
         self._tensor: torch.Tensor | None = buffer
 
     def take(self) -> torch.Tensor:
-        """Return the tensor that the stage reads, once."""
+        """Return the tensor for the stage, once."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
         return tensor
 
     def give_back(self) -> torch.Tensor:
-        """The gradient, contiguous; zeros where nothing used the value."""
+        """Return the gradient, contiguous; zeros for an unused value."""
         gradient, self.gradient = self.gradient, None
         if gradient is None:
             shape, dtype, device = self._like
@@ -60,7 +59,7 @@ class Received:
 
 
 class _Arrival(torch.autograd.Function):
-    """Makes of a buffer a tensor with a history, which begins here."""
+    """Make a buffer differentiable, with the start of its graph here."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, buffer: list[torch.Tensor], received: Received) -> torch.Tensor:
@@ -80,12 +79,12 @@ class PipelineWork(SeededWork):
 
     Args:
         inputs: for each micro-batch: the model's arguments by parameter.
-        loss: the loss of a micro-batch, by its number and the output values by name; the last stage calls it.
-        at: is told what runs, for the message of an error.
-        seed: of random numbers; None leaves torch's RNG as it is.
+        loss: computes the loss of a micro-batch from its number and the output values by name, on the last stage.
+        at: called with the present work, for the message of an error.
+        seed: of the stages' RNG streams; None uses torch's default generator.
         keep_outputs: whether the output values of stages are kept.
-        stage_is_over: is told the index of a stage whose last backward pass is over.
-        drew: whether a stage drew random numbers.
+        stage_is_over: called with the index of a stage after its last backward pass.
+        drew: whether a stage used its RNG stream.
         losses: by micro-batch, where the last stage is.
         outputs: by name and micro-batch.
     """
@@ -105,32 +104,32 @@ class PipelineWork(SeededWork):
 class _Flight:
     """One micro-batch from its arrival to its backward pass."""
 
-    buffers: list[torch.Tensor] = field(default_factory=list)  # what came
+    buffers: list[torch.Tensor] = field(default_factory=list)  # to receive in
     received: dict[str, Received] = field(default_factory=dict)
     sent: list[torch.Tensor] = field(default_factory=list)
     loss: torch.Tensor | None = None
-    gradients: list[torch.Tensor] = field(default_factory=list)  # of what was sent, as they come
+    gradients: list[torch.Tensor] = field(default_factory=list)  # of the sent values, as received
 
 
 class RunningStage(StageBase):
     """A stage of a :class:`~slapo_runtime.stages.partition.Partition` on the rank that runs it.
 
-    Shapes are known from the partition, so nothing is exchanged before the first step. Values that carry no gradient
-    go forward, and nothing comes back for them.
+    The partition has all shapes, so no metadata is exchanged before the first step. Only values with a gradient get
+    one sent back.
 
     Args:
         partition: the stages.
-        liveness: what each sends to the next.
-        index: which one this is.
-        ranks: which rank along ``pp`` runs each stage.
-        group: over which values are sent: the ranks along ``pp``, in their order.
-        device: where the stage computes.
-        count: how many micro-batches a step has.
-        splits: whether the schedule asks for backward passes in two parts.
+        liveness: the values that each sends to the next.
+        index: of this stage.
+        ranks: the rank along ``pp`` of each stage.
+        group: of the ranks along ``pp``, in their order.
+        device: of the stage.
+        count: the number of micro-batches of a step.
+        splits: whether the schedule splits backward passes.
 
     Attributes:
-        work: of the step that runs.
-        sent_bytes: forward and backward, since it was made; what goes to a stage on the same rank is not counted.
+        work: of the running step.
+        sent_bytes: to other ranks, forward and backward, since the construction.
     """
 
     work: PipelineWork
@@ -155,18 +154,18 @@ class RunningStage(StageBase):
         self._output_names = partition.output.names
         self._kept = _storages(stage.module)
         self._flights: dict[int, _Flight] = {}
-        self._back: dict[int, list[torch.Tensor]] = {}  # gradients that go back
+        self._back: dict[int, list[torch.Tensor]] = {}  # gradients to send back
         self._later: dict[int, Callable[[], None]] = {}  # second parts of backward passes
-        self._passed = 0  # backward passes of the step that are over, with their second parts
-        self._watch = Watch(stage.module, f"stage {index}") if splits else None
+        self._passed = 0  # finished backward passes of the step, with their second parts
+        self._split_check = SplitCheck(stage.module, f"stage {index}") if splits else None
         self.sent_bytes = [0, 0]
 
     @property
-    def whole(self) -> str:
-        """Why the backward pass is not split although the schedule asks for it; "" if it is."""
-        return "" if self._watch is None else self._watch.reason
+    def unsplit_reason(self) -> str:
+        """The reason against splitting the backward pass; "" without one."""
+        return "" if self._split_check is None else self._split_check.reason
 
-    # -- what comes and goes; each in the order of liveness -----------------------------------------------------------
+    # -- received and sent values, in the order of liveness -----------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         flight = self._flights.setdefault(fwd_chunk_id, _Flight())
@@ -212,7 +211,7 @@ class RunningStage(StageBase):
         return torch.empty(value.shape, dtype=value.dtype, device=self.device)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor to send that the stage does not write to."""
+        """Return a contiguous tensor to send, to which the stage does not write."""
         one = tensor.detach()
         if storage_id(one) in self._kept:
             return one.clone(memory_format=torch.contiguous_format)
@@ -221,7 +220,7 @@ class RunningStage(StageBase):
     def _operations(
         self, operation: Any, tensors: Sequence[torch.Tensor], stage: int, *, forward: bool, number: int
     ) -> list[Any]:
-        """One for each tensor that has elements; tags keep messages of different boundaries apart."""
+        """Make an operation for each tensor with elements, tagged by its boundary."""
         boundary = max(stage, self.stage_index)
         tag = (2 * boundary + forward) * self._count + number
         peer = self._ranks[stage]
@@ -267,7 +266,7 @@ class RunningStage(StageBase):
         self.work.at(f"stage {self.stage_index} in {what} of micro-batch {number}")
 
     def _made(self, number: int, there: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        with contextlib.nullcontext() if self._watch is None else self._watch.looking():
+        with contextlib.nullcontext() if self._split_check is None else self._split_check.watch_forward():
             return self.work.run(self._stage, self.work.inputs[number], there, number, self.device)
 
     def backward_one_chunk(
@@ -279,13 +278,13 @@ class RunningStage(StageBase):
         flight = self._flights.pop(bwd_chunk_id)
         roots, gradients = self._roots(flight)
         starts = [one.start for one in flight.received.values() if one.start is not None]
-        if self._watch is not None:
-            self._watch.look_back(roots)
+        if self._split_check is not None:
+            self._split_check.find_compiled(roots)
         if not roots:
             pass
-        elif full_backward or self.whole:
+        elif full_backward or self.unsplit_reason:
             torch.autograd.backward(roots, gradients)
-        elif not starts:  # no stage waits for anything
+        elif not starts:  # no stage waits for a gradient
             self._later[bwd_chunk_id] = lambda: torch.autograd.backward(roots, gradients)
         else:
             self._later[bwd_chunk_id] = backward_of_inputs(roots, gradients, starts)
@@ -329,22 +328,22 @@ class RunningStage(StageBase):
 
 
 def _storages(module: nn.Module) -> frozenset[int]:
-    """Return the storages of a module's tensors: a sent value may be a view of one."""
+    """Return the storages of a module's tensors, which sent values may share."""
     tensors = [*module.parameters(), *module.buffers()]
     return frozenset(storage_id(one) for one in tensors if one.numel() and not one.is_meta)
 
 
-class PipelineRunner(Form):
-    """Runs a step's forwards and backwards; every rank along ``pp`` has one, with the same arguments but ``rank``.
+class PipelineRunner(SignatureFacts):
+    """Run the steps of a rank's stages, with equal arguments on all ranks.
 
     Args:
         partition: for one input signature and one mode.
-        liveness: what each stage sends to the next.
-        schedule: by which they run.
-        ranks: which rank along ``pp`` runs each stage.
-        rank: this one.
+        liveness: the values that each stage sends to the next.
+        schedule: of the pipeline.
+        ranks: the rank along ``pp`` of each stage.
+        rank: this rank.
         group: of the ranks along ``pp``.
-        device: where the stages compute.
+        device: of the stages.
         count: of micro-batches.
     """
 
@@ -395,8 +394,8 @@ class PipelineRunner(Form):
         """Divide parameters of this rank by the stage that holds them.
 
         Returns:
-            the parameters of each stage that no other stage of this rank holds, by its index; and all others, with
-            whether a stage of this rank holds them.
+            by stage index, the parameters of this stage alone; and all others, with whether a stage of this rank holds
+            them.
         """
         by_stage: dict[int, list[torch.Tensor]] = {stage.stage_index: [] for stage in self.stages}
         others: list[tuple[torch.Tensor, bool]] = []
@@ -419,16 +418,16 @@ class PipelineRunner(Form):
         keep_outputs: bool = False,
         stage_is_over: Callable[[int], None] = lambda stage: None,
     ) -> PipelineWork:
-        """One step; gradients are added to those of the parameters.
+        """Run one step; gradients are accumulated.
 
         Args:
             inputs: the arguments of each micro-batch.
-            loss: of a micro-batch, by its number and the output values.
-            backward: whether gradients are computed: of the mean of the losses.
-            at: is told what runs.
-            seed: of the stages' RNG streams; None leaves torch's RNG as it is.
+            loss: computes the loss of a micro-batch from its number and the output values.
+            backward: whether the gradients of the mean loss are computed.
+            at: called with the present work.
+            seed: of the stages' RNG streams; None uses torch's default generator.
             keep_outputs: whether the output values of this rank's stages are kept.
-            stage_is_over: is told the index of each stage whose last backward pass is over; its gradients are complete.
+            stage_is_over: called with the index of each stage after its last backward pass, with complete gradients.
         """
         work = PipelineWork(inputs, loss, at, seed, keep_outputs, stage_is_over, drew=bool(self.uses_rng))
         for stage in self.stages:
@@ -443,5 +442,5 @@ class PipelineRunner(Form):
 
 
 def _as_it_is(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """The last stage's forward gives the loss already."""
+    """Return the loss, which the last stage's forward computes."""
     return loss

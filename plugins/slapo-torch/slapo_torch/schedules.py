@@ -15,12 +15,12 @@ class PipelineSchedule:
 
     Args:
         name: in ``build(..., pipeline_schedule=name)``.
-        class_name: of torch's.
-        per_rank: how many stages a rank may have; None: any number.
-        shape: how stages lie on ranks: ``"loop"``: stage i on rank ``i % pp``; ``"v"``: back on the same ranks.
+        class_name: of torch.
+        per_rank: the number of stages per rank; None: any number.
+        shape: the placement of stages: ``"loop"``: stage i on rank ``i % pp``; ``"v"``: back on the same ranks.
         allows: whether it takes a number of micro-batches on a number of ranks.
         rule: the same in words.
-        splits_backward: whether gradients of inputs and of weights are computed apart.
+        splits_backward: whether gradients of inputs and of weights are computed separately.
     """
 
     name: str
@@ -33,14 +33,14 @@ class PipelineSchedule:
 
     @property
     def is_single(self) -> bool:
-        """Whether torch's class takes one stage, and not a list of them."""
+        """Whether torch's class takes one stage instead of a list."""
         return self.per_rank == 1
 
     def check_micro_batches(self, count: object, pp: int) -> None:
         """Refuse a number of micro-batches that the schedule cannot run.
 
         Raises:
-            BuildError: it names those nearby that are allowed.
+            BuildError: with the nearest allowed numbers.
         """
         if type(count) is not int or count < 1:
             raise BuildError(
@@ -56,7 +56,7 @@ class PipelineSchedule:
             )
 
     def default(self, pp: int) -> int:
-        """The smallest allowed number of micro-batches that is not below the number of ranks."""
+        """Return the smallest allowed number of micro-batches from ``pp`` on."""
         count = pp
         while not self.allows(count, pp):
             count += 1
@@ -121,7 +121,7 @@ SCHEDULES = (
 
 
 def schedule_named(name: object, known: Sequence[PipelineSchedule] = SCHEDULES) -> PipelineSchedule:
-    """The schedule of that name.
+    """Return the schedule with a name.
 
     Raises:
         BuildError: there is none.
@@ -136,7 +136,7 @@ def schedule_named(name: object, known: Sequence[PipelineSchedule] = SCHEDULES) 
 
 
 def schedule_of(config: Mapping[str, Any], stages: int, pp: int) -> PipelineSchedule:
-    """The schedule of the options of a pipeline, where the number of stages is known.
+    """Return the schedule of a pipeline's options for a number of stages.
 
     Raises:
         BuildError: it cannot run this number of stages or micro-batches.

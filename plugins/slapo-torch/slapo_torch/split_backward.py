@@ -13,21 +13,19 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
+from slapo_runtime.losses import is_leaf
 from slapo_torch.private import is_compiled
 from slapo_torch.torch_pipelining import recomputes
-
-_LEAF = "torch::autograd::AccumulateGrad"
-
 
 Arrived = tuple[torch.Tensor | None, ...]
 
 
 def _accumulate(node: Any, parameters: list[torch.Tensor], arrived: Arrived) -> None:
-    """Accumulate the gradients of parameters behind a node, from the gradients that arrived there."""
+    """Accumulate the gradients of parameters below a node, from the gradients that arrived there."""
     given = [(GradientEdge(node, slot), one) for slot, one in enumerate(arrived) if one is not None]
     if not given:
         return
-    # A hook of the tensor there has had its turn, and runs again: what it gives now is not taken.
+    # A tensor hook there runs a second time: its new result is replaced.
     handle = node.register_prehook(lambda _: arrived)
     try:
         torch.autograd.backward(
@@ -43,14 +41,14 @@ def backward_of_inputs(
     """Run the first part of a backward pass: the gradients of the received values.
 
     Args:
-        roots: what the backward begins with, each with a history.
-        gradients: theirs.
-        starts: leaves at which received values begin, at least one.
+        roots: of the backward pass, each with a graph.
+        gradients: of the roots.
+        starts: the leaves of received values, at least one.
 
     Returns:
         the second part, which accumulates the gradients of the other parameters.
     """
-    graph = _Graph([root.grad_fn for root in roots])
+    graph = _BackwardGraph([root.grad_fn for root in roots])
     ends = {node for node, leaf in graph.leaves.items() if any(leaf is start for start in starts)}
     leaves = {node: leaf for node, leaf in graph.leaves.items() if node not in ends}
     places = graph.places(leaves, graph.leading_to(ends))
@@ -77,18 +75,18 @@ def backward_of_inputs(
     return later
 
 
-class _Graph:
+class _BackwardGraph:
     """The nodes of a backward pass.
 
     Attributes:
-        leaves: where gradients are accumulated, and for which tensor.
+        leaves: node that accumulates a gradient -> its tensor.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._roots = roots
         self.leaves: dict[Any, torch.Tensor] = {}
         self._next: dict[Any, list[Any]] = {}
-        self._order: list[Any] = []  # each after those that it leads to
+        self._order: list[Any] = []  # in topological order, leaves first
         stack = [(root, False) for root in roots]
         while stack:
             node, is_done = stack.pop()
@@ -96,13 +94,13 @@ class _Graph:
                 self._order.append(node)
             elif node not in self._next:
                 self._next[node] = [one for one, _ in node.next_functions if one is not None]
-                if not _is_custom(node) and node.name() == _LEAF:
+                if is_leaf(node):
                     self.leaves[node] = node.variable
                 stack.append((node, True))
                 stack.extend((one, False) for one in self._next[node] if one not in self._next)
 
     def leading_to(self, ends: set[Any]) -> set[Any]:
-        """The nodes from which an end is reached; an end is none of them."""
+        """Return the nodes from which an end is reachable, without the ends."""
         found: set[Any] = set()
         for node in self._order:
             if any(one in ends or one in found for one in self._next[node]):
@@ -110,11 +108,11 @@ class _Graph:
         return found
 
     def places(self, leaves: dict[Any, torch.Tensor], between: set[Any]) -> dict[Any, set[Any]]:
-        """For each leaf: the nodes of ``between`` from which a way without others of them leads there.
+        """Return the nodes of ``between`` that directly reach each leaf.
 
-        A leaf that is also reached without any of them has None among its places, so it has several.
+        A leaf that a root reaches without them has None among its places, and so several.
         """
-        below: dict[Any, frozenset[Any]] = {}  # leaves that a node outside of ``between`` leads to
+        below: dict[Any, frozenset[Any]] = {}  # leaves that a node outside of ``between`` reaches
         found: dict[Any, set[Any]] = {}
         for node in self._order:
             reached = {leaf for one in self._next[node] for leaf in below.get(one, ())}
@@ -148,15 +146,15 @@ _COMPILED_NODE = "CompiledFunctionBackward"
 _HOOKED = "a tensor's hook would run in both parts"
 
 
-class Watch:
-    """Watch a stage's first forward with gradients, and warn if its backward cannot be split.
+class SplitCheck:
+    """Check in a stage's first forward whether its backward can be split.
 
     Args:
         module: of the stage.
         name: for the warning.
 
     Attributes:
-        reason: why the backward must not be parted; "" if nothing speaks against it.
+        reason: for a full backward; "" if it can be split.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -165,7 +163,7 @@ class Watch:
         self.reason = _COMPILED if any(map(is_compiled, module.modules())) else ""
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
+    def watch_forward(self) -> Iterator[None]:
         """Watch the first forward, without module hooks, which would change its graph."""
         if self._is_over or not torch.is_grad_enabled():
             yield
@@ -173,13 +171,13 @@ class Watch:
         if self.reason:  # known already
             yield
         else:
-            with _Looking(self):
+            with _ForwardMode(self):
                 yield
         self._is_over = True
-        self._tell()
+        self._warn()
 
-    def look_back(self, roots: Iterable[torch.Tensor]) -> None:
-        """Find compiled parts of a stage in the autograd graph, before a backward pass."""
+    def find_compiled(self, roots: Iterable[torch.Tensor]) -> None:
+        """Find compiled functions in the autograd graph, before a backward pass."""
         if self.reason or "torch._dynamo" not in sys.modules:
             return
         seen = {one.grad_fn for one in roots if one.grad_fn is not None}
@@ -188,32 +186,32 @@ class Watch:
             node = stack.pop()
             if type(node).__name__ == _COMPILED_NODE:  # its name() may be hidden by an attribute of the function
                 self.reason = _COMPILED
-                self._tell()
+                self._warn()
                 return
             for below, _ in node.next_functions:
                 if below is not None and below not in seen:
                     seen.add(below)
                     stack.append(below)
 
-    def _tell(self) -> None:
+    def _warn(self) -> None:
         if self.reason:
             warnings.warn(
-                f"{self._name} does not split its backward pass, because {self.reason}: gradients are right, but the "
+                f"{self._name} does not split its backward pass, because {self.reason}: gradients are correct, but the "
                 "schedule's bubbles remain",
                 stacklevel=3,
             )
 
 
-class _Looking(TorchFunctionMode):
-    """Notices calls inside of a checkpointed function, and that a tensor on the way gets a hook."""
+class _ForwardMode(TorchFunctionMode):
+    """Note calls inside of a checkpointed function, and hooks of tensors."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, check: SplitCheck) -> None:
         super().__init__()
-        self._watch, self._outside = watch, recomputes()
+        self._check, self._outside = check, recomputes()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.register_hook and not args[0].is_leaf:
-            self._watch.reason = self._watch.reason or _HOOKED
+            self._check.reason = self._check.reason or _HOOKED
         if recomputes() != self._outside:
-            self._watch.reason = self._watch.reason or _CHECKPOINTED
+            self._check.reason = self._check.reason or _CHECKPOINTED
         return func(*args, **(kwargs or {}))

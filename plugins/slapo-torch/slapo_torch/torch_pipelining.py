@@ -1,7 +1,6 @@
 """Adapt stages to the schedules of ``torch.distributed.pipelining``, and run a step.
 
-A test holds what is said here against the installed torch: the schedules are there, and call these methods of a stage
-with these arguments.
+A test compares this module with the installed torch: its schedules, and their calls of a stage with these arguments.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from slapo_torch.private import top_saved_tensors_hooks
 class StageBase:
     """The interface of a stage for torch's schedules, with empty defaults.
 
-    Not a subclass of torch's own stage, whose constructor and internals change with every release: schedules take any
-    object with these members. One of their calls that is unknown here is an AttributeError at the first step.
+    It is not a subclass of torch's own stage, whose constructor and internals change with every release: schedules take
+    any object with these members. A missing member is an AttributeError in the first step.
 
     Args:
-        module: that the stage runs.
+        module: of the stage.
         index: of the stage.
         count: of all stages.
-        device: where it computes.
+        device: of the stage.
         group: of the ranks along ``pp``.
     """
 
@@ -39,13 +38,13 @@ class StageBase:
         self.output_chunks: list[Any] = []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: losses are divided before they go back, and replicas exchange gradients after the schedule."""
+        """Do nothing: losses are divided before the backward, and replicas average gradients themselves."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing, likewise."""
+        """Do nothing, as for :meth:`perform_reduce_grad`."""
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
-        """Nothing: what was sent is kept for the backward pass."""
+        """Do nothing: sent values are kept for the backward pass."""
 
 
 CALLED = (
@@ -72,7 +71,7 @@ def make_schedule(name: str, stages: Any, count: int, **options: Any) -> Any:
 
     Args:
         name: of a class in ``torch.distributed.pipelining``, e.g. ``"Schedule1F1B"``.
-        stages: this rank's: one for a schedule of single stages, else a list.
+        stages: of this rank: one for a schedule of single stages, else a list.
         count: of micro-batches.
         options: further arguments of the class.
     """
@@ -82,13 +81,13 @@ def make_schedule(name: str, stages: Any, count: int, **options: Any) -> Any:
 
 
 def _infer_nothing(*args: Any, **kwargs: Any) -> None:
-    """Leave the stages as they are."""
+    """Skip the shape inference."""
 
 
 def step(schedule: Any, count: int, *, backward: bool) -> None:
-    """Run one step of a schedule whose stages know their micro-batches by number.
+    """Run one step of a schedule whose stages take micro-batches by number.
 
-    The target is cut into as many pieces as there are micro-batches: their numbers.
+    The target consists of these numbers, one for each micro-batch.
 
     Args:
         schedule: an instance.

@@ -72,7 +72,7 @@ def test_a_split_model_takes_the_steps_of_a_plain_loop_and_clips_by_the_norm_ove
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
-def test_replicas_take_the_steps_of_one_process_with_the_whole_batch(mesh: dict[str, int]) -> None:
+def test_replicas_train_as_one_process_with_the_full_batch(mesh: dict[str, int]) -> None:
     expected = plain_run(4, max_grad_norm=0.1)
     world_size = 2 * mesh.get("tp", 1)
     results = run_ranks(engine_run, mesh, 4, max_grad_norm=0.1, world_size=world_size)

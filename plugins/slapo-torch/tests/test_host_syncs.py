@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import slapo_core as slapo
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.gradients import GradientClipper
 from slapo_runtime.launcher import run_ranks
+from slapo_runtime.state import ModelState
 from tests.support import tied_model
 from tests.support.host_syncs import host_syncs, syncs_of_step
 

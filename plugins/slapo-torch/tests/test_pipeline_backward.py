@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_torch.running_stage import Received
-from slapo_torch.split_backward import Watch, backward_of_inputs
+from slapo_torch.split_backward import SplitCheck, backward_of_inputs
 from tests.messages import Messages
 from tests.support.hand_stages import Double
 
@@ -81,7 +81,7 @@ def test_a_received_value_may_be_written_to_and_passed_on() -> None:
     assert torch.equal(received.give_back(), torch.zeros(3).double())  # nothing since
 
 
-def test_what_was_received_goes_with_its_last_use() -> None:
+def test_received_values_are_freed_after_their_last_use() -> None:
     """Activations must not wait for the garbage collector."""
     gc.disable()
     try:
@@ -98,7 +98,7 @@ def test_what_was_received_goes_with_its_last_use() -> None:
         gc.enable()
 
 
-def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole(message: Messages) -> None:
+def test_tensor_hooks_and_checkpoints_prevent_a_split_backward(message: Messages) -> None:
     class Hooked(nn.Module):
         def __init__(self, kind: str) -> None:
             super().__init__()
@@ -121,9 +121,9 @@ def test_hooks_of_tensors_and_checkpoints_keep_a_backward_whole(message: Message
         module = Hooked(kind)
         if kind == "compiled":
             module.inner.compile(backend="eager")
-        watch = Watch(module, "stage 1")
+        watch = SplitCheck(module, "stage 1")
         with pytest.warns(UserWarning, match="stage 1") if kind != "plain" else contextlib.nullcontext() as caught:  # type: ignore[attr-defined]
-            with watch.looking():
+            with watch.watch_forward():
                 module(torch.ones(2, requires_grad=True))
         assert bool(watch.reason) == (caught is not None)
         if caught is not None:

@@ -35,7 +35,7 @@ class _FakeGroup:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: one.name)
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_numbers_that_torch_refuses_are_those_that_we_refuse(schedule: Any, pp: int) -> None:
+def test_refused_micro_batch_numbers_equal_torchs(schedule: Any, pp: int) -> None:
     for per_rank in (1, 2, 3):
         for count in (1, 2, 3, 4, 5, 6, 7, 9, 12):
             stages = per_rank * pp
@@ -89,16 +89,16 @@ def test_modules_in_the_wrapper_of_compile_are_refused_by_zero_bubble() -> None:
     assert 'module.compile(), or pipeline_schedule="1f1b"' in (error.value.hint or "")
 
 
-def test_a_plan_says_what_happens_and_gives_itself_again() -> None:
+def test_plan_lists_the_pipeline_and_is_reproducible() -> None:
     made = plan({"dp": 2, "pp": 2, "tp": 2}, pipeline_schedule="dualpipe_v", batch_axes={"bias": None})
     assert str(made) == (
         "plan for target 'torch'\n"
         "  the scheduled Linear, 0 steps applied\n"
         "  a pipeline over mesh_dim 'pp' (2 ranks): 4 micro-batches a step, schedule dualpipe_v\n"
         "  two stages on each of its ranks, there and back\n"
-        "  gradients of weights after those of inputs; not where it checkpoints, hooks tensors or is compiled\n"
-        "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
-        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
+        "  weight gradients after input gradients, unless a stage checkpoints, hooks tensors or is compiled\n"
+        "  collectives of the steps over mesh_dim 'tp' (2 ranks)\n"
+        "  one RNG state for the ranks of mesh_dim 'tp': the first rank's\n"
         "  the mean of gradients, exchanged as each stage ends, over mesh_dim 'dp' (2 ranks)"
     )
     assert plan({"dp": 2, "pp": 2, "tp": 2}, **made.config) == made
@@ -135,7 +135,7 @@ def test_options_that_cannot_be_are_refused(
     message(error, word)
 
 
-def test_stages_that_a_schedule_cannot_run_are_refused_with_those_that_can(message: Messages) -> None:
+def test_wrong_number_of_stages_is_refused_with_fitting_schedules(message: Messages) -> None:
     with pytest.raises(slapo.BuildError) as error:
         schedule_named("gpipe").stage_ranks(4, 2)
     message(error, "'gpipe' on pp=2", "got 4, by 3 cuts")
@@ -143,7 +143,7 @@ def test_stages_that_a_schedule_cannot_run_are_refused_with_those_that_can(messa
     assert schedule_named("looped_bfs").stage_ranks(6, 3) == (0, 1, 2, 0, 1, 2)
 
 
-def test_batches_are_cut_along_the_axes_that_are_said(message: Messages) -> None:
+def test_batches_are_cut_along_batch_axes(message: Messages) -> None:
     x, time_first, bias = torch.arange(8).reshape(4, 2), torch.arange(12).reshape(3, 4), torch.ones(1, 2)
     batch = {"x": x, "deep": [time_first], "bias": bias, "flag": True}
     axes: dict[Any, int | None] = {"deep": 1, "bias": None}

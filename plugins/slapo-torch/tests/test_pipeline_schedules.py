@@ -63,8 +63,8 @@ def on_rank(pp: int, *, checkpoints: bool = False, hooks: bool = False) -> list[
         if any(7 - 8 // stages < stage.stage_index * 8 // stages <= 6 for stage in runner.stages) and passes != count:
             found.append(f"{case}: a custom function ran {passes} times backward")
         for stage in runner.stages:
-            if schedule.splits_backward and bool(stage.whole) != (checkpoints and _has_checkpoint(stage)):
-                found.append(f"{case}: stage {stage.stage_index} is whole because {stage.whole!r}")
+            if schedule.splits_backward and bool(stage.unsplit_reason) != (checkpoints and _has_checkpoint(stage)):
+                found.append(f"{case}: stage {stage.stage_index} is whole because {stage.unsplit_reason!r}")
         own = {number for stage in runner.stages for number in map(int, stage.submod.blocks)}
         if sorted(net.hooked) != sorted(number for number in untouched.hooked if number in own):
             found.append(f"{case}: hooks ran {net.hooked}")
@@ -92,7 +92,7 @@ def _has_checkpoint(stage: Any) -> bool:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("pp", [2, 4])
-def test_every_schedule_gives_the_gradients_of_the_untouched_model(pp: int) -> None:
+def test_every_schedule_gives_reference_gradients(pp: int) -> None:
     assert len({schedule.name for schedule, _, _ in cases(pp)}) == 7
     for differing in run_ranks(on_rank, pp, world_size=pp):
         assert differing == []

@@ -41,7 +41,7 @@ def of_stages() -> set[str]:
     }
 
 
-def test_schedules_use_of_a_stage_what_it_has() -> None:
+def test_schedules_only_use_known_members_of_a_stage() -> None:
     """A version of torch whose schedules ask more of a stage is noticed here, and not at somebody's first step."""
     source = ast.parse(textwrap.dedent(inspect.getsource(RunningStage.__mro__[1].__init__)))
     own = {node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute)}
@@ -50,7 +50,7 @@ def test_schedules_use_of_a_stage_what_it_has() -> None:
     assert used - own - set(CALLED) - ELSEWHERE == set()
 
 
-def test_methods_take_what_torch_gives_those_of_its_own_stage() -> None:
+def test_stage_methods_have_the_parameters_of_torchs_stage() -> None:
     for name in CALLED:
         method, original = getattr(RunningStage, name), getattr(PipelineStage, name, None)
         if original is not None:  # a version may not have it yet
@@ -58,7 +58,7 @@ def test_methods_take_what_torch_gives_those_of_its_own_stage() -> None:
     assert [name for name in CALLED if not hasattr(PipelineStage, name)] in ([], ["release_fwd_send_outputs"])
 
 
-def test_what_is_replaced_is_what_schedules_call() -> None:
+def test_replaced_initialization_is_called_by_schedules() -> None:
     for schedule in SCHEDULES:
         kind = getattr(torch.distributed.pipelining, schedule.class_name)
         name = "_initialize_stage" if schedule.is_single else "_initialize_stages"

@@ -112,7 +112,7 @@ def check(result: dict[str, Any], rank: int) -> None:
 
 
 @pytest.mark.ranks
-def test_stages_on_two_ranks_train_what_one_process_trains() -> None:
+def test_stages_on_two_ranks_train_as_one_process() -> None:
     results = run_ranks(on_two, world_size=2)
     (true_norm, *_), _ = plain()
     for rank, result in enumerate(results):
@@ -131,7 +131,7 @@ def test_stages_on_two_ranks_train_what_one_process_trains() -> None:
 
 
 @pytest.mark.ranks
-def test_stages_with_other_dimensions_of_the_mesh_train_what_one_process_trains() -> None:
+def test_stages_with_other_mesh_dims_train_as_one_process() -> None:
     for rank, result in enumerate(run_ranks(on_four, world_size=4)):
         for outcome in result.values():
             check(outcome, rank)

@@ -23,12 +23,12 @@ def test_an_unknown_option_is_named(message: Messages) -> None:
     message(caught, "'bucket_cap'", "bucket_cap_mb")
 
 
-def test_the_plan_says_what_will_be_done() -> None:
+def test_plan_lists_collectives_and_replicas() -> None:
     schedule = split(slapo.create_schedule(real("mlp"), mesh={"dp": 4, "tp": 2}), "mlp")
     assert str(TorchDialect().plan(schedule, {})) == (
         "plan for target 'torch'\n"
         "  the scheduled Mlp, 3 steps applied\n"
-        "  collectives over mesh_dim 'tp' (2 ranks), as the steps say\n"
-        "  one random state for the ranks of mesh_dim 'tp': that of the first of them\n"
+        "  collectives of the steps over mesh_dim 'tp' (2 ranks)\n"
+        "  one RNG state for the ranks of mesh_dim 'tp': the first rank's\n"
         "  DistributedDataParallel over mesh_dim 'dp' (4 ranks)"
     )

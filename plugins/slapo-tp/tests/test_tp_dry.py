@@ -13,7 +13,7 @@ from torch import nn
 import slapo_core as slapo
 from slapo_core import MeshError
 from slapo_core.internals import Internals
-from slapo_runtime.consistency import obligations
+from slapo_runtime.ranks.consistency import obligations
 from tests.messages import Messages
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import slapo_core as slapo
-from slapo_runtime.consistency import obligations
+from slapo_runtime.ranks.consistency import obligations
 from slapo_tp import Axis, LayerType, register_layer
 from slapo_tp.layers import layer_type_of
 from tests.messages import Messages

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_runtime.consistency import obligations
+from slapo_runtime.ranks.consistency import obligations
 from slapo_testing import run_ranks
 from tests.messages import Messages
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 import slapo_core as slapo
-from slapo_runtime.consistency import obligations
+from slapo_runtime.ranks.consistency import obligations
 from tests.messages import Messages
 
 MESHES = pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])

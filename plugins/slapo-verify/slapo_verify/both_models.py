@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slapo_core.errors import ArgumentError
-from slapo_runtime.world import Attempt
+from slapo_runtime.ranks.world import Attempt
 from slapo_verify.compare import Comparison
 from slapo_verify.inputs import Batches
 from slapo_verify.kinds import EARLY, KINDS, OWN_TYPES

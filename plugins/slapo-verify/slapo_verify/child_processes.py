@@ -15,8 +15,8 @@ from slapo_core.errors import (
     VerifyError,
 )
 from slapo_runtime.launcher import preload_modules, run_ranks
+from slapo_runtime.ranks.trial_groups import SECONDS
 from slapo_runtime.schedule_copies import Sent, installed_modules, sent
-from slapo_runtime.trial_groups import SECONDS
 from slapo_verify.inputs import Inputs
 from slapo_verify.report import VerifyOutcome
 from slapo_verify.session import check_each

@@ -13,7 +13,7 @@ from torch import nn
 
 from slapo_core.errors import ArgumentError
 from slapo_core.internals import describe
-from slapo_runtime.world import RankFact, describe_tensor
+from slapo_runtime.ranks.facts import RankFact, describe_tensor
 from slapo_verify.precision import is_inexact
 from slapo_verify.private import pytree
 

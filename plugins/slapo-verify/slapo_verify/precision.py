@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_runtime.world import parts_of
+from slapo_runtime.ranks.checksums import parts_of
 from slapo_verify.private import LOCAL_SCALAR, TorchDispatchMode, pytree, storage_id
 
 _CHOOSE: dict[Any, int] = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1, torch.ops.aten.argmax.default: 1}

@@ -13,7 +13,7 @@ from slapo_verify.search import Failed, TrialOutcome
 
 if TYPE_CHECKING:
     from slapo_core.primitive import Record
-    from slapo_runtime.world import World
+    from slapo_runtime.ranks.world import World
     from slapo_verify.copies import ModelCopies
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 from slapo_core.errors import ArgumentError, VerifyError
-from slapo_runtime.world import RankFact, describe_tensor
+from slapo_runtime.ranks.facts import RankFact, describe_tensor
 from slapo_verify.compare import Largest
 from slapo_verify.copies import named_tensors
 from slapo_verify.kinds import KINDS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slapo_core.primitive import Record
-from slapo_runtime.trial_groups import Failure
+from slapo_runtime.ranks.trial_groups import Failure
 from slapo_verify.compare import Difference
 
 _SAME_SIZE = 1e-4

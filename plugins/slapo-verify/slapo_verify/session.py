@@ -12,10 +12,11 @@ from torch import nn
 
 from slapo_core.errors import InputError, VerifyError
 from slapo_core.internals import describe
-from slapo_runtime.consistency import SAME_SCRIPT, obligations, schedule_facts
+from slapo_runtime.ranks.consistency import SAME_SCRIPT, obligations, schedule_facts
+from slapo_runtime.ranks.facts import RankFact, describe_tensor
+from slapo_runtime.ranks.trial_groups import Failure
+from slapo_runtime.ranks.world import World
 from slapo_runtime.schedule_copies import repeated
-from slapo_runtime.trial_groups import Failure
-from slapo_runtime.world import RankFact, World, describe_tensor
 from slapo_verify.approximate import without_approximate_steps
 from slapo_verify.blame import Blame
 from slapo_verify.both_models import BothModels, ReferenceRunError

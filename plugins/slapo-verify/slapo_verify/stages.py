@@ -13,9 +13,10 @@ from torch import nn
 
 from slapo_core.errors import HookError, TraceError
 from slapo_core.internals import Internals, ScheduledCopy, buffers_of, copies, module_index
-from slapo_runtime.batches import InputSignature, bound_call
+from slapo_runtime.batches import bound_call
 from slapo_runtime.stages import StagedModel, staged
 from slapo_runtime.stages.partition import Partition
+from slapo_runtime.stages.signatures import InputSignature
 from slapo_verify.compare import fingerprint
 from slapo_verify.inputs import Batch
 from slapo_verify.kinds import KINDS

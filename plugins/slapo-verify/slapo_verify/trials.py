@@ -17,8 +17,8 @@ from slapo_core.errors import HookError, VerifyError
 from slapo_core.internals import Internals
 from slapo_core.primitive import Equivalence
 from slapo_runtime.correspondence import Correspondence
-from slapo_runtime.trial_groups import Failure
-from slapo_runtime.world import Attempt, World
+from slapo_runtime.ranks.trial_groups import Failure
+from slapo_runtime.ranks.world import Attempt, World
 from slapo_verify.blame import Blame, find_steps
 from slapo_verify.compare import OF_NORM, Comparison, Difference, Tolerance, compare, compare_dropout, room_for_rounding
 from slapo_verify.copies import Counterparts, ModelCopies

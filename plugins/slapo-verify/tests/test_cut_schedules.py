@@ -98,7 +98,7 @@ WRONG_LIVENESS = {
         ("elsewhere", None, ("slapo_partition", "stage 0", "'blocks.1'")),
         ("wrong shape", None, ("stage 0 (up to 'blocks.0')", "'keep' is (4, 5) ")),
         ("runs", None, ("'norm.running_mean', 'norm.running_var', 'norm.num_batches_tracked'",)),
-        ("draws", None, ("random state", "slapo_partition")),
+        ("draws", None, ("RNG state", "slapo_partition")),
         ("", "too little", ("slapo_liveness", "stage 2 reads 'keep'")),
         ("", "later", ("slapo_liveness", "stage 0 sends 'hidden1'")),
         ("", "a list", ("slapo_liveness", "a list")),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import slapo_core as slapo
 from slapo_core.layout import declare_mesh
 from slapo_runtime.launcher import run_ranks
-from slapo_runtime.world import World
+from slapo_runtime.ranks.world import World
 from tests.support.failing_ranks import INPUTS, Fail, LeaveOut, outcome, scheduled
 
 pytestmark = pytest.mark.ranks

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import slapo_core as slapo
-from slapo_runtime.world import checksum, describe_tensor
+from slapo_runtime.ranks.checksums import checksum
+from slapo_runtime.ranks.facts import describe_tensor
 
 
 class Quantized(torch.Tensor):

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from slapo_core import TraceError, hookimpl
+from slapo_core.errors import place
 from slapo_core.internals import forwards
 from slapo_graph.flat import FlatGraph, flat, graph_function, set_state, sets_variables
 from slapo_pipeline.partition.placement import NodePlacement, Uncuttable, title
@@ -71,7 +72,7 @@ def _unrecorded(error: TraceError, cuts: Mapping[str, Record]) -> TraceError:
     """Return the error for modules above cuts that cannot be recorded."""
     first, *others = dict.fromkeys(map(str, cuts.values()))
     more = f" and {len(others)} more" if others else ""
-    above = ", ".join(f"'{path}'" if path else "the root" for path in sorted(ancestors(cuts)))
+    above = ", ".join(place(path) for path in sorted(ancestors(cuts)))
     hint = f"cut elsewhere, so that this code lies inside one stage: modules above a cut ({above}) are divided"
     if " sets self." in error.message:
         hint = f"if only the first call does so, call the model once before; else {hint}"

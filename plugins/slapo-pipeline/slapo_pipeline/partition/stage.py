@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from slapo_core import GuardError
+from slapo_core.errors import place
 from slapo_core.internals import buffers_of, children_of, forwards, parameters_of
 from slapo_core.observers import only_looks, spans_stages
 from slapo_graph.flat import (
@@ -205,7 +206,7 @@ class CutStage(StageModule):
                 raise self._error(GuardError(f"was built before the modules in '{path}' changed", hint=_HINT))
         for path, module in inlined:
             if is_around(module):
-                where = f"'{path}'" if path else "the root"
+                where = place(path)
                 problem = f"was built before {where}, which lies above a cut, got a hook or another forward"
                 raise self._error(GuardError(problem, hint="hook or wrap modules inside one stage"))
         for module, training, path in modes:

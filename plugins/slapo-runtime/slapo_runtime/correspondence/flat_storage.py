@@ -1,22 +1,21 @@
-"""Parameters and optimizer state that a runtime keeps in flat tensors, by the parameters of the model.
+"""The storage of parameters and optimizer state in the flat tensors of a runtime.
 
-A dialect says where each parameter lies (:class:`Held`) and which groups the optimizer has (:class:`StoredGroup`);
-state dicts, checkpoints and their loading follow from that.
+A dialect gives the location of each parameter (:class:`StoredParameter`) and the groups of the optimizer
+(:class:`StoredGroup`); state dicts, checkpoints and their loading follow from these.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import BuildError
+from slapo_core.errors import BuildError, warn_user
 from slapo_runtime.correspondence.storage import TorchOptimizer
-from slapo_runtime.flat_shards import Place, gathered, is_rounding
-from slapo_runtime.world import World
+from slapo_runtime.flat_shards import FlatShard, gathered, is_rounding
+from slapo_runtime.ranks.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -24,27 +23,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Where a runtime keeps one parameter on this rank.
+class StoredParameter:
+    """The storage of one parameter on this rank.
 
     Args:
-        main: this rank's shard of the values that the optimizer steps; None where it steps the parameter itself, or
-            where other replicas hold all of it.
-        working: this rank's shard of the values of the forward, where replicas partition those too (ZeRO-3).
-        dtype: in which the parameter is trained.
-        is_part: whether replicas hold shards of what is trained.
-        optimizer: of torch, which steps it; None where nothing does.
+        main: this rank's shard of the main copy, which the optimizer steps; None if it steps the parameter itself, or
+            if other replicas hold all of it.
+        working: this rank's shard of the forward's copy, if replicas partition it, too (ZeRO-3).
+        dtype: of the trained values.
+        is_part: whether replicas hold shards of the trained values.
+        optimizer: of torch, which steps it; None if it is not stepped.
     """
 
-    main: Place | None = None
-    working: Place | None = None
+    main: FlatShard | None = None
+    working: FlatShard | None = None
     dtype: torch.dtype = torch.float32
     is_part: bool = False
     optimizer: torch.optim.Optimizer | None = None
 
     @property
-    def trained(self) -> Place | None:
-        """This rank's shard of the values that are read and saved; None: the parameter itself, or no elements."""
+    def trained(self) -> FlatShard | None:
+        """This rank's shard of the saved values; None: the parameter itself, or no elements."""
         return self.main or self.working
 
 
@@ -53,8 +52,8 @@ class StoredGroup:
     """One group of an optimizer, with the model's own parameters.
 
     Args:
-        parameters: of the group, those too of which other ranks hold everything.
-        settings: the live settings of the group, without its parameters; written into when others are loaded.
+        parameters: of the group, including parameters that other ranks hold.
+        settings: the live settings of the group, without its parameters; loading writes into it.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -62,19 +61,19 @@ class StoredGroup:
 
 
 class FlatStorage:
-    """Say where the parameters of a runtime lie.
+    """The storage of a runtime's parameters.
 
     Args:
-        held: by the identity of the parameter; those that are not there are held by the model, as torch has them.
+        held: by the identity of the parameter; the model holds the others itself.
         mesh: of the schedule; None for one process.
-        device: that process groups send from.
-        groups: over which shards lie: the replicas are the product of these; None: those along ``dp``.
-        order: parameters in an order that the replicas share, of which some may hold nothing (:meth:`meet`).
+        device: of the process groups.
+        groups: over which parameters are sharded: the replicas are their product; None: the group along ``dp``.
+        order: parameters in the same order on all replicas, also on replicas without elements of some.
     """
 
     def __init__(
         self,
-        held: Mapping[int, Held],
+        held: Mapping[int, StoredParameter],
         mesh: Mesh | None,
         device: torch.device,
         *,
@@ -87,28 +86,30 @@ class FlatStorage:
         self.groups: Sequence[Any] = own if groups is None else groups
         self.shard_mesh = mesh if self.groups else None
 
-    def of(self, parameter: torch.Tensor) -> Held | None:
-        """Where a parameter lies; None where the model holds it."""
+    def of(self, parameter: torch.Tensor) -> StoredParameter | None:
+        """Return a parameter's storage; None if the model holds it itself."""
         return self.held.get(id(parameter))
 
     @property
     def are_parts(self) -> bool:
-        """Whether replicas hold shards of some parameter."""
+        """Whether replicas hold shards of a parameter."""
         return self._replicas > 1 and any(one.is_part for one in self.held.values())
 
     def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """The mesh dimensions along which ranks hold shards of a parameter."""
+        """Return the mesh dimensions along which ranks hold shards of a parameter."""
         held = self.of(parameter)
         return ("dp",) if held is not None and held.is_part and self._replicas > 1 else ()
 
-    def whole(self, parameter: torch.Tensor, shape: tuple[int, ...], place: Place | None, own: Any) -> torch.Tensor:
-        """All-gather a tensor of a parameter's shape: a collective over the replicas that hold shards of it.
+    def gather(
+        self, parameter: torch.Tensor, shape: tuple[int, ...], place: FlatShard | None, own: Any
+    ) -> torch.Tensor:
+        """All-gather a tensor of a parameter's shape over its replicas.
 
         Args:
-            parameter: whose.
+            parameter: of the tensor.
             shape: of the parameter.
-            place: of this rank's shard; None where it holds nothing.
-            own: this rank's shard, flat; without elements where it holds nothing.
+            place: of this rank's shard; None if it has no elements.
+            own: this rank's shard, flat.
         """
         groups = self.groups if self.partitioned(parameter) else []
         return gathered(own, 0 if place is None else place.offset, shape, groups, device=self._device)
@@ -118,7 +119,7 @@ class FlatTensors:
     """The implementation of :class:`slapo_runtime.correspondence.storage.TensorStorage` by flat tensors.
 
     Args:
-        storage: where parameters lie.
+        storage: of the parameters.
     """
 
     def __init__(self, storage: FlatStorage) -> None:
@@ -126,11 +127,11 @@ class FlatTensors:
         self._follows = True
 
     def end(self) -> None:
-        """Stop to compare the forward's values with the main weights: the runtime may not have sent the last ones."""
+        """Stop comparing parameters with main weights, which may not be copied any more."""
         self._follows = False
 
-    def is_whole(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter of which replicas hold parts is whole in the model now."""
+    def is_full(self, parameter: torch.Tensor) -> bool:
+        """Return whether a partitioned parameter is full in the model now."""
         return True
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
@@ -146,22 +147,22 @@ class FlatTensors:
             return live.tensor.detach()
         place = held.trained
         if place is None:
-            return self.storage.whole(
+            return self.storage.gather(
                 live.tensor, tuple(live.tensor.shape), None, live.tensor.new_empty(0, dtype=held.dtype)
             )
-        return self.storage.whole(live.tensor, place.shape, place, place.of(place.flat))
+        return self.storage.gather(live.tensor, place.shape, place, place.of(place.flat))
 
     def loading(self, live: LiveTensor, value: torch.Tensor) -> Callable[[], None]:
-        held = self.storage.of(live.tensor) or Held()
+        held = self.storage.of(live.tensor) or StoredParameter()
         parts = [(place, place.part(value).clone()) for place in (held.main, held.working) if place is not None]
-        whole = value if held.working is None or self.is_whole(live.tensor) else None
+        full = value if held.working is None or self.is_full(live.tensor) else None
 
         def write() -> None:
             with torch.no_grad():
                 for place, part in parts:
                     place.of(place.flat).copy_(part)
-                if whole is not None:
-                    live.tensor.data.copy_(whole)
+                if full is not None:
+                    live.tensor.data.copy_(full)
 
         return write
 
@@ -169,7 +170,7 @@ class FlatTensors:
         held = self.storage.of(live.tensor)
         if held is None or not self._follows or not self._is_copy(held, live.tensor):
             return None
-        return live.tensor.detach() if held.working is None or self.is_whole(live.tensor) else None
+        return live.tensor.detach() if held.working is None or self.is_full(live.tensor) else None
 
     def is_current(self, live: LiveTensor) -> bool:
         held = self.storage.of(live.tensor)
@@ -180,11 +181,11 @@ class FlatTensors:
             return main is None or is_rounding(main.part(live.tensor), main.of(main.flat))
         shard = own.of(own.flat)
         follows = main is None or is_rounding(shard, main.of(main.flat))
-        return follows and (not self.is_whole(live.tensor) or is_rounding(own.part(live.tensor), shard))
+        return follows and (not self.is_full(live.tensor) or is_rounding(own.part(live.tensor), shard))
 
     @staticmethod
-    def _is_copy(held: Held, parameter: torch.Tensor) -> bool:
-        """Whether the forward computes with another tensor than the one that is trained."""
+    def _is_copy(held: StoredParameter, parameter: torch.Tensor) -> bool:
+        """Return whether the forward uses another tensor than the trained one."""
         if held.main is None and held.working is None:
             return held.is_part
         return held.working is not None or (held.main is not None and held.main.flat is not parameter)
@@ -194,12 +195,12 @@ class FlatOptimizer:
     """The implementation of :class:`slapo_runtime.correspondence.storage.OptimizerStorage` by flat tensors.
 
     Args:
-        storage: where parameters lie.
+        storage: of the parameters.
         groups: of the optimizer, in the order of the user's factory.
         names: of the parameters, by identity, for messages.
         runtime: its name, for messages.
-        optimizers: of torch, that step; of one class.
-        scheduled: settings that the runtime sets again before each step.
+        optimizers: of torch, of one class.
+        scheduled: settings that the runtime sets before each step.
 
     Raises:
         BuildError: the optimizers are of several classes.
@@ -221,43 +222,45 @@ class FlatOptimizer:
         self.loaded: Sequence[Mapping[str, Any]] | None = None
         kinds = sorted({self.kind_of(one) for one in self._optimizers})
         if len(kinds) != 1:
-            raise BuildError(f"{runtime}'s optimizers are {' and '.join(kinds)}: one checkpoint holds the state of one")
+            raise BuildError(
+                f"{runtime}'s optimizers are {' and '.join(kinds)}: a checkpoint holds the state of one class"
+            )
         self.kind = kinds[0]
         self._elsewhere: dict[int, dict[str, Any]] = {}
 
     # -- what differs from runtime to runtime -------------------------------------------------------------------
 
     def kind_of(self, optimizer: torch.optim.Optimizer) -> str:
-        """The class of torch that computes the same."""
+        """Return the equivalent class of torch."""
         return type(optimizer).__name__
 
-    def state_of(self, held: Held) -> dict[str, Any]:
-        """The live state of the tensor that is stepped for a parameter."""
+    def state_of(self, held: StoredParameter) -> dict[str, Any]:
+        """Return the live state of a parameter's flat tensor."""
         assert held.main is not None
         assert held.optimizer is not None
         return dict(held.optimizer.state.get(held.main.flat, {}))
 
     def put(self, optimizer: torch.optim.Optimizer, flat: torch.Tensor, state: dict[str, Any]) -> None:
-        """Give the tensor that is stepped another state; an empty one removes it."""
+        """Replace the state of a flat tensor; an empty state removes it."""
         optimizer.state.pop(flat, None)
-        if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):  # steps there, too
+        if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):  # also the steps
             state = {key: one.to(flat.device) if isinstance(one, torch.Tensor) else one for key, one in state.items()}
         if state:
             optimizer.state[flat] = state
 
     def settings_of(self, group: StoredGroup) -> dict[str, Any]:
-        """The live settings of a group, where the runtime keeps them in another place now."""
+        """Return the live settings of a group, which a runtime may keep elsewhere."""
         return group.settings
 
     def set_groups(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Give every group other settings."""
+        """Set the settings of every group."""
         for group, values in zip(self._groups, settings, strict=True):
             self.settings_of(group).update(values)
 
     # -- the protocol ---------------------------------------------------------------------------------------------
 
-    def meet(self) -> FlatOptimizer:
-        """Learn the state of parameters of which other replicas hold everything: a collective over them."""
+    def gather_states(self) -> FlatOptimizer:
+        """Gather the state of parameters that only other replicas hold: a collective over replicas."""
         order = self._storage.order
         own = {number: found for number, one in enumerate(order) if (found := self._described(one))}
         for number, found in merge_across_ranks(own, self._storage.shard_mesh).items():
@@ -290,9 +293,9 @@ class FlatOptimizer:
             return value
         if held.main is None:
             empty = torch.empty(0, dtype=self._elsewhere[id(parameter)][key])
-            return self._storage.whole(parameter, tuple(parameter.shape), None, empty)
+            return self._storage.gather(parameter, tuple(parameter.shape), None, empty)
         shard = held.main.of(self.state_of(held)[key])
-        return self._storage.whole(parameter, held.main.shape, held.main, shard)
+        return self._storage.gather(parameter, held.main.shape, held.main, shard)
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         held = self._storage.of(parameter)
@@ -324,11 +327,11 @@ class FlatOptimizer:
             yield from group.parameters
 
     def _own(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        """The state of a parameter that an optimizer steps itself."""
+        """Return the state of a parameter that an optimizer steps directly."""
         return next((one.state[parameter] for one in self._optimizers if parameter in one.state), {})
 
     def _plain(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Callable[[], None]]:
-        """Load the states of parameters that optimizers step themselves, as torch does."""
+        """Prepare to load the states of parameters that optimizers step directly, as torch does."""
         loads = []
         for optimizer in self._optimizers:
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -339,7 +342,7 @@ class FlatOptimizer:
         return loads
 
     def _described(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """By key: the dtype of a tensor of the parameter's shape, or the value of anything else."""
+        """Return the state by key, with dtypes for tensors of the parameter's shape."""
         held = self._storage.of(parameter)
         if held is None or held.main is None or held.optimizer is None:
             return {}
@@ -351,8 +354,8 @@ class FlatOptimizer:
     def _flat_states(
         self, states: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any]]]:
-        """For each flat tensor, its optimizer and its new state; an empty one where no parameter in it has any."""
-        by_flat: dict[int, list[tuple[torch.Tensor, Held]]] = {}
+        """Yield each flat tensor with its optimizer and its new state."""
+        by_flat: dict[int, list[tuple[torch.Tensor, StoredParameter]]] = {}
         for parameter in self._parameters():
             held = self._storage.of(parameter)
             if held is not None and held.main is not None and held.optimizer is not None:
@@ -365,19 +368,19 @@ class FlatOptimizer:
 
     def _state_of(
         self,
-        first: Held,
-        inside: Iterable[tuple[torch.Tensor, Held]],
+        first: StoredParameter,
+        inside: Iterable[tuple[torch.Tensor, StoredParameter]],
         states: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> dict[str, Any]:
-        """The state of a flat tensor, of those of the parameters in it, each of which is read once.
+        """Combine the states of the parameters in a flat tensor, reading each once.
 
         Raises:
-            BuildError: they are to have different numbers of steps, or tensors that no flat tensor holds.
+            BuildError: their numbers of steps differ, or a tensor does not have its parameter's shape.
         """
         assert first.main is not None
         flat, before = first.main.flat, self.state_of(first)
         found: dict[str, Any] = {}
-        said: dict[str, str] = {}  # which parameter gave a value that all of them share
+        source: dict[str, str] = {}  # key -> the parameter that gave its shared value
         lacking = []
         for parameter, held in inside:
             place, name = held.main, self._names[id(parameter)]
@@ -392,29 +395,28 @@ class FlatOptimizer:
                             found[key] = torch.zeros_like(flat, requires_grad=False)
                         place.of(found[key]).copy_(place.part(value))
                     elif place.length == flat.numel() == parameter.numel():
-                        found[key] = value.to(flat.device)  # a factored one, of a parameter that is whole here
+                        found[key] = value.to(flat.device)  # factored state of a full parameter
                     else:
                         raise BuildError(
                             f"the checkpoint has '{key}' of shape {tuple(value.shape)} for '{name}' of shape "
-                            f"{place.shape}: {self._runtime} keeps only tensors of the parameter's shape"
+                            f"{place.shape}: {self._runtime} only keeps tensors of the parameter's shape"
                         )
-                elif key not in said:
-                    said[key] = name
+                elif key not in source:
+                    source[key] = name
                     if not (value is None and isinstance(found.get(key), torch.Tensor)):
                         found[key] = _placed(value, before.get(key))
                 elif value is not None and not _equal(found.get(key), value):
                     raise BuildError(
-                        f"the checkpoint has '{key}' = {_shown(found[key])} for '{said[key]}' and {_shown(value)} for "
-                        f"'{name}', and {self._runtime} keeps one number for both",
-                        hint="put them into groups of their own in the optimizer's factory, or do without the "
-                        "partitioned optimizer",
+                        f"the checkpoint has '{key}' = {_shown(found[key])} for '{source[key]}' and {_shown(value)} "
+                        f"for '{name}', but {self._runtime} keeps one number for both",
+                        hint="put them into separate groups in the optimizer's factory, or switch off the partitioned "
+                        "optimizer",
                     )
         if lacking and found:
             shown = ", ".join(lacking[:_SHOWN]) + (f" and {len(lacking) - _SHOWN} more" if lacking[_SHOWN:] else "")
-            warnings.warn(
-                f"the checkpoint has no state of the optimizer for {shown}, which were not trained before: "
-                f"{self._runtime} gives them zeros, and the number of steps of the others",
-                stacklevel=2,
+            warn_user(
+                f"the checkpoint has no optimizer state for {shown}, which were not trained before: {self._runtime} "
+                "gives them zeros, and the number of steps of the others",
             )
         return found
 
@@ -423,8 +425,8 @@ _SHOWN = 4  # names in a message
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, also where a parameter is a single number
 
 
-def _is_moment(key: str, value: Any, place: Place) -> bool:
-    """Whether a value of a flat tensor's state has an element for each of the tensor's."""
+def _is_moment(key: str, value: Any, place: FlatShard) -> bool:
+    """Return whether a state value has one element for each element of its flat tensor."""
     return isinstance(value, torch.Tensor) and value.shape == place.flat.shape and key not in _NUMBERS
 
 
@@ -449,7 +451,7 @@ def _shown(value: Any) -> str:
 
 
 def merge_across_ranks(own: dict[int, Any], mesh: Mesh | None) -> dict[int, Any]:
-    """Merge dictionaries over the replicas of a mesh; the first rank with an entry counts: a collective."""
+    """Merge dictionaries over the replicas of a mesh, first rank first: a collective."""
     found: dict[int, Any] = {}
     for theirs in World(mesh, over="dp").gather_once(own):
         for number, value in theirs.items():

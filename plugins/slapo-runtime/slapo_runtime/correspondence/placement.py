@@ -1,4 +1,4 @@
-"""Which ranks along ``pp`` hold which tensor, by the stages that use it."""
+"""Place tensors on the pipeline ranks of the stages that use them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING
 
 from slapo_core.internals import describe
 from slapo_runtime.correspondence.storage import Placement
-from slapo_runtime.world import RankFact
+from slapo_runtime.ranks.facts import RankFact
 
 if TYPE_CHECKING:
     from slapo_runtime.correspondence.tensors import Correspondence
     from slapo_runtime.stages.partition import Partition
 
-UNUSED = (0,)  # where a tensor lives that no stage uses
+UNUSED = (0,)  # the ranks of a tensor that no stage uses
 
 
-def placed(correspondence: Correspondence, partition: Partition, stage_ranks: Sequence[int]) -> Placement:
-    """The placement of a model's tensors.
+def placement_of(correspondence: Correspondence, partition: Partition, stage_ranks: Sequence[int]) -> Placement:
+    """Place a model's tensors on pipeline ranks.
 
     Args:
-        correspondence: of the scheduled model, as it is now.
-        partition: its stages; their modules hold tensors of the scheduled model, the very same objects.
+        correspondence: of the scheduled model.
+        partition: its stages; their modules hold the same tensor objects as the scheduled model.
         stage_ranks: the rank along ``pp`` of each stage.
-
     """
     users: dict[int, set[int]] = {}
     for stage, rank in zip(partition.stages, stage_ranks, strict=True):
@@ -48,7 +47,7 @@ def _running(
     stage_ranks: Sequence[int],
     reference: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the ranks that run each module with a state of its own: those of its stages, or of its tensors."""
+    """Yield the ranks of modules with extra state, by stages or tensors."""
     users: dict[int, set[int]] = {}
     for stage, rank in zip(partition.stages, stage_ranks, strict=True):
         for module in stage.module.modules():
@@ -73,7 +72,7 @@ def placement_facts(
         yield RankFact(f"the values that {which} uses", describe(stage.uses))
         yield RankFact(f"the values that {which} makes", describe(stage.makes))
     for number, names in enumerate(boundaries):
-        yield RankFact(f"what stage {number} sends to the next one", describe(tuple(names)))
+        yield RankFact(f"the values that stage {number} sends to the next stage", describe(tuple(names)))
     for name, value in partition.values.items():
         yield RankFact(
             f"the value '{name}'", f"{value.shape}, {value.dtype}" + (", a gradient" if value.requires_grad else "")
@@ -83,6 +82,6 @@ def placement_facts(
         names = [name for table in (placement.reference, placement.added) for name in table if table[name] == ranks]
         digest = hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:8]
         yield RankFact(
-            f"the tensors that live on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of 'pp'",
-            f"{len(names)} of them, their names with digest {digest}",
+            f"the tensors on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of 'pp'",
+            f"{len(names)}, names with digest {digest}",
         )

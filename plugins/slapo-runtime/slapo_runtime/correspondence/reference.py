@@ -1,4 +1,4 @@
-"""Map live tensors to reference tensors."""
+"""The tensors of the reference model, and their translations by plugins."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TensorSpec:
         shape: in elements.
         dtype: its element type.
         is_parameter: False for a buffer.
-        keys: its names in the state dict, e.g. ``("transformer.wte.weight", "lm_head.weight")``; empty for a buffer
-            that is not persistent.
+        keys: its names in the state dict, e.g. ``("transformer.wte.weight", "lm_head.weight")``; empty for a
+            non-persistent buffer.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Survey:
         specs: first name -> tensor, in registration order.
         origins: every name, tied ones included -> first name.
         keys: the keys of the reference model's ``state_dict()``, in its order, each with the first name of its tensor.
-        not_tensors: keys of the state dict that hold something else (a module's ``get_extra_state``).
+        not_tensors: keys of the state dict for other objects (a module's ``get_extra_state``).
         modules: the identities of the reference model's modules.
         order: all keys of the state dict.
-        buffers: those that a forward resized or registered since, with the shape and type that they have now.
+        buffers: that a forward resized or registered since, with their present shape and type.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -64,7 +64,7 @@ class Survey:
     buffers: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
     def carried_by(self, layout: Layout) -> TensorSpec | None:
-        """Return a layout's reference tensor; None without one of its shape."""
+        """Return a layout's reference tensor; None if none has its shape."""
         origin = self.origins.get(layout.origin)
         if origin is None or self.specs[origin].shape != tuple(layout.shape):
             return None
@@ -79,17 +79,17 @@ def survey(schedule: Schedule) -> tuple[Survey, dict[str, torch.Tensor]]:
 
     Raises:
         SealedError: the originals were dropped.
-        WeightsError: a lazy module has not been run yet.
+        WeightsError: the model has an uninitialized lazy module.
     """
     with schedule.reference() as model:
         return survey_model(model)
 
 
 def refuse_lazy(model: nn.Module) -> None:
-    """Refuse a model with tensors that have no shape yet.
+    """Refuse a model with tensors without a shape.
 
     Raises:
-        WeightsError: they are named.
+        WeightsError: with their names.
     """
     lazy = [name for name, tensor in model.state_dict(keep_vars=True).items() if is_lazy(tensor)]
     if lazy:
@@ -149,14 +149,14 @@ def _renamed(key: str, value: torch.Tensor, missing: Mapping[str, torch.Tensor])
     if not missing:
         return None
     raise WeightsError(
-        f"a state-dict hook of the model replaces {', '.join(map(repr, sorted(missing)))} by '{key}', and which "
-        "tensor '" + key + "' holds cannot be told by its values",
+        f"a state-dict hook of the model replaces {', '.join(map(repr, sorted(missing)))} by '{key}', whose values "
+        "do not identify its tensor",
         hint="let the hook rename the tensors of the state dict without cloning or changing them",
     )
 
 
 def own_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
-    """``(module path, own name, tensor, whether it belongs into a state dict)``, parameters before buffers."""
+    """Yield ``(module path, own name, tensor, whether it is persistent)``, parameters before buffers."""
     for path, module in modules.items():
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
@@ -171,7 +171,7 @@ _OUT, _IN = "slapo_to_reference", "slapo_from_reference"
 
 @dataclass(frozen=True)
 class Translations:
-    """Made by :meth:`of`.
+    """The plugins' translations of live tensors to reference tensors, from :meth:`of`.
 
     Args:
         tree: the scheduled model.
@@ -185,11 +185,10 @@ class Translations:
 
     @classmethod
     def of(cls, tree: Tree, survey: Survey, hooks: HookManager, lives: Iterable[LiveTensor]) -> Translations:
-        """Ask the active plugins about every persistent live tensor that no layout explains.
+        """Ask the active plugins about every persistent live tensor without a reference layout.
 
         Raises:
-            HookError: an answer names what the reference model does not have, what another tensor carries, or has
-                another shape than the reference tensor.
+            HookError: an answer has unknown names, names of another live tensor, or wrong shapes.
         """
         lives = list(lives)
         carriers = {live.reference_names[0]: live.name for live in lives if live.reference_names}
@@ -217,7 +216,7 @@ class Translations:
             raise HookError(
                 f"hook {_OUT} answered for '{live.name}' with {got}, but for a meta tensor with {expected}",
                 plugin=answer[0] if answer is not None else None,
-                hint="the names and shapes of the answer must not depend on values",
+                hint="make the names and shapes of the answer independent of values",
             )
         return answer[1] if answer is not None else {}
 
@@ -225,14 +224,14 @@ class Translations:
         """Translate reference tensors to the full tensor of ``live``.
 
         Raises:
-            HookError: no plugin answers, or with another shape.
+            HookError: no plugin answers, or one gives a wrong shape.
         """
         node = self.tree.node(live.path)
         answer = self.hooks.single(_IN, node=node, name=live.own_name, tensors=dict(tensors))
         if answer is None:
             raise HookError(
-                f"no plugin answers {_IN} for '{live.name}', for which one answers {_OUT}",
-                hint="a plugin must give both, one the reverse of the other",
+                f"no plugin answers {_IN} for '{live.name}', but one answers {_OUT}",
+                hint=f"implement both {_OUT} and its reverse, {_IN}",
             )
         label, full = answer
         if not isinstance(full, torch.Tensor) or tuple(full.shape) != tuple(live.layout.shape):
@@ -267,14 +266,12 @@ def _checked(
     problem = None
     if spec is None:
         first = survey.origins.get(name)
-        meant = (
-            f"it is tied and goes by its first name, '{first}'" if first else "the reference model has no such tensor"
-        )
+        meant = f"it is tied and must be named '{first}'" if first else "the reference model has no such tensor"
         problem = f"names '{name}': {meant}"
     elif not spec.keys:
-        problem = f"names '{name}', a buffer that is in no state dict"
+        problem = f"names '{name}', a non-persistent buffer"
     elif name in carriers:
-        problem = f"names '{name}', which '{carriers[name]}' carries"
+        problem = f"names '{name}', which corresponds to '{carriers[name]}'"
     elif tuple(tensor.shape) != spec.shape:
         problem = f"gives '{name}' the shape {tuple(tensor.shape)}, not {spec.shape}"
     if problem is not None or spec is None:

@@ -1,4 +1,4 @@
-"""Tensors and optimizer state of a scheduled model: where they are, and where a runtime keeps them."""
+"""Live tensors, their placement, and their storage by a runtime."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 
 from slapo_core.errors import BuildError
+from slapo_core.internals import module_index
 from slapo_core.layout import device_of
 
 if TYPE_CHECKING:
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
 class Placement:
     """The placement of tensors on pipeline ranks.
 
-    A rank that does not hold a tensor has a placeholder of the same shape in its place, on the meta device, so that the
-    model keeps its structure and its names. A tensor of which ranks along ``tp`` hold pieces does so in each place
-    along ``pp`` that is named here.
+    A rank without a tensor has a placeholder of the same shape on the meta device, so that the model keeps its
+    structure and its names. A tensor-parallel tensor is sharded on each of its ranks along ``pp``.
 
     Args:
-        reference: first name of each tensor of the reference model -> the ranks along ``pp`` that hold what stands for
-            it, ascending; several for a parameter that several stages use. E.g. ``{"wte.weight": (0, 1)}``.
-        added: the same of what steps made that no single reference tensor explains, by its name in the scheduled model.
+        reference: first name of each reference tensor -> the ranks along ``pp`` that hold its live tensor, ascending;
+            several for a parameter that several stages use. E.g. ``{"wte.weight": (0, 1)}``.
+        added: the same for live tensors without a single reference tensor, by name in the scheduled model.
         modules: the ranks that run each module with a ``get_extra_state`` of its own, by path.
     """
 
@@ -37,7 +37,7 @@ class Placement:
     modules: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holders(self, live: LiveTensor) -> tuple[int, ...]:
-        """Return the pipeline ranks that hold a live tensor; none for one added after the build."""
+        """Return the pipeline ranks that hold a live tensor, added ones excepted."""
         if live.reference_names:
             return self.reference.get(live.reference_names[0], ())
         return self.added.get(live.name, ())
@@ -45,15 +45,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rectangle of a whole tensor, in the reference model's layout: no padding, no order of packed matrices.
+    """A rectangle of a full tensor, in the reference model's layout.
 
     Args:
-        kind: ``"weight"``; ``"added"`` for what a step added; ``"optimizer"`` for its state.
-        name: of the whole tensor: a name of the reference model; for the optimizer's state with its key, e.g.
+        kind: ``"weight"``; ``"added"`` for a tensor that a step added; ``"optimizer"`` for optimizer state.
+        name: of the full tensor in the reference model; for optimizer state with its key, e.g.
             ``"fc.weight::exp_avg"``.
-        shape: of the whole tensor, in elements.
+        shape: of the full tensor, in elements.
         offset: of the rectangle's first element, along each axis.
-        value: its elements, contiguous, on the CPU, in the precision that is trained.
+        value: its elements, contiguous, on the CPU, in the trained precision.
     """
 
     kind: Literal["weight", "added", "optimizer"]
@@ -63,13 +63,19 @@ class TensorShard:
     value: torch.Tensor = field(repr=False)
 
 
+def shard_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return ``(start in the shard, start in the full tensor, length)`` of each range of one axis."""
+    lengths = [length for _, length in ranges]
+    return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]
+
+
 @dataclass(frozen=True)
 class ShardedState:
     """The shards of a checkpoint that one rank writes.
 
     Args:
         description: everything but the tensors, as JSON; the same on every rank.
-        own: every element of every tensor is in a piece of exactly one rank.
+        own: this rank's shards; every element of every tensor is in one shard of exactly one rank.
     """
 
     description: Mapping[str, Any]
@@ -85,35 +91,35 @@ class ShardSource(Protocol):
         ...
 
     def like(self, kind: str, name: str) -> torch.Tensor:
-        """A tensor of its shape and type on the meta device: no collective.
+        """Return a meta tensor of a full tensor's shape and type: no collective.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such tensor.
         """
         ...
 
     def read(self, wanted: Sequence[TensorShard]) -> None:
-        """Read the values of shards of any shape: a collective of all ranks."""
+        """Fill in the values of shards of any shape: a collective of all ranks."""
         ...
 
 
 class TensorStorage(Protocol):
     """The parameters and buffers of a runtime.
 
-    It is asked about tensors of which ``live.is_local``, in the same order on all ranks that share one. A tensor with
-    which the runtime did nothing is ``live.tensor``, in every answer.
+    Its methods are called for local tensors (``live.is_local``), in the same order on all ranks that share one. For a
+    tensor that the runtime did not change, they use ``live.tensor``.
     """
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
-        """The mesh dimensions along which ranks hold parts of what the schedule has whole, e.g. ``("dp",)``."""
+        """Return the mesh dimensions over which the runtime partitions a tensor, e.g. ``("dp",)``."""
         ...
 
     def dtype(self, live: LiveTensor) -> torch.dtype:
-        """In which :meth:`read` gives it: the precision that is trained."""
+        """Return the trained precision, which is that of :meth:`read`."""
         ...
 
     def read(self, live: LiveTensor) -> torch.Tensor:
-        """This rank's shard, of ``live.layout``'s local shape, in the precision that is trained.
+        """Return this rank's shard, of ``live.layout``'s local shape, in the trained precision.
 
         A collective over the dimensions that partition it. The caller neither changes nor keeps it.
         """
@@ -124,25 +130,25 @@ class TensorStorage(Protocol):
 
         Args:
             live: the tensor.
-            value: in any precision; its own memory, which may be kept.
+            value: in any precision; the storage may keep its memory.
 
         Returns:
-            what puts it into its place, in every precision that the runtime keeps. It holds no more of ``value`` than
-            this rank keeps of the tensor.
+            a function that assigns it, in every precision of the runtime. It holds no more of ``value`` than this
+            rank's shard.
         """
         ...
 
     def working(self, live: LiveTensor) -> torch.Tensor | None:
-        """Return the forward's own copy of a parameter with a separate main copy.
+        """Return the forward's copy of a parameter with a separate main copy.
 
-        None where it is the same one, or is assembled for each use.
+        None if the forward uses the main copy, or gathers it for each use.
         """
         ...
 
     def is_current(self, live: LiveTensor) -> bool:
-        """Return whether the forward's copy matches the main copy, as far as this rank can see.
+        """Return whether the forward's copy matches the main copy on this rank.
 
-        A write into ``engine.module`` breaks this; the next step overwrites it.
+        After a write into ``engine.module`` it does not, and the next step overwrites it.
         """
         ...
 
@@ -152,63 +158,63 @@ class OptimizerStorage(Protocol):
     """An optimizer of a runtime, by the model's parameters.
 
     Attributes:
-        kind: the class of the optimizer that computes, e.g. ``"AdamW"``: checkpoints of one load into another of it.
+        kind: the class of the optimizer, e.g. ``"AdamW"``: checkpoints load into optimizers of the same class.
     """
 
     kind: str
 
     @property
     def scheduled(self) -> Collection[str]:
-        """The settings that the runtime sets again before each step whatever is loaded, e.g. ``("lr",)``.
+        """The settings that the runtime sets before each step, also after loading, e.g. ``("lr",)``.
 
-        It then says what becomes of those of a checkpoint.
+        The runtime handles their values in a checkpoint.
         """
         ...
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        """As of ``torch.optim.Optimizer``, with the model's own parameters under ``"params"``; not to be changed.
+        """The groups as of ``torch.optim.Optimizer``, with the model's parameters; not to be changed.
 
-        The groups are those of the user's factory on every rank, also where a rank along ``pp`` has no parameters of
-        one: its settings do not count there.
+        Every rank has all groups of the user's factory; the settings of a group without parameters of this pipeline
+        rank are ignored.
         """
         ...
 
     def partitioned(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """The mesh dimensions along which ranks hold parts of its state, e.g. ``("dp",)``."""
+        """Return the mesh dimensions over which the state is partitioned, e.g. ``("dp",)``."""
         ...
 
     def state(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        """Its state by key: numbers and scalar tensors as they are; for a tensor of the parameter's shape one of that
-        shape, which may be without values, on the meta device: :meth:`read` gives them.
+        """Return the state by key: numbers, scalar tensors, and tensors of the parameter's shape.
 
-        The same keys on every rank that shares the parameter; empty before the first step.
+        The latter may be on the meta device: :meth:`read` gives their values. The keys are the same on every rank that
+        shares the parameter; there are none before the first step.
         """
         ...
 
     def read(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """One tensor of its state, of the parameter's local shape: a collective over what partitions it."""
+        """Return a state tensor of the parameter's local shape: a collective over its partition."""
         ...
 
     def write(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        """The reverse, for one that is there already; given on every rank, no collective."""
+        """Write an existing state tensor, with the same value on every rank: no collective."""
         ...
 
     def loading(
         self, groups: Sequence[Mapping[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> Callable[[], None]:
-        """Make ready to take settings and states: no collective, and nothing changes yet.
+        """Prepare to load settings and states: no collective, and no change yet.
 
         Args:
             groups: settings, in the order of :attr:`param_groups`, without ``"params"``.
-            states: of the parameters that shall have one, full local tensors on the CPU; the others shall have
-                none. Each is read when it is asked for: take one, keep this rank's part, and go on.
+            states: new states by parameter, with full local tensors on the CPU; parameters without one lose theirs.
+                Values are read at each access: keep this rank's shard only.
 
         Returns:
-            what puts it into its place, and does not fail.
+            a function that loads them, and does not fail.
 
         Raises:
-            BuildError: this optimizer cannot hold it.
+            BuildError: this optimizer cannot hold such a state.
         """
         ...
 
@@ -218,15 +224,15 @@ class LiveTensor:
     """One parameter or buffer of the scheduled model.
 
     Args:
-        path: of the module that holds it, e.g. ``"encoder.layer.0.output.dense"``; the first place of a tied one.
+        path: of its module, e.g. ``"encoder.layer.0.output.dense"``; of a tied tensor the first one.
         own_name: its name there, e.g. ``"weight"``.
-        tensor: the local tensor. Where the runtime keeps values elsewhere (:class:`TensorStorage`) it may be
-            without its values and its shape; ``layout.local_shape(mesh)`` always says that.
-        layout: how it lies in the reference tensor; ``layout.origin`` is ``""`` where no single one explains it.
+        tensor: the local tensor. If the runtime keeps values elsewhere (:class:`TensorStorage`), it may lack values and
+            shape; ``layout.local_shape(mesh)`` always is the shape.
+        layout: in the reference tensor; ``layout.origin`` is ``""`` without a single reference tensor.
         is_parameter: False for a buffer.
         is_persistent: whether it belongs into a state dict.
-        reference_names: first names of its reference tensors: one by a layout, several by a plugin that merged them,
-            none for a tensor that a step added.
+        reference_names: first names of its reference tensors: one by a layout, several by a translation, none for a
+            tensor that a step added.
         is_local: False if only other ranks along ``pp`` hold it; ``tensor`` is a placeholder on the meta device then.
     """
 
@@ -242,18 +248,18 @@ class LiveTensor:
     @property
     def name(self) -> str:
         """The full name in the scheduled model, e.g. ``"encoder.layer.0.output.dense.weight"``."""
-        return f"{self.path}.{self.own_name}" if self.path else self.own_name
+        return module_index.full_name(self.path, self.own_name)
 
     @property
     def reference_name(self) -> str:
-        """The reference model's name where there is one; else the tensor's own."""
+        """The reference model's name of the tensor, if it has one, else its own."""
         return self.layout.origin or self.name
 
 
 class InPlace:
-    """The implementation of :class:`TensorStorage` where the model holds its own tensors.
+    """The implementation of :class:`TensorStorage` for the model's own tensors.
 
-    DTensors, as torch's ``fully_shard`` makes them, are full over their own mesh for who reads them.
+    DTensors, as of torch's ``fully_shard``, are read in full over their own mesh.
     """
 
     def partitioned(self, live: LiveTensor) -> tuple[str, ...]:
@@ -282,12 +288,12 @@ class InPlace:
 
 
 class TorchOptimizer:
-    """The implementation of :class:`OptimizerStorage` by an optimizer of the model's tensors.
+    """The implementation of :class:`OptimizerStorage` for a torch optimizer of the model's tensors.
 
-    The state of a DTensor is of DTensors, as the parameter itself.
+    The state of a DTensor consists of DTensors.
 
     Args:
-        optimizer: its parameters are the model's.
+        optimizer: of the model's parameters.
     """
 
     scheduled: tuple[str, ...] = ()
@@ -300,8 +306,8 @@ class TorchOptimizer:
         foreign = [key for key in optimizer.state if id(key) not in own]
         if foreign:
             raise BuildError(
-                f"{self.kind} keeps state of {len(foreign)} tensors that are in none of its groups of parameters",
-                hint="give it every parameter whose state it keeps",
+                f"{self.kind} has state of {len(foreign)} tensors that are not in its parameter groups",
+                hint="give it all parameters with state",
             )
 
     @property
@@ -315,7 +321,10 @@ class TorchOptimizer:
         state: Mapping[str, Any] = self._optimizer.state.get(parameter, {})
         if not is_distributed(parameter):
             return state
-        return {key: _without_values(value) if is_distributed(value) else value for key, value in state.items()}
+        return {
+            key: torch.empty(value.shape, dtype=value.dtype, device="meta") if is_distributed(value) else value
+            for key, value in state.items()
+        }
 
     def read(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
         return unsharded(self._optimizer.state[parameter][key])
@@ -325,7 +334,7 @@ class TorchOptimizer:
         held.copy_(sharded_like(held, value))
 
     def put(self, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        """Replace a tensor of the state by one in its own type, which ``load_state_dict`` does not keep."""
+        """Replace a state tensor by one of another type, which ``load_state_dict`` would cast."""
         self._optimizer.state[parameter][key] = self._own(parameter, value.to(parameter.device))
 
     def loading(
@@ -333,7 +342,7 @@ class TorchOptimizer:
     ) -> Callable[[], None]:
         """Prepare ``torch.optim.Optimizer.load_state_dict``, with parameters numbered by groups.
 
-        What is returned may fail, because an optimizer may refuse what was read; :meth:`take_back` is for that.
+        The returned function may fail if the optimizer refuses the state; then call :meth:`take_back`.
         """
         packed: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
@@ -349,23 +358,23 @@ class TorchOptimizer:
         return lambda: self._optimizer.load_state_dict({"state": state, "param_groups": packed})
 
     def take_back(self) -> None:
-        """Give the optimizer the state that it had when this was made."""
+        """Restore the optimizer's state from the construction of this object."""
         self._optimizer.__setstate__(self._before)
 
     @staticmethod
     def _own(parameter: torch.Tensor, value: Any) -> Any:
-        """Keep this rank's shard of a state tensor of the parameter's shape; anything else as a whole."""
+        """Shard a state tensor of the parameter's shape; return other values."""
         is_of_its_shape = isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape
         return sharded_like(parameter, value) if is_of_its_shape else value
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor: of torch's ``fully_shard``, or the user's own."""
+    """Return whether a tensor is a DTensor, e.g. of torch's ``fully_shard``."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "device_mesh")
 
 
 def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh dimensions that partition a DTensor, by name in its own mesh, else by number; none of a plain one."""
+    """Return the dimensions of its own mesh that partition a DTensor, by name or number."""
     if not is_distributed(tensor):
         return ()
     own: Any = tensor
@@ -374,7 +383,7 @@ def sharded_over(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def sharding_groups(tensor: torch.Tensor) -> list[tuple[ProcessGroup, torch.device]]:
-    """The process groups over which a DTensor is split, and the devices that they send from; none of a plain one."""
+    """Return the process groups over which a DTensor is split, with their devices."""
     if not is_distributed(tensor):
         return []
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -383,16 +392,16 @@ def sharding_groups(tensor: torch.Tensor) -> list[tuple[ProcessGroup, torch.devi
 
 
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full plain tensor of a DTensor: a collective; a plain one is returned as it is."""
+    """Return the full plain tensor of a DTensor: a collective."""
     own: Any = tensor
     return own.detach().full_tensor() if is_distributed(own) else own  # type: ignore[no-any-return]
 
 
 def sharded_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Shard a full value as a DTensor is sharded: this rank's part alone is kept, without communication.
+    """Shard a full value as a DTensor, without communication; keep this rank's shard alone.
 
     Args:
-        tensor: of the same shape; a plain one leaves the value as it is.
+        tensor: of the same shape; if it is plain, the value is returned unchanged.
         value: the same on every rank that shares the tensor.
     """
     if not is_distributed(tensor):
@@ -404,10 +413,6 @@ def sharded_like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None).clone()
 
 
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 def optimizer_storage(optimizer: torch.optim.Optimizer | OptimizerStorage | None) -> OptimizerStorage | None:
-    """An optimizer in whatever form the state is given it."""
+    """Return the storage of an optimizer."""
     return TorchOptimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer

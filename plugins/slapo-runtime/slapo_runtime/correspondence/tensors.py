@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slapo_core.errors import WeightsError
-from slapo_core.internals import Internals, parameters_of
+from slapo_core.internals import Internals, module_index, parameters_of
 from slapo_runtime.correspondence.reference import Survey, TensorSpec, Translations, own_tensors, survey
 from slapo_runtime.correspondence.storage import LiveTensor, Placement
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A live tensor without a known reference tensor, or a reference tensor without a successor.
+    """A live or reference tensor without a counterpart.
 
     Args:
-        name: its full name: in the scheduled model, or the first one in the reference model.
+        name: its full name in the scheduled model, or its first name in the reference model.
         message: the problem.
-        hint: the layout or declaration that its primitive must record.
+        hint: the missing layout or declaration of its primitive.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Unexplained:
 
 @dataclass
 class Correspondence:
-    """Made by :meth:`of`; it goes on being right after the schedule is sealed.
+    """Map live tensors to reference tensors; it remains valid after the schedule is sealed.
 
     Args:
-        tree: the scheduled model, with what its steps recorded.
+        tree: the scheduled model, with the layouts of its steps.
         survey: the tensors of the reference model.
-        hooks: of the schedule: plugins translate the tensors that no layout explains.
+        hooks: of the schedule, for translations by plugins.
     """
 
     tree: Tree
@@ -53,12 +53,11 @@ class Correspondence:
 
     @classmethod
     def of(cls, schedule: Schedule) -> tuple[Correspondence, dict[str, torch.Tensor]]:
-        """Make the correspondence of an unsealed schedule, and return the reference tensors by first name.
+        """Make an unsealed schedule's correspondence; return reference tensors by first name, too.
 
         Raises:
             SealedError: the originals were dropped.
-            WeightsError: a lazy module has not been run yet.
-            WeightsError: the model was changed outside of the schedule.
+            WeightsError: the model has an uninitialized lazy module, or was changed outside of the schedule.
             HookError: a plugin's answer about a tensor is invalid.
         """
         Internals(schedule).tree.tensors.check_unchanged()
@@ -88,13 +87,13 @@ class Correspondence:
 
     @property
     def translations(self) -> Translations:
-        """The plugins' translations of tensors without a layout; asked once."""
+        """The plugins' translations of tensors without a layout, cached."""
         if self._translations is None:
             self._translations = Translations.of(self.tree, self.survey, self.hooks, self._lives())
         return self._translations
 
     def live(self) -> tuple[LiveTensor, ...]:
-        """Every tensor of the scheduled model as it is now, each once, in registration order."""
+        """Return the present tensors of the scheduled model, each once, in registration order."""
         translated = self.translations.reference_specs
         return tuple(
             live
@@ -104,7 +103,7 @@ class Correspondence:
         )
 
     def carried(self) -> Iterator[tuple[LiveTensor, TensorSpec]]:
-        """Yield each live tensor that a layout explains, with its reference tensor."""
+        """Yield each live tensor with a reference layout, and its reference tensor."""
         for live in self._lives():
             if live.reference_names:
                 yield live, self.survey.specs[live.reference_names[0]]
@@ -126,7 +125,7 @@ class Correspondence:
         return [spec for spec in gone if spec.name in self.tree.tensors.dropped]
 
     def holders_of(self, spec: TensorSpec) -> dict[str, tuple[int, ...]]:
-        """The mesh dimensions along which only some ranks hold a reference tensor: ``{"pp": (0, 3)}``."""
+        """Return the ranks along ``pp`` that hold a reference tensor, if not all: ``{"pp": (0, 3)}``."""
         return self._some(self.placement.reference.get(spec.name, ()) if self.placement is not None else ())
 
     def holders(self, live: LiveTensor) -> dict[str, tuple[int, ...]]:
@@ -141,7 +140,7 @@ class Correspondence:
         return {"pp": ranks} if ranks and not everywhere else {}
 
     def _is_placed(self, live: LiveTensor) -> bool:
-        """Return whether the placement has the tensor, as all but later ones."""
+        """Return whether the placement has the tensor, unlike tensors added after the build."""
         return self.placement is None or bool(self.placement.holders(live))
 
     def unexplained(self) -> list[Unexplained]:
@@ -155,7 +154,7 @@ class Correspondence:
         """Refuse a model with unexplained tensors.
 
         Raises:
-            WeightsError: every one of them.
+            WeightsError: with all of them.
         """
         found = self.unexplained()
         if found:
@@ -163,7 +162,7 @@ class Correspondence:
             raise WeightsError("\n".join(lines), path=found[0].name.rpartition(".")[0], hint=found[0].hint)
 
     def by_name(self, model: nn.Module) -> dict[str, LiveTensor]:
-        """Every name of every tensor of the scheduled ``model``, aliases and ties included."""
+        """Map all names of the scheduled ``model`` to their live tensors."""
         by_object = {id(live.tensor): live for live in self.live()}
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         return {name: by_object[id(tensor)] for name, tensor in named if id(tensor) in by_object}
@@ -183,7 +182,7 @@ class Correspondence:
         for path, own_name, tensor, persistent in own_tensors(self.tree.index.modules):
             if id(tensor) in found:
                 continue
-            name = f"{path}.{own_name}" if path else own_name
+            name = module_index.full_name(path, own_name)
             layout = table.layout(tensor, name)
             if name in self.survey.buffers and (tensor.is_meta or not table.is_known(tensor)):  # made by the forward
                 origin = self.survey.origins[name]
@@ -206,10 +205,10 @@ def _no_layout(live: LiveTensor, survey: Survey) -> Unexplained:
     shape = tuple(live.tensor.shape)
     origin = survey.origins.get(live.layout.origin, live.layout.origin)
     spec = survey.specs.get(origin)
-    whole = spec.shape if spec is not None else live.layout.shape
+    full = spec.shape if spec is not None else live.layout.shape
     return Unexplained(
         live.name,
-        f"'{live.name}' of shape {shape} replaces '{origin}' {whole} of the reference model without a layout",
+        f"'{live.name}' of shape {shape} replaces '{origin}' {full} of the reference model without a layout",
         f'its primitive must record the layout: edit.set_parameter(node, "{live.own_name}", value, '
         f'layout=Layout("", {shape})), and its plugin answer slapo_to_reference and slapo_from_reference',
     )
@@ -226,7 +225,7 @@ def _put_in(spec: TensorSpec) -> Unexplained:
 def _lost(spec: TensorSpec) -> Unexplained:
     return Unexplained(
         spec.name,
-        f"'{spec.name}' {spec.shape} of the reference model was removed, and no step declares its successor",
+        f"'{spec.name}' {spec.shape} of the reference model was removed, but no step declares its successor",
         'its primitive must declare it: edit.replace_module(..., moved={"old": "new"}) or '
         f'dropped=["{spec.name.rpartition(".")[2]}"], or its plugin answer slapo_to_reference',
     )

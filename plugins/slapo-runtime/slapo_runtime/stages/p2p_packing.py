@@ -1,9 +1,8 @@
-"""Pack the values of a stage boundary into P2P messages, for runtimes that send few tensors of few types.
+"""Pack the values of a stage boundary into few tensors, for P2P messages.
 
-Everything with a gradient goes as one flat floating tensor, and everything else, whatever its type, as bytes: as a
-second tensor, for a runtime that sends a tuple of tensors (DeepSpeed), or behind the first in the same memory, for one
-that sends a single tensor (Megatron). A runtime runs one backward pass for the floating tensor, needs a gradient for
-it, and gives one back for nothing else.
+Values with a gradient are packed into one flat floating tensor, all others as bytes: into a second tensor, for a
+runtime that sends a tuple of tensors (DeepSpeed), or after the first in the same memory, for a runtime that sends a
+single tensor (Megatron). A runtime runs one backward pass for the floating tensor, and only sends back its gradient.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ class P2PMessage:
     """The format of a boundary's P2P message.
 
     Args:
-        values: what crosses, in an order that both ranks have.
-        backward: whether something goes back: a floating tensor is sent then, even if no value has a gradient, where
-            the sender itself was sent one, which has to get its gradient (all zeros).
-        joined: whether everything goes in one floating tensor, which is sent then even if there is nothing in it.
+        values: of the boundary, in the same order on both ranks.
+        backward: whether a floating tensor is sent even without a value with a gradient: the message to the sender
+            itself had one, which needs a gradient (zeros).
+        joined: whether all values are packed into one floating tensor, which is always sent.
         dtype: of the floating tensor; None: the smallest that holds all values exactly.
 
     Attributes:
         carries_gradient: whether a floating tensor is sent.
-        dtype: of it.
-        length: its elements.
+        dtype: of the floating tensor.
+        length: its number of elements.
     """
 
     def __init__(
         self, values: Sequence[Value], *, backward: bool, joined: bool = False, dtype: torch.dtype | None = None
     ) -> None:
-        # Complex ones first: torch takes two reals for a complex number at even places only.
+        # Complex values first: torch views two reals as a complex number at even offsets only.
         self._with = sorted((value for value in values if value.requires_grad), key=lambda one: one.dtype not in _REAL)
         self._without = [value for value in values if not value.requires_grad]
         self.carries_gradient = bool(self._with) or backward or joined
@@ -57,13 +56,13 @@ class P2PMessage:
             self._offsets.append(end)
             end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._bytes, self._joined = end, joined
-        if joined and end:  # behind the numbers
+        if joined and end:  # after the numbers
             before = -(-elements * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             elements = (before + end) // self.dtype.itemsize
         self.length = max(elements, 1)
 
     def empty(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Make the tensors to receive the message in."""
+        """Make the tensors to receive the message."""
         found = []
         if self.carries_gradient:
             found.append(torch.zeros(self.length, dtype=self.dtype, device=device))
@@ -80,17 +79,17 @@ class P2PMessage:
         device: torch.device,
         backward_begins: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, ...]:
-        """Pack the values into the tensors that are sent.
+        """Pack the values into the tensors to send.
 
         Args:
             there: the values by name.
-            link: of what the sender was sent itself; see :meth:`unpack`.
+            link: of the message that the sender received; see :meth:`unpack`.
             sender: for messages, e.g. ``"stage 1"``.
-            device: of what is sent.
-            backward_begins: called when the gradient has come back.
+            device: of the message.
+            backward_begins: called when the gradient is received.
 
         Raises:
-            BuildError: a value has another shape, type or need of a gradient than its receiver expects.
+            BuildError: the shape, type or ``requires_grad`` of a value differs from its receiver's.
         """
         for value in (*self._with, *self._without):
             check_sent(value, there[value.name], sender)
@@ -118,10 +117,10 @@ class P2PMessage:
         return message
 
     def unpack(self, message: Sequence[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """Unpack the values by name, each with memory of its own.
+        """Unpack the values by name, each with its own memory, and return the link.
 
-        Also the link: an empty tensor. What is computed from it lets the whole message get its gradient, zeros for
-        values that nothing used; None where no gradient goes back.
+        The link is an empty tensor: a result computed from it gives the full message a gradient, with zeros for unused
+        values. It is None if no gradient is sent back.
         """
         rest = list(message)
         values, link = {}, None
@@ -139,14 +138,14 @@ class P2PMessage:
 
 
 def attached(loss: torch.Tensor, link: torch.Tensor | None) -> torch.Tensor:
-    """Attach a link to a loss, so that its backward pass reaches the received message."""
+    """Attach a link to a loss, for a backward pass to the message."""
     if link is None or not link.requires_grad:
         return loss
     return _Attached.apply(loss, link)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Packed(torch.autograd.Function):
-    """Tensors after one another, flat."""
+    """Concatenate tensors, flat."""
 
     @staticmethod
     def forward(
@@ -167,7 +166,7 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.begins()
-        gradient = gradient.clone()  # a runtime may receive the next one in the same memory
+        gradient = gradient.clone()  # a runtime may reuse its memory
         views = _views(gradient, ctx.shapes)
         found = [view.to(dtype) for view, dtype in zip(views, ctx.dtypes, strict=True)]
         link = None if ctx.link is None else gradient.new_zeros(0, dtype=ctx.link)
@@ -175,7 +174,7 @@ class _Packed(torch.autograd.Function):
 
 
 class _Unpacked(torch.autograd.Function):
-    """The reverse; the first output is the link."""
+    """Split a flat tensor; the first output is the link."""
 
     @staticmethod
     def forward(
@@ -222,7 +221,7 @@ def _place(message: torch.Tensor, value: Value, offset: int) -> torch.Tensor:
 
 
 def common_dtype(values: Iterable[Value]) -> torch.dtype:
-    """The smallest floating type that holds all those values exactly that have a gradient."""
+    """Return the smallest floating type that holds all values with a gradient exactly."""
     dtypes = [_REAL.get(value.dtype, value.dtype) for value in values if value.requires_grad]
     found = dtypes[0] if dtypes else torch.float32
     for dtype in dtypes[1:]:
@@ -239,15 +238,15 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_sent(value: Value, tensor: torch.Tensor, sender: str) -> None:
-    """Refuse a tensor that a stage sends as another one than its receiver expects.
+    """Refuse a sent tensor that differs from its receiver's value.
 
     Args:
         value: the expected shape and type.
-        tensor: that the stage made.
+        tensor: of the stage.
         sender: for messages, e.g. ``"stage 1"``.
 
     Raises:
-        BuildError: another shape or type, or a gradient that would be lost.
+        BuildError: the shape or type differs, or a gradient would be lost.
     """
     if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
         raise BuildError(

@@ -1,9 +1,8 @@
-"""Pipeline stages as plain data: what `slapo_partition` and `slapo_liveness` answer, and dialects and ``verify`` read.
+"""Pipeline stages as plain data: the answers of `slapo_partition` and `slapo_liveness`.
 
-A model that is cut after ``n - 1`` of its modules has ``n`` stages, which compute what its forward computes when they
-run one after the other. A stage reads some of the model's own arguments (from the batch, which every rank has), and
-some values that earlier stages made. Which of these stand on the way from one stage to the next is liveness: a value
-that a stage far behind uses is relayed by those between.
+A model that is cut after ``n - 1`` of its modules has ``n`` stages, which compute its forward one after the other. A
+stage reads some of the model's own arguments (from the batch, which every rank has), and some values of earlier stages.
+Liveness lists the values sent from each stage to the next: a value for a later stage is relayed by the stages between.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ __all__ = ["Liveness", "Output", "Partition", "Stage", "StageModule", "Tie", "Va
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that one stage makes, and later ones, or the model's output, use.
+    """A tensor that one stage makes for later ones, or for the model's output.
 
     Args:
-        name: as the stages have it, e.g. ``"bert_encoder_layer_5"``.
+        name: unique in the partition, e.g. ``"bert_encoder_layer_5"``.
         producer: the stage that makes it.
-        consumers: the stages that read it, in order; all of them come later. Without those that only relay it, and
-            without the output.
-        shape: for the batch that the stages were made for.
+        consumers: the later stages that read it, in order, without stages that only relay it, and without the output.
+        shape: for the batch of the partition.
         dtype: of its elements.
         requires_grad: whether a gradient flows back through it.
     """
@@ -42,7 +40,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, for the batch that the stages were made for."""
+        """Its size in bytes, for the batch of the partition."""
         elements = 1
         for size in self.shape:
             elements *= size
@@ -50,26 +48,26 @@ class Value:
 
 
 class StageModule(nn.Module, ABC):
-    """One stage, ready to run: it holds its part of the model at the reference paths.
+    """One stage, ready to run, with its modules at the reference paths.
 
-    ``stage.get_submodule("bert.encoder.layer.3")`` is the module of the scheduled model, the same object, with what
-    steps did to it. Modules that lie above a cut are no calls any more: what stands at their paths only holds what is
-    below, and the parameters of its own that the stage reads.
+    ``stage.get_submodule("bert.encoder.layer.3")`` is the scheduled model's module, the same object. Modules above a
+    cut are not called any more: at their paths are containers of their submodules, and of their own parameters that
+    the stage reads.
     """
 
     @abstractmethod
     def forward(self, inputs: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute what the stage makes.
+        """Compute the stage's values.
 
         Args:
-            inputs: the model's arguments that :attr:`Stage.inputs` names; others are ignored.
-            values: what :attr:`Stage.uses` names; others are ignored.
+            inputs: the model's arguments in :attr:`Stage.inputs`; others are ignored.
+            values: of earlier stages, in :attr:`Stage.uses`; others are ignored.
 
         Returns:
-            what :attr:`Stage.makes` names.
+            the values in :attr:`Stage.makes`.
 
         Raises:
-            GuardError: the stages were not made for such a call.
+            GuardError: the stages were made for another input signature.
         """
 
 
@@ -78,12 +76,12 @@ class Stage:
     """A part of the model.
 
     Args:
-        index: from 0, in the order in which the stages run.
+        index: from 0, in execution order.
         module: runs it.
-        inputs: parameters of the model's forward whose arguments it reads, e.g. ``("input_ids",)``.
+        inputs: names of the model's arguments that it reads, e.g. ``("input_ids",)``.
         uses: names of values of earlier stages that it reads.
-        makes: names of values that it makes.
-        last: path of the module after which it was cut; None for the last stage.
+        makes: names of its own values.
+        last: path of its last module, after which the model is cut; None for the last stage.
     """
 
     index: int
@@ -96,11 +94,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several stages use: equal at the start, its gradient is the sum of theirs.
+    """A parameter that several stages use, with the sum of their gradients.
 
     Args:
         name: its first name in the scheduled model, e.g. ``"bert.embeddings.word_embeddings.weight"``.
-        stages: that use it, in order.
+        stages: the users, in order.
     """
 
     name: str
@@ -113,8 +111,8 @@ class Output:
 
     Args:
         names: of the values, each of :attr:`Partition.values`; several stages may make them.
-        assemble: makes the output of its values by name: of tensors, or of anything in their place. A missing value is
-            None there.
+        assemble: makes the output from its values by name: from tensors, or other objects instead. A missing value is
+            None.
     """
 
     names: tuple[str, ...]
@@ -122,7 +120,7 @@ class Output:
 
     @property
     def loss(self) -> str | None:
-        """The name of the value that is the model's own loss: the output itself, or its ``loss``; None without one."""
+        """The name of the model's own loss; None without one."""
         names = self.assemble({name: name for name in self.names})
         if isinstance(names, str):
             return names
@@ -134,16 +132,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Partition:
-    """The stages of a model, for one input signature and one mode: the answer of `slapo_partition`.
+    """The stages for one input signature and mode: the answer of `slapo_partition`.
 
     Args:
-        stages: in the order in which they run.
-        values: everything that stages read of each other, and the values of the output, by name.
+        stages: in execution order.
+        values: of stages for other stages and for the output, by name.
         ties: parameters that several stages use.
         output: of the model.
-        bind: makes the same partition of copies of the model, one for each stage, whose modules and tensors it finds
-            by name; it gives None where this one holds for its own model only. Without ``bind``, the hook is called
-            for every copy.
+        bind: makes the same partition of copies of the model, one for each stage, by the names of modules and tensors;
+            it returns None if the partition is valid for its own model only. Without ``bind``, the hook is called for
+            every copy.
     """
 
     stages: tuple[Stage, ...]
@@ -158,8 +156,8 @@ class Liveness:
     """The values sent from each stage to the next: the answer of `slapo_liveness`.
 
     Args:
-        boundaries: for each stage but the last: names of the values that it sends to the next one, in an order that is
-            the same on every rank. Those that it only relays are among them.
+        boundaries: for each stage but the last: names of the values sent to the next one, in the same order on every
+            rank, including relayed values.
     """
 
     boundaries: tuple[tuple[str, ...], ...]

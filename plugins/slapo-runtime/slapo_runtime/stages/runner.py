@@ -1,4 +1,4 @@
-"""Run the stages of a pipeline rank, micro-batch by micro-batch, each with its own RNG stream."""
+"""Run the stages of a pipeline rank, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ModelChunk:
     """Adjacent stages of one rank, between a received and a sent message.
 
     Args:
-        stages: in their order.
-        coming: the message of the previous rank; None on the first chunk.
+        stages: in execution order.
+        coming: the message from the previous rank; None on the first chunk.
         going: the message to the next rank; None on the last chunk.
     """
 
@@ -34,12 +34,12 @@ class ModelChunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is found here."""
+        """Whether the chunk computes the loss."""
         return self.going is None
 
 
-class Form:
-    """What the first step finds out about the stages of one input signature; the same on all ranks along ``pp``.
+class SignatureFacts:
+    """Facts of the first step about an input signature, the same on all ranks.
 
     Attributes:
         loss_dtype: of the loss; None before the first step.
@@ -50,23 +50,23 @@ class Form:
     uses_rng: bool | None = None
 
 
-class RankStages(Form):
+class RankStages(SignatureFacts):
     """The stages and messages of this rank for one input signature.
 
     Args:
-        staged: of all ranks.
+        staged: the stages of all ranks.
         stage_ranks: the rank along ``pp`` of each stage.
-        rank: this one.
-        device: where stages compute.
-        training: whether gradients go back.
-        joined: whether everything that crosses goes in one floating tensor, of one type on all boundaries; a gradient
-            comes back for each of them then.
+        rank: this rank.
+        device: of the stages.
+        training: whether gradients are sent back.
+        joined: whether all values of a boundary are packed into one floating tensor, of one type on all boundaries, and
+            with a gradient for each message.
 
     Attributes:
-        staged: of all ranks.
+        staged: the stages of all ranks.
         partition: of the model.
         chunks: of this rank, in the order of the stages.
-        messages: by the stage before each boundary between ranks; all ranks have the same.
+        messages: by the stage before each boundary between ranks; the same on all ranks.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class RankStages(Form):
 
 
 class SeededWork:
-    """One step of a rank's stages, of which each has an RNG stream for each micro-batch.
+    """One step of stages, with an RNG stream per stage and micro-batch.
 
     Attributes:
-        seed: of the streams; None leaves torch's RNG as it is.
-        drew: whether a stage drew some.
+        seed: of the streams; None uses torch's default generator.
+        drew: whether a stage used its stream.
     """
 
     seed: int | None
@@ -134,7 +134,7 @@ class SeededWork:
             inputs: the model's arguments of the micro-batch.
             there: values of earlier stages.
             number: of the micro-batch.
-            device: where the stage computes.
+            device: of the stage.
         """
         own = {name: inputs[name] for name in stage.inputs if name in inputs}
         values = {name: there[name] for name in stage.uses}
@@ -151,56 +151,56 @@ class Work(SeededWork):
     """One step of a model chunk: the micro-batches of one batch.
 
     Args:
-        form: of its micro-batches.
-        chunk: of the form.
-        batch: cut.
-        at: is told what runs, for the message of an error.
+        stages: of this rank, for the micro-batches.
+        chunk: one of the stages' chunks.
+        batch: cut into micro-batches.
+        at: called with the present work, for the message of an error.
 
     Attributes:
-        form: of its micro-batches.
-        chunk: of the form.
-        seed: of the stages' RNG streams; None leaves torch's RNG as it is.
-        drew: whether a stage drew some.
+        stages: of this rank, for the micro-batches.
+        chunk: one of the stages' chunks.
+        seed: of the stages' RNG streams; None uses torch's default generator.
+        drew: whether a stage used its stream.
     """
 
     def __init__(
         self,
-        form: RankStages,
+        stages: RankStages,
         chunk: ModelChunk,
         batch: StagedBatch,
         at: Callable[[str], None],
     ) -> None:
-        self.form, self.chunk, self._batch, self._at = form, chunk, batch, at
+        self.stages, self.chunk, self._batch, self._at = stages, chunk, batch, at
         self.seed: int | None = None
-        self.drew = bool(form.uses_rng)
-        self._names: list[str] = []  # values of the output that the last rank has
+        self.drew = bool(stages.uses_rng)
+        self._names: list[str] = []  # values of the output on the last rank
 
     def forward(self, received: tuple[torch.Tensor, ...], number: int) -> tuple[torch.Tensor, ...]:
-        """The passes of the chunk's stages.
+        """Run the forwards of the chunk's stages.
 
         Args:
-            received: of the rank before; empty on the first chunk.
+            received: the message of the previous rank; empty on the first chunk.
             number: of the micro-batch.
 
         Returns:
-            what is sent to the next rank; on the last chunk what :meth:`loss` takes.
+            the message to the next rank; on the last chunk the argument of :meth:`loss`.
         """
         chunk = self.chunk
         there, link = chunk.coming.unpack(received) if chunk.coming is not None else ({}, None)
         inputs = self._batch.inputs[number]
         for stage in chunk.stages:
             self._at(f"stage {stage.index} in the forward of micro-batch {number}")
-            there.update(self.run(stage, inputs, there, number, self.form.device))
+            there.update(self.run(stage, inputs, there, number, self.stages.device))
         if chunk.going is not None:
             last = f"stage {chunk.stages[-1].index}"
             return chunk.going.pack(
                 there,
                 link,
                 sender=last,
-                device=self.form.device,
+                device=self.stages.device,
                 backward_begins=lambda: self._at(f"{last} in the backward of micro-batch {number}"),
             )
-        self._names = [name for name in self.form.partition.output.names if name in there]
+        self._names = [name for name in self.stages.partition.output.names if name in there]
         values = tuple(there[name] for name in self._names)
         return values if link is None else (link, *values)
 
@@ -208,7 +208,7 @@ class Work(SeededWork):
         """Compute the loss of a micro-batch, right after its forward.
 
         Args:
-            outputs: what :meth:`forward` gave on the last chunk.
+            outputs: of :meth:`forward` on the last chunk.
             number: of the micro-batch.
         """
         last = f"stage {self.chunk.stages[-1].index}"
@@ -226,14 +226,14 @@ F = TypeVar("F")
 
 
 class StageCache(Generic[F]):
-    """Cut batches, and keep the stages for the most recent input signatures.
+    """Cut batches, and cache the stages for the most recent input signatures.
 
     Args:
         context: from ``build``.
         count: of micro-batches.
-        axes: of the batch, as the hook `slapo_partition` says.
-        option: of the runtime that gives the count, for messages.
-        make: the form of stages, for training or not.
+        axes: of the batch; see the hook `slapo_partition`.
+        option: of the runtime for the count, for messages.
+        make: makes a rank's stages, for training or not.
         prepare: as for :meth:`slapo_runtime.context.BuildContext.staged`.
     """
 
@@ -248,13 +248,15 @@ class StageCache(Generic[F]):
     ) -> None:
         self._context, self._count, self._axes, self._option, self._make = context, count, axes, option, make
         self._prepare = prepare
-        self._kept: OrderedDict[tuple[int, bool], tuple[StagedModel, F]] = OrderedDict()  # the model keeps its id
+        self._kept: OrderedDict[tuple[int, bool], tuple[StagedModel, F]] = (
+            OrderedDict()
+        )  # the staged model keeps its id
 
     def of(self, batch: Any, *, training: bool) -> tuple[StagedBatch, F]:
         """Cut a batch into micro-batches, and return them with their stages.
 
         Raises:
-            BuildError: it cannot be cut into micro-batches; the model has other stages for it; or there is no loss.
+            BuildError: it cannot be cut into micro-batches; its number of stages differs; or there is no loss.
             TraceError: the model cannot be cut for it.
         """
         cut = self._context.staged(
@@ -278,7 +280,7 @@ def step_seed(device: torch.device) -> Iterator[int]:
     """Give the seed of a step; restore the default generators afterwards.
 
     Args:
-        device: of the stages; the CPU's generator is restored too.
+        device: of the stages; the CPU's generator is restored, too.
     """
     looking_ahead = torch.Generator()
     looking_ahead.set_state(torch.default_generator.get_state())
@@ -302,17 +304,17 @@ def start_stream(
         seed: of the step.
         stage: its index.
         number: of the micro-batch.
-        device: of the stage; the CPU's generator is seeded too.
-        watched: whether :func:`was_used` is asked afterwards.
+        device: of the stage; the CPU's generator is seeded, too.
+        watched: whether to return the argument of :func:`was_used`.
 
     Returns:
-        its argument; None if not watched.
+        the state of the stream; None if not watched.
     """
     own = hash((seed, stage, number)) & ((1 << 63) - 1)
     torch.default_generator.manual_seed(own)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        with module.device(device):  # it seeds the current one
+        with module.device(device):  # the current device is seeded
             module.manual_seed(own)
     return _states(device) if watched else None
 

@@ -1,4 +1,4 @@
-"""The stages of a schedule: asked of the plugins, checked, and run one after another."""
+"""The stages of a schedule: get them from plugins, check and run them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 Outputs = Sequence[str] | Callable[["Output"], Sequence[str]] | None
 """Names of the values of the output that the last stage needs, or a function that picks them; None: all of them."""
 
-# `StagedModel`: the stages of a model with what passes between them, and the run of one after the other.
+# `StagedModel`: the stages of a model with the values sent between them, and their run one after the other.
 
 
 @dataclass(frozen=True)
 class StagedModel:
-    """Hold the stages of a model for one input signature and mode.
+    """The stages of a model for one input signature and mode.
 
     Args:
         partition: the stages.
-        liveness: what each of them sends to the next.
-        partition_by: the plugin that cut the model, e.g. ``"slapo-pipeline 0.1.0"``.
-        liveness_by: the plugin that said what passes.
+        liveness: the values that each of them sends to the next.
+        partition_by: the plugin of the partition, e.g. ``"slapo-pipeline 0.1.0"``.
+        liveness_by: the plugin of the liveness.
     """
 
     partition: Partition
@@ -44,14 +44,14 @@ class StagedModel:
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """Run the stages one after another; return the model's output.
 
-        They are kept apart as processes are: a value that is said to carry no gradient carries none, and what a stage
-        gets, from the batch or from another one, is its own: writing to it changes nothing elsewhere.
+        They are isolated like processes: values without a declared gradient are detached, and a stage gets copies of
+        its inputs, so that its writes have no effect elsewhere.
 
         Args:
             inputs: the arguments of the model's forward, by parameter.
 
         Raises:
-            HookError: a stage makes something else than was said, or changes a tensor that others hold too.
+            HookError: a stage's values differ from its declaration, or it changes a tensor of other stages.
         """
         own = [_copied({name: inputs[name] for name in stage.inputs if name in inputs}) for stage in self._stages]
         shared = SharedState(self._stages)
@@ -100,14 +100,14 @@ def staged(
     """Ask the plugins for the stages of a schedule; None if no plugin cuts it.
 
     Args:
-        schedule: its model is in the mode that is asked for.
+        schedule: its model is in the wanted mode.
         inputs: the arguments of the model's forward, by parameter.
         outputs: values of the output that the last stage needs; None: all of them.
-        batch_axes: as the hook `slapo_partition` says.
+        batch_axes: see the hook `slapo_partition`.
 
     Raises:
-        TraceError: it cannot be cut there.
-        HookError: an answer is invalid, or there is one about the partition and none about liveness.
+        TraceError: the model cannot be cut there.
+        HookError: an answer is invalid, or a partition has no answer about liveness.
     """
     before = {name: StateMark(tensor) for name, tensor in held_by(schedule.model)}
     random = torch.get_rng_state()
@@ -119,7 +119,7 @@ def staged(
     plugin, partition = answer
     now = dict(held_by(schedule.model))
     changed = [f"'{name}'" for name, mark in before.items() if not mark.holds(now.get(name))]
-    changed += ["the random state"] if not torch.equal(random, torch.get_rng_state()) else []
+    changed += ["the RNG state"] if not torch.equal(random, torch.get_rng_state()) else []
     if changed:
         raise HookError(
             f"{plugin} changes {', '.join(changed[:3])} while it makes the stages (slapo_partition)", plugin=plugin
@@ -133,7 +133,7 @@ def needing(schedule: Schedule, found: StagedModel, outputs: Sequence[str]) -> S
     """Return the stages with liveness for other required outputs.
 
     Args:
-        schedule: that they were asked for.
+        schedule: of the stages.
         found: the stages.
         outputs: values of the output that the last stage needs.
 
@@ -144,7 +144,7 @@ def needing(schedule: Schedule, found: StagedModel, outputs: Sequence[str]) -> S
     answer = Internals(schedule).hooks.single("slapo_liveness", partition=found.partition, outputs=needed)
     if answer is None:
         raise HookError(
-            f"{found.partition_by} cut the model into stages, and no active plugin says what passes between them "
+            f"{found.partition_by} cut the model into stages, but no active plugin gives the values sent between them "
             "(slapo_liveness)",
             plugin=found.partition_by,
             hint='create_schedule(model, plugins=["slapo-pipeline"])',
@@ -160,7 +160,7 @@ def ask(
     outputs: Outputs = None,
     batch_axes: Mapping[str, int | None] | None = None,
 ) -> StagedModel | None:
-    """Ask the plugins; ``outputs`` may be a function of the model's output, as data."""
+    """Ask the plugins for stages; ``outputs`` may be a function of the :class:`Output`."""
     found = staged(schedule, inputs, batch_axes=batch_axes)
     if found is None or outputs is None:
         return found
@@ -173,7 +173,7 @@ def _place(stage: Stage) -> str:
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
     """Copy the tensors of arguments."""
-    known: dict[int, torch.Tensor] = {}  # what is one object in the batch stays one
+    known: dict[int, torch.Tensor] = {}  # one object in the batch has one copy
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -183,39 +183,41 @@ def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
     return pytree.tree_map(own, inputs)  # type: ignore[no-any-return]
 
 
-# This rank's part of the model: the modules of its stages, at the reference paths.
+# This rank's modules of the model, at the reference paths.
 
 
-class Part(nn.Module):
-    """Hold the modules of this rank's stages, without a forward.
+class RankModule(nn.Module):
+    """The modules of this rank's stages, without a forward.
 
-    ``part.get_submodule("encoder.layer.3")`` is the module of the scheduled model, the same object, where it runs on
-    this rank. What stands at the path of a module that lies above a cut only holds what is below.
+    ``module.get_submodule("encoder.layer.3")`` is the scheduled model's module, the same object, if this rank runs it.
+    At the path of a module above a cut is a container of its submodules.
 
     Args:
-        model: the scheduled one.
+        model: the scheduled model.
         stages: modules of the stages.
     """
 
     def __init__(self, model: nn.Module, stages: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.__dict__["_model"] = model  # no module of this one
+        self.__dict__["_model"] = model  # not as a submodule
         own = set(model.modules())
         for stage in stages:
             _merge(self, stage, own)
 
-    def train(self, mode: bool = True) -> Part:
-        """Set the mode of the whole model; call it on all ranks."""
+    def train(self, mode: bool = True) -> RankModule:
+        """Set the mode of the entire model; call it on all ranks."""
         if "_model" in self.__dict__:
             self.__dict__["_model"].train(mode)
         return super().train(mode)  # type: ignore[return-value]
 
     def forward(self, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError("this is one rank's part of the model: call engine.train_step(batch) or eval_step")
+        raise NotImplementedError(
+            "one rank has some of the model's modules: call engine.train_step(batch) or eval_step"
+        )
 
 
 class _Above(nn.Module):
-    """Above a cut."""
+    """A container in place of a module above a cut."""
 
 
 def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
@@ -232,18 +234,18 @@ def _merge(into: nn.Module, stage: nn.Module, own: set[nn.Module]) -> None:
         if child in own:
             into.add_module(name, child)
             continue
-        if there is None:  # what is above several stages is another object in each of them
+        if there is None:  # a module above several stages has another container in each of them
             there = _Above()
             into.add_module(name, there)
         _merge(there, child, own)
 
 
-# The stages of a schedule, for scripts and plugins that look at them: as ``build`` asks for them.
+# The stages of a schedule as in ``build``, for scripts and plugins.
 
 
 @dataclass(frozen=True)
 class StageAnswers(StagedModel):
-    """Hold the plugins' answers, and the batch that they were made for.
+    """The plugins' answers, with their batch.
 
     Args:
         inputs: the arguments of the model's forward, by parameter.
@@ -253,28 +255,28 @@ class StageAnswers(StagedModel):
 
 
 def stages(schedule: Schedule, batch: Any = None, *, full_output: bool = False) -> StageAnswers:
-    """Return the stages of a schedule, and the values sent between them.
+    """Return the stages of a schedule, as for a training step.
 
-    They are those of a training step: where every module is in evaluation mode, they are asked for in training mode.
+    A model entirely in evaluation mode is cut in training mode.
 
     Args:
         schedule: with cuts.
-        batch: what they are made for, as ``train_step`` takes it; None takes the schedule's example inputs.
-        full_output: whether the last stage needs the whole output, as for ``build(loss=...)``. Without it, it needs
-            the loss, where the model computes one.
+        batch: a batch of ``train_step``; None takes the schedule's example inputs.
+        full_output: whether the last stage needs the full output, as for ``build(loss=...)``. Without it, it needs the
+            loss, if the model computes one.
 
     Returns:
         an object with ``partition``, ``liveness`` and ``inputs``; see `slapo_runtime.stages.partition`.
 
     Raises:
         ArgumentError: there is no batch, or no step cuts the model.
-        TraceError: it cannot be cut there.
+        TraceError: the model cannot be cut there.
         HookError: a plugin's answer is invalid.
     """
     batch = schedule.example_inputs if batch is None else batch
     if batch is None:
         raise ArgumentError(
-            "stages need a batch: none was given, and the schedule has no example inputs",
+            "stages need a batch, but none was given, and the schedule has no example inputs",
             hint="stages(sch, {'input_ids': ids}), or create_schedule(model, example_inputs={'input_ids': ids})",
         )
     inputs = bound_batch(schedule.model, batch, for_loss=full_output)
@@ -289,7 +291,7 @@ def stages(schedule: Schedule, batch: Any = None, *, full_output: bool = False) 
     return StageAnswers(found.partition, found.liveness, found.partition_by, found.liveness_by, inputs)
 
 
-# Tensors that several stages hold: in processes of their own each has another copy, so none may write to it.
+# Tensors of several stages: each process has another copy, so no stage may write to them.
 
 
 def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -324,8 +326,8 @@ class SharedState:
     def changed(self) -> list[str]:
         """Return messages on shared tensors that a stage changed."""
         return [
-            f"it changes '{name}', which the stages {', '.join(map(str, where))} hold: each has a copy of its own, and "
-            "the others would not see it"
+            f"it changes '{name}' of the stages {', '.join(map(str, where))}, which have separate copies: the others "
+            "would not change"
             for (name, _, where), before in zip(self._shared, self._before, strict=True)
             if not before.holds(self._at(name, where[0]))
         ]
@@ -339,10 +341,10 @@ class SharedState:
 class StateMark:
     """Detect writes to a tensor, by version or by values.
 
-    Norms write to buffers without telling, and whoever records a forward puts values back.
+    Values are compared for buffers: norms write to them without a new version, and recording a forward restores them.
 
     Args:
-        tensor: as it is now.
+        tensor: in its present state.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -351,7 +353,7 @@ class StateMark:
         self._values = tensor.detach().clone() if has_values else None
 
     def holds(self, tensor: torch.Tensor | None) -> bool:
-        """Whether ``tensor`` is the same object, with the same values."""
+        """Return whether ``tensor`` is the same object, with the same values."""
         if tensor is not self._tensor:
             return False
         if self._values is None:
@@ -360,7 +362,7 @@ class StateMark:
         return torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self._values))
 
 
-# Whether what two plugins answered about stages fits together.
+# Whether the answers of two plugins about stages are consistent.
 
 
 def check_partition(partition: Partition, plugin: str, model: nn.Module) -> None:
@@ -368,11 +370,11 @@ def check_partition(partition: Partition, plugin: str, model: nn.Module) -> None
 
     Args:
         partition: the answer.
-        plugin: whose it is, e.g. ``"slapo-pipeline 0.1.0"``.
-        model: that it was asked about.
+        plugin: of the answer, e.g. ``"slapo-pipeline 0.1.0"``.
+        model: of the partition.
 
     Raises:
-        HookError: every contradiction.
+        HookError: with every contradiction.
     """
     _require_type("slapo_partition", plugin, partition, Partition)
     _refuse("slapo_partition", plugin, list(_of_modules(partition, model)))
@@ -383,19 +385,19 @@ def check_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[s
 
     Args:
         liveness: the answer.
-        partition: what it was asked about.
+        partition: of the liveness.
         outputs: values of the output that the last stage needs.
-        plugin: whose answer it is.
+        plugin: of the answer.
 
     Raises:
-        HookError: every contradiction.
+        HookError: with every contradiction.
     """
     _require_type("slapo_liveness", plugin, liveness, Liveness)
     _refuse("slapo_liveness", plugin, list(_of_liveness(liveness, partition, outputs)))
 
 
 def made_problems(made: Any, stage: Stage, partition: Partition) -> list[str]:
-    """Return how a stage's output contradicts its declaration."""
+    """Return the contradictions between a stage's output and its declaration."""
     if not isinstance(made, dict):
         return [f"it gives a {type(made).__name__}, not a dictionary"]
     missing = [f"it does not make '{name}'" for name in stage.makes if name not in made]
@@ -434,30 +436,28 @@ def _of_modules(partition: Partition, model: nn.Module) -> Iterator[str]:
             yield f"stage {stage.index} is declared to end after '{stage.last}', which it does not hold"
         for name, tensor in held_by(stage.module):
             if tensors.get(name, None if isinstance(tensor, nn.Parameter) else tensor) is not tensor:
-                which = "is not the model's" if name in tensors else "is none of the model's"
+                which = "is not the model's" if name in tensors else "is not a tensor of the model"
                 yield f"'{name}' of stage {stage.index} {which}"
-    said = {tie.name: tie.stages for tie in partition.ties}
+    declared = {tie.name: tie.stages for tie in partition.ties}
     found = {
         first[key]: where
         for key, (_, tensor, where) in holders(partition.stages).items()
         if isinstance(tensor, nn.Parameter) and key in first
     }
-    for name in dict.fromkeys((*found, *said)):
-        if name not in said:
-            yield f"'{name}' is held by the stages {_numbers(found[name])} without a tie"
+    for name in dict.fromkeys((*found, *declared)):
+        if name not in declared:
+            yield f"the stages {_numbers(found[name])} hold '{name}' without a tie"
         elif name not in found:
-            yield f"'{name}' is declared as tied over the stages {_numbers(said[name])}, and only one stage holds it"
-        elif said[name] != found[name]:
-            yield (
-                f"'{name}' is declared as tied over the stages {_numbers(said[name])}, and is held by "
-                f"{_numbers(found[name])}"
-            )
+            yield f"'{name}' is tied over the stages {_numbers(declared[name])}, but one stage alone holds it"
+        elif declared[name] != found[name]:
+            declaration, holding = _numbers(declared[name]), _numbers(found[name])
+            yield f"'{name}' is tied over the stages {declaration}, but the stages {holding} hold it"
 
 
 def _of_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str]) -> Iterator[str]:
     last = len(partition.stages) - 1
     if len(liveness.boundaries) != last:
-        yield f"{len(partition.stages)} stages have {last} boundaries, and it names {len(liveness.boundaries)}"
+        yield f"{len(partition.stages)} stages have {last} boundaries, but it lists {len(liveness.boundaries)}"
         return
     for stage in partition.stages:
         there = {*liveness.received(stage.index), *stage.makes}
@@ -471,7 +471,7 @@ def _of_liveness(liveness: Liveness, partition: Partition, outputs: Sequence[str
             yield f"stage {stage.index} sends a value twice"
     for name in outputs:
         if name not in {*liveness.received(last), *partition.stages[last].makes}:
-            yield f"the last stage needs '{name}' for the loss, and it is not sent"
+            yield f"the last stage needs '{name}' for the loss, but it is not sent"
 
 
 def _numbers(stages: Sequence[int]) -> str:

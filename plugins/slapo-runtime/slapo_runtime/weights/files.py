@@ -1,18 +1,15 @@
-"""Files of weights: safetensors and their index, read and written."""
+"""Write files of weights: safetensors with their index, checkpoints with their manifest."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import json
 import os
 import re
 import shutil
 import uuid
-import warnings
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slapo_core.errors import WeightsError
-from slapo_core.layout import Layout
+from slapo_core.errors import warn_user
 from slapo_runtime.sizes import parse_bytes
-from slapo_runtime.weights.module_state import is_extra, unpacked
 
 if TYPE_CHECKING:
-    from slapo_core.layout import Mesh
-    from slapo_runtime.correspondence.reference import Survey, TensorSpec
+    pass
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,16 +34,16 @@ _WRITING = ".checkpoint-writing"
 
 @contextlib.contextmanager
 def replacing(directory: Path, *, last: str) -> Iterator[Path]:
-    """Give a directory to write new files into; at the end of the block they replace those of the same names.
+    """Give a directory for new files, which replace old ones at the end.
 
     Args:
-        directory: made if it is not there; other files in it stay.
+        directory: made if it does not exist; other files in it stay.
         last: the name of the file that every reader reads first.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _finish(directory, last)
     writing = directory / _WRITING
-    if writing.exists():  # of a writer that was interrupted
+    if writing.exists():  # of an interrupted writer
         shutil.rmtree(writing)
     writing.mkdir()
     try:
@@ -59,13 +53,13 @@ def replacing(directory: Path, *, last: str) -> Iterator[Path]:
         _to_disk(writing)
         writing.rename(directory / COMPLETE)
     except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)  # the error that is on its way says more
+        shutil.rmtree(writing, ignore_errors=True)  # the original error is raised
         raise
     _finish(directory, last)
 
 
 def located(directory: Path, name: str, *, last: str) -> Path:
-    """Return the path to read a file from; the file ``last`` decides whether new files count."""
+    """Return the path of a file to read, among complete files."""
     complete = directory / COMPLETE
     has_new = (complete / last).is_file()
     return complete / name if has_new and (complete / name).is_file() else directory / name
@@ -83,7 +77,7 @@ def _finish(directory: Path, last: str) -> None:
 
 
 def _to_disk(path: Path) -> None:
-    if os.name != "posix" and path.is_dir():  # elsewhere a directory cannot be opened
+    if os.name != "posix" and path.is_dir():  # only POSIX opens directories
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -93,23 +87,22 @@ def _to_disk(path: Path) -> None:
 
 
 def write_configurations(model: nn.Module, directory: Path) -> None:
-    """Write ``config.json``, and ``generation_config.json`` for a model that generates, where a model has them.
+    """Write ``config.json``, and ``generation_config.json``, of a model that has them.
 
-    A model has one where its ``config`` can ``save_pretrained``, as those of transformers can. What cannot be written
-    is left out with a warning: the weights are worth more.
+    A model has one if its ``config`` has ``save_pretrained``, as in transformers. If writing fails, there is a warning:
+    the weights are worth more.
 
     Args:
-        model: the scheduled one.
-        directory: it exists.
+        model: the scheduled model.
+        directory: an existing one.
     """
     config = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
-    if hasattr(model, "peft_config"):  # its names are peft's: a plain model would take none of these weights
-        warnings.warn(
-            "the checkpoint has no config.json: transformers would load random weights with it, because the names of "
-            "a peft model are its own; slapo_core.save_pretrained(sch, directory) of a live loop writes the adapter",
-            stacklevel=6,
+    if hasattr(model, "peft_config"):  # a plain model would load none of peft's names
+        warn_user(
+            "the checkpoint has no config.json: transformers would load random weights with it, because a peft model "
+            "has other names; slapo_core.save_pretrained(sch, directory) of a live loop writes the adapter",
         )
         return
     written: list[tuple[str, Any]] = [("config", _with_class(config, model))]
@@ -119,33 +112,32 @@ def write_configurations(model: nn.Module, directory: Path) -> None:
     for name, value in written:
         try:
             value.save_pretrained(directory)
-        except Exception as error:  # noqa: BLE001 - told: foreign validation must not cost a checkpoint
-            warnings.warn(
+        except Exception as error:  # noqa: BLE001 - reported: foreign validation must not cost a checkpoint
+            warn_user(
                 f"the checkpoint has no {name}.json, because {type(value).__name__}.save_pretrained() raised "
                 f"{type(error).__name__}: {error}",
-                stacklevel=6,
             )
 
 
 def _with_class(config: Any, model: nn.Module) -> Any:
-    """A copy that names the class and the element type, as ``model.save_pretrained`` writes it."""
+    """Return a copy with the class and the element type, as ``model.save_pretrained`` writes it."""
     config = copy.deepcopy(config)
     own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed"))
-    config.architectures = [own.__name__]  # fully_shard puts a class of its own before it
+    config.architectures = [own.__name__]  # fully_shard puts its own class first
     dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
     config.dtype = str(dtype).removeprefix("torch.")
     return config
 
 
-_CHUNK = 64 << 20  # bytes that one checksum is of
+_CHUNK = 64 << 20  # bytes of one checksum
 
 
 class Writer:
-    """A context manager: without :meth:`finish` nothing was written.
+    """Write a checkpoint; a context manager that writes nothing without :meth:`finish`.
 
     Args:
         directory: of the checkpoint.
-        files: the names of all that a checkpoint can have; the first is always written.
+        files: the names of all possible files; the first is always written.
         last: the name of the description.
     """
 
@@ -166,7 +158,7 @@ class Writer:
         return self._stack.__exit__(kind, error, trace)
 
     def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors by name; a file without any is left out."""
+        """Write tensors by name; an empty file is left out."""
         from safetensors.torch import save_file
 
         if tensors or name == self._files[0]:
@@ -175,7 +167,7 @@ class Writer:
             self._written.append(name)
 
     def finish(self, model: nn.Module, about: Mapping[str, Any]) -> None:
-        """Write the description, and put all files into their places.
+        """Write the description, and move all files into their places.
 
         Args:
             model: the reference model, for its configurations.
@@ -191,7 +183,7 @@ class Writer:
 
 
 def checksums(file: Path, chunks: Iterable[int] | None = None) -> Iterator[int]:
-    """The CRC-32 of chunks of 64 MiB of a file; None: of all."""
+    """Yield the CRC-32 of chunks of 64 MiB of a file, default all."""
     chunks = range(-(-file.stat().st_size // _CHUNK)) if chunks is None else chunks
     with file.open("rb") as stream:
         for number in chunks:
@@ -215,9 +207,9 @@ _SHARDS = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 def export_plain(
     weights: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], max_shard_size: int | str | None
 ) -> None:
-    """Write ``model.safetensors``, or, where a limit asks for it, several files and their index.
+    """Write ``model.safetensors``, or, with a limit, several files and their index.
 
-    Tied names become tensors of their own, so that a plain model finds all of its keys.
+    Tied names become separate tensors, so that a plain model finds all of its keys.
 
     Raises:
         ArgumentError: an invalid size.
@@ -234,298 +226,25 @@ def export_plain(
     for name, shard in zip(names, shards, strict=True):
         save_file({key: weights[key].clone() for key in shard}, path / name, metadata={"format": "pt"})
     if len(shards) > 1:
-        total = sum(_size(tensor) for tensor in weights.values())
+        total = sum(tensor.nbytes for tensor in weights.values())
         weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (path / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     else:
-        (path / INDEX_FILE).unlink(missing_ok=True)  # of an earlier export, like what follows
+        (path / INDEX_FILE).unlink(missing_ok=True)  # of an earlier export, like the files below
     for file in path.iterdir():
         if file.name not in names and (_SHARDS.fullmatch(file.name) or file.name == SINGLE_FILE):
             file.unlink()
 
 
 def _shards(weights: Mapping[str, torch.Tensor], limit: int | None) -> list[list[str]]:
-    """Split the names into files below the limit, at least one tensor each."""
+    """Divide the names into files below the limit, with at least one tensor each."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in weights.items():
-        if limit is not None and shards[-1] and size + _size(tensor) > limit:
+        if limit is not None and shards[-1] and size + tensor.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += _size(tensor)
+        size += tensor.nbytes
     return shards
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-class Source(ABC):
-    """Full tensors by name; a rank reads its own shards.
-
-    Attributes:
-        extra: what modules gave by ``get_extra_state``, by the keys of the state dict.
-    """
-
-    extra: Mapping[str, Any] = {}
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """The name for messages, e.g. ``"weights 'checkpoints/bert'"``."""
-
-    @abstractmethod
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name -> shape of every tensor."""
-
-    @abstractmethod
-    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        """This rank's shard of the tensor ``name``, in the source's dtype, as new contiguous memory."""
-
-
-def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Source) -> Source:
-    """Open what ``build(weights=...)`` accepts.
-
-    Args:
-        weights: a directory with safetensors files, one such file, or a mapping of full tensors.
-
-    Raises:
-        WeightsError: there are no weights, or they cannot be read.
-    """
-    if isinstance(weights, Source):
-        return weights
-    if isinstance(weights, Mapping):
-        return MappingSource(weights)
-    if isinstance(weights, (str, os.PathLike)):
-        return SafetensorsSource(Path(weights))
-    raise WeightsError(
-        f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",
-        hint='build(sch, weights="dir/with/safetensors")',
-    )
-
-
-class MappingSource(Source):
-    """Full tensors in memory, e.g. a plain model's ``state_dict()``."""
-
-    def __init__(self, tensors: Mapping[str, Any], label: str = "the weights given") -> None:
-        self._label = label
-        self.extra = {name: value for name, value in tensors.items() if is_extra(name)}
-        tensors = {name: value for name, value in tensors.items() if name not in self.extra}
-        wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
-        if wrong:
-            raise WeightsError(f"{label}: {', '.join(map(repr, wrong))} must be tensors (got other objects)")
-        on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-        if on_meta:
-            raise WeightsError(f"{label} hold no values, they are on the meta device: {', '.join(on_meta)}")
-        self._tensors = tensors
-
-    @property
-    def label(self) -> str:
-        return self._label
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        return layout.local(self._tensors[name].detach(), mesh)
-
-
-class SafetensorsSource(Source):
-    """One file, or a directory: ``model.safetensors``, the only ``*.safetensors``, or several and their index."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = self.directory = path
-        self._files: dict[Path, Any] = {}
-        self._file_of: dict[str, Path] = {}
-        description = _description_of(path)
-        self.extra = unpacked(description.get("extra", {}))
-        self.buffers: Mapping[str, Any] = description.get("buffers", {})  # that forwards resized or registered
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for file, names in self._find(path).items():
-            handle = self._open(file)
-            present = set(handle.keys())
-            absent = sorted(names - present) if names is not None else []
-            if absent:
-                raise WeightsError(f"{file} lacks tensors that {INDEX_FILE} lists: {', '.join(absent)}")
-            for name in sorted(present if names is None else names):
-                if is_extra(name):
-                    self.extra = {**self.extra, name: handle.get_tensor(name).clone()}
-                    continue
-                self._file_of[name] = file
-                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
-
-    @property
-    def label(self) -> str:
-        return f"weights '{self._path}'"
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
-
-    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        handle = self._files[self._file_of[name]]
-        if layout.shape:
-            shard = _read_segments(handle.get_slice(name), layout, mesh)
-        else:
-            shard = handle.get_tensor(name).clone()
-        return shard if layout.holds_values(mesh) else shard.zero_()
-
-    def _open(self, file: Path) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            self._files[file] = safe_open(file, framework="pt", device="cpu")
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{file} cannot be read as safetensors: {error}") from error
-        return self._files[file]
-
-    @staticmethod
-    def _find(path: Path) -> dict[Path, set[str] | None]:
-        """The files to read, each with the names to take from it; None takes all."""
-        if path.is_file():
-            return {path: None}
-        if not path.is_dir():
-            raise WeightsError(f"no weights found at '{path}': no such file or directory")
-        if (path / INDEX_FILE).is_file():
-            return _read_index(path / INDEX_FILE)
-        for file in (path / COMPLETE / SINGLE_FILE, path / SINGLE_FILE):
-            if file.is_file():
-                return {file: None}
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) == 1:
-            return {files[0]: None}
-        if not files:
-            raise WeightsError(
-                f"no weights found in '{path}': no *.safetensors file",
-                hint="save them with model.save_pretrained(dir), or with safetensors.torch.save_file(state_dict, file)",
-            )
-        raise WeightsError(
-            f"'{path}' holds {len(files)} safetensors files and no {INDEX_FILE}: "
-            + ", ".join(file.name for file in files),
-            hint="name the file: weights='dir/file.safetensors'",
-        )
-
-
-class Wider(Source):
-    """A source with some tensors in a wider type, which is preferred.
-
-    Args:
-        source: all tensors.
-        wider: some of them, by first names.
-        names: every name of the source with its first one.
-    """
-
-    def __init__(self, source: Source, wider: Source, names: Mapping[str, str]) -> None:
-        self._source, self._wider, self._names = source, wider, names
-
-    @property
-    def label(self) -> str:
-        return self._source.label
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._source.shapes()
-
-    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-        first = self._names.get(name, name)
-        if first in self._wider.shapes():
-            return self._wider.read(first, layout, mesh)
-        return self._source.read(name, layout, mesh)
-
-
-def _description_of(directory: Path) -> dict[str, Any]:
-    """The description of an engine's checkpoint; empty for other directories and for files."""
-    file = located(directory, MANIFEST, last=MANIFEST)
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise WeightsError(f"{file} is not the description of a checkpoint: {error}") from error
-
-
-def _read_index(file: Path) -> dict[Path, set[str] | None]:
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{file} is not an index of safetensors files: {type(error).__name__}: {error}") from error
-    files: dict[Path, set[str] | None] = {}
-    for name, shard in pairs:
-        if Path(shard).name != shard:
-            raise WeightsError(f"{file} places '{name}' in '{shard}', outside of its directory")
-        names = files.setdefault(file.parent / shard, set())
-        assert names is not None
-        names.add(name)
-    return files
-
-
-def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
-    """Read only this rank's ranges, with zeros for padding.
-
-    What safetensors gives is the file itself, mapped: who writes into the file later would write into the model.
-    """
-    shard: torch.Tensor | None = None
-    for ranges in itertools.product(*(placed(axis) for axis in layout.segments(mesh))):
-        stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
-        starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
-        part = stored[tuple(map(slice, starts, stops))]
-        if shard is None:
-            shard = torch.zeros(layout.local_shape(mesh), dtype=part.dtype, device="cpu")
-        own = tuple(slice(at, at + extent) for (at, _, _), extent in zip(ranges, part.shape, strict=True))
-        shard[own] = part
-    assert shard is not None
-    return shard
-
-
-def placed(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """``(where it comes in the shard, start, length)`` of each range of one axis."""
-    lengths = [length for _, length in ranges]
-    return [(sum(lengths[:number]), start, length) for number, (start, length) in enumerate(ranges)]
-
-
-def check_names(survey: Survey, source: Source) -> dict[str, str]:
-    """Hold a source's names and shapes against the reference model's.
-
-    Returns:
-        first name of each tensor of the state dict -> its name in the source.
-
-    Raises:
-        WeightsError: every missing name, unexpected name and wrong shape.
-    """
-    shapes = source.shapes()
-    names: dict[str, str] = {}
-    wrong: list[str] = []
-    hint = "names and shapes are those of the reference model's state_dict(), whatever the schedule"
-    for spec in survey.specs.values():
-        if not spec.keys:
-            continue
-        found = [key for key in spec.keys if key in shapes]
-        if not found:
-            tied = f" (tied with {', '.join(spec.keys[1:])})" if spec.keys[1:] else ""
-            wrong.append(f"missing: {spec.keys[0]} {spec.shape}{tied}")
-            continue
-        names[spec.name] = found[0]
-        if not spec.is_parameter and shapes[found[0]] != spec.shape:
-            path, _, own_name = spec.name.rpartition(".")
-            hint = (
-                "of a buffer that the forward resizes, engine.load(directory) takes the shape of the checkpoint; else "
-                f"resize it first: model.get_submodule('{path}').{own_name} = state['{found[0]}'].clone()"
-            )
-        wrong += [
-            f"wrong shape: {key} must be {spec.shape} (got {shapes[key]})" for key in found if shapes[key] != spec.shape
-        ]
-    wrong += [f"unexpected: {name} {shape}" for name, shape in shapes.items() if name not in survey.keys]
-    wrong += [f"unexpected: {name}" for name in source.extra if name not in survey.not_tensors]
-    if wrong:
-        raise WeightsError(
-            "\n".join([f"{source.label} do not fit the model:", *(f"  - {line}" for line in wrong)]), hint=hint
-        )
-    return names
-
-
-def read_tensor(source: Source, name: str, spec: TensorSpec, *, wider: bool = False) -> torch.Tensor:
-    """A whole tensor, on the CPU and in the model's type; ``wider`` keeps a type that holds more."""
-    value = source.read(name, Layout(spec.name, spec.shape), None)
-    dtype = torch.promote_types(value.dtype, spec.dtype) if wider else spec.dtype
-    return value.to("cpu", dtype)

@@ -1,11 +1,10 @@
-"""Train a scheduled model in your own loop: clip gradients, read, load and export weights and optimizer state."""
+"""Train a scheduled model in your own loop: gradients, weights, optimizer state."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 from slapo_core import Schedule
-from slapo_core.errors import ArgumentError, ReplicaError, SealedError
+from slapo_core.errors import ArgumentError, ReplicaError, SealedError, warn_user
 from slapo_core.internals import Internals, parameters_of
-from slapo_runtime.correspondence.state import Loading, ModelState
 from slapo_runtime.gradients import GradientClipper
+from slapo_runtime.ranks.world import together
 from slapo_runtime.replicas import check_replicas, optimizer_replicas
-from slapo_runtime.weights.checkpoint import as_written, collected, give, writing
-from slapo_runtime.weights.files import MappingSource, export_plain, write_configurations
-from slapo_runtime.world import together
+from slapo_runtime.weights.checkpoint import as_written, assign_loaded, collect_optimizer_state, writing
+from slapo_runtime.weights.files import export_plain, write_configurations
+from slapo_runtime.weights.sources import MappingSource
+from slapo_runtime.weights.state import Loading, ModelState
 
 
 def live_state(schedule: Schedule, call: str) -> ModelState:
@@ -29,12 +29,12 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
 
     Args:
         schedule: not built.
-        call: the function that was called, e.g. ``"clip_grad_norm_"``, for messages.
+        call: the user's call, e.g. ``"clip_grad_norm_"``, for messages.
 
     Raises:
         ArgumentError: not a schedule, e.g. its model.
-        SealedError: the schedule was built, or sealed before any of these functions was called; or it is taken back
-            for the time of a ``with`` block.
+        SealedError: the schedule was built, or sealed before any of these functions was called; or its steps are undone
+            by a ``with`` block.
         WeightsError: an unexplained tensor.
     """
     if not isinstance(schedule, Schedule):
@@ -42,7 +42,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
             f"{call} takes the schedule (got {type(schedule).__name__})",
             hint=f"sch = slapo_core.create_schedule(model, mesh=...); slapo_core.{call}(sch, ...)",
         )
-    if call != _CLIP:  # between backward and step they are, and a step is not to pay for it
+    if call != _CLIP:  # between backward and step they are sharded: a step should not pay for it
         _reshard(schedule.model)
     kept = Internals(schedule).cache(call)
     state = kept.get(_STATE_KEY)
@@ -51,7 +51,7 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
             raise SealedError(
                 f"cannot call {call}: the schedule was built or sealed, and its engine owns the correspondence now",
                 hint="of a built model: engine.state_dict(), engine.load_state_dict(), build(..., max_grad_norm=1.0); "
-                f"of one that is trained without build: call {call} once before sch.seal()",
+                f"without build: call {call} once before sch.seal()",
             )
         state = kept[_STATE_KEY] = ModelState.of(schedule)
     assert isinstance(state, ModelState)
@@ -59,8 +59,8 @@ def live_state(schedule: Schedule, call: str) -> ModelState:
 
 
 def _reshard(model: torch.nn.Module) -> None:
-    """Let parameters under ``fully_shard`` be its shards again; after an evaluation they are the gathered ones."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whose import takes half a second
+    """Reshard parameters under ``fully_shard``, which are gathered after an evaluation."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # its import takes half a second
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
@@ -75,21 +75,21 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of a scheduled model by their norm over all ranks.
 
-    In place of ``torch.nn.utils.clip_grad_norm_``, which sees the shards of one rank only: another norm on every rank.
-    Shards are counted on all ranks that share a tensor, replicas and tied tensors once. A collective: every rank calls
-    it, after the gradients of the replicas (``dp``) were averaged.
+    Use it instead of ``torch.nn.utils.clip_grad_norm_``, which only sees the shards of one rank, with another norm on
+    every rank. Shards are counted on all ranks, replicas and tied tensors once. A collective: every rank calls it,
+    after the gradients of the replicas (``dp``) were averaged.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
         max_norm: the largest norm, not negative; ``math.inf`` only measures.
         norm_type: p of the p-norm, positive; ``math.inf`` is the largest absolute value.
-        error_if_nonfinite: raise instead of scaling by a norm that is infinite or no number.
+        error_if_nonfinite: raise instead of scaling by an infinite or NaN norm.
 
     Returns:
-        the norm before, a scalar tensor, the same on every rank.
+        the norm before clipping, a scalar tensor, the same on every rank.
 
     Raises:
-        ArgumentError: not a schedule, or a number that cannot be meant.
+        ArgumentError: not a schedule, or an invalid number.
         SealedError: the schedule was built; ``build(max_grad_norm=...)`` clips there.
         WeightsError: an unexplained tensor.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank, and nothing was scaled.
@@ -120,18 +120,18 @@ _CLIPPER_KEY = "slapo_runtime.weights.live.clipper"
 
 
 def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Any]:
-    """The reference model's state dict, with the values that the scheduled model has now.
+    """Return the reference model's state dict, with the present values of the scheduled model.
 
-    In place of ``model.state_dict()``, which gives this rank's shards. A collective: every rank calls it.
+    Use it instead of ``model.state_dict()``, which gives this rank's shards. A collective: every rank calls it.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
         rank0_only: other ranks take part but return an empty dictionary.
-        include_added: also give what a step added, under its own name; without, a warning names it once.
+        include_added: include tensors that steps added, under their own names; else a warning names them once.
 
     Returns:
-        copies on the CPU, with the reference model's keys in its order; tied names share one tensor. What modules give
-        by ``get_extra_state`` is among them, as in torch's, and need not be a tensor.
+        copies on the CPU, with the reference model's keys in its order; tied names share one tensor. Extra state of
+        modules (``get_extra_state``) is included, as in torch, and need not be a tensor.
 
     Raises:
         ArgumentError: not a schedule.
@@ -143,10 +143,10 @@ def state_dict(sch: Schedule, *, rank0_only: bool = False, include_added: bool =
 
 
 def load_state_dict(sch: Schedule, state: Mapping[str, Any]) -> None:
-    """Give a scheduled model the weights of a reference model; every rank keeps its own shards.
+    """Load a reference model's weights; every rank keeps its own shards.
 
-    In place of ``model.load_state_dict()``, which wants this rank's shards. A collective: every rank calls it, with the
-    same state. The tensors of the model stay the same objects, so that its optimizer goes on.
+    Use it instead of ``model.load_state_dict()``, which takes this rank's shards. A collective: every rank calls it,
+    with the same state. The tensors of the model stay the same objects, so that its optimizer remains valid.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
@@ -155,8 +155,8 @@ def load_state_dict(sch: Schedule, state: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: not a schedule.
         SealedError: the schedule was built; ``engine.load_state_dict()`` loads there.
-        WeightsError: missing or unexpected names, other shapes, or a model on the meta device, which has no memory for
-            them; nothing was changed.
+        WeightsError: missing or unexpected names, wrong shapes, or a model on the meta device, without memory for them;
+            nothing was changed.
     """
     live_state(sch, "load_state_dict").load_state_dict(state)
 
@@ -166,8 +166,8 @@ def optimizer_state_dict(
 ) -> dict[str, Any]:
     """Return an optimizer's state by the reference model's names, in full tensors.
 
-    In place of ``optimizer.state_dict()``, which gives the state of this rank's shards. It loads into an optimizer of
-    the same model under any schedule, mesh and ``fully_shard``. A collective: every rank calls it.
+    Use it instead of ``optimizer.state_dict()``, which gives the state of this rank's shards. The state can be loaded
+    into an optimizer of the same model under any schedule, mesh and ``fully_shard``. A collective: every rank calls it.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
@@ -176,19 +176,19 @@ def optimizer_state_dict(
 
     Returns:
         ``{"type": "AdamW", "state": {"fc.weight": {"exp_avg": ..., "step": ...}}, "param_groups": [{"params":
-        ["fc.weight"], "lr": 1e-3, ...}]}``, with copies on the CPU; a tied parameter goes by its first name. It is
-        what ``torch.distributed.checkpoint.state_dict`` calls a full state dict.
+        ["fc.weight"], "lr": 1e-3, ...}]}``, with copies on the CPU, and the first names of tied parameters: a full
+        state dict as of ``torch.distributed.checkpoint.state_dict``.
 
     Raises:
         ArgumentError: not a schedule, or not an optimizer of torch.
         SealedError: the schedule was built; ``engine.save()`` saves the optimizer there.
-        OptimizerError: it holds parameters that are not the model's, e.g. those of before a step.
+        OptimizerError: it holds foreign parameters, e.g. from before a step.
         ReplicaError: replicas of the state differ between ranks.
-        BuildError: a state has neither its parameter's shape nor one value, and the parameter is sharded.
+        BuildError: a sharded parameter has a state tensor of another shape that is not a scalar.
     """
     state = _optimized(sch, optimizer, "optimizer_state_dict")
     check_replicas(state.mesh, optimizer_replicas(state.correspondence, optimizer), hint=state.hint)
-    moments = collected(state, optimizer)
+    moments = collect_optimizer_state(state, optimizer)
     assert moments is not None
     wanted = not rank0_only or state.is_first_rank
     tensors = moments.gather(wanted=wanted)
@@ -196,32 +196,32 @@ def optimizer_state_dict(
 
 
 def load_optimizer_state_dict(sch: Schedule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give an optimizer the state that :func:`slapo_core.optimizer_state_dict` returned; every rank keeps its shards.
+    """Load a state of :func:`slapo_core.optimizer_state_dict`; every rank keeps its own shards.
 
-    In place of ``optimizer.load_state_dict()``, which cannot tell full tensors from shards. A collective: every rank
-    calls it, with the same state.
+    Use it instead of ``optimizer.load_state_dict()``, which does not distinguish full tensors from shards. A
+    collective: every rank calls it, with the same state.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
-        optimizer: of the same class, over the model's parameters; its groups may be others, if each has one value of
-            every setting.
+        optimizer: of the same class, over the model's parameters; its groups may differ, if each of them has one value
+            of every setting in the state.
         state: of an optimizer of the same model, under any schedule.
 
     Raises:
         ArgumentError: not a schedule, not an optimizer of torch, or a state by numbers, as torch's own.
         SealedError: the schedule was built; ``engine.load()`` loads there.
-        OptimizerError: it holds parameters that are not the model's.
-        BuildError: the state is of another class, or of other parameters; nothing was changed.
+        OptimizerError: it holds foreign parameters.
+        BuildError: the state has another class or other parameters; nothing was changed.
     """
     own = _optimized(sch, optimizer, "load_optimizer_state_dict")
     _check_nested(state)
-    moments = collected(own, optimizer)
+    moments = collect_optimizer_state(own, optimizer)
     assert moments is not None
     label = "the optimizer's state"
     with together(own.mesh, f"reading {label}"):
         description, tensors = moments.flat(state)
         moments.prepare(description, MappingSource(tensors, label=label))
-    give(own, moments, Loading(own), label)
+    assign_loaded(own, moments, Loading(own), label)
 
 
 def _optimized(sch: Schedule, optimizer: torch.optim.Optimizer, call: str) -> ModelState:
@@ -229,7 +229,7 @@ def _optimized(sch: Schedule, optimizer: torch.optim.Optimizer, call: str) -> Mo
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             f"{call} takes an optimizer of torch (got {type(optimizer).__name__})",
-            hint=f"slapo_core.{call}(sch, optimizer); of a wrapper, e.g. accelerate's, its .optimizer",
+            hint=f"slapo_core.{call}(sch, optimizer); for a wrapper, e.g. accelerate's, its .optimizer",
         )
     state.check_unchanged()
     return state
@@ -240,12 +240,12 @@ def _check_nested(state: Mapping[str, Any]) -> None:
     if not parts or not isinstance(parts[0], Mapping) or not isinstance(parts[1], Sequence):
         raise ArgumentError(
             f"state must have 'state' and 'param_groups' (got {list(state) if isinstance(state, Mapping) else state})",
-            hint="slapo_core.optimizer_state_dict(sch, optimizer) gives it",
+            hint="give a state of slapo_core.optimizer_state_dict(sch, optimizer)",
         )
     if not all(isinstance(name, str) for name in (*parts[0], *(one for group in parts[1] for one in group["params"]))):
         raise ArgumentError(
-            "the state names parameters by numbers, as optimizer.state_dict() of torch does: its tensors are "
-            "the shards of one rank",
+            "the state has parameters by number, as from torch's optimizer.state_dict(): its tensors are the shards of "
+            "one rank",
             hint="save slapo_core.optimizer_state_dict(sch, optimizer)",
         )
 
@@ -255,15 +255,15 @@ def save_pretrained(
 ) -> None:
     """Save the weights of a scheduled model as safetensors, in the reference model's format.
 
-    A model with a ``save_pretrained`` of its own (transformers') writes itself, as the reference model: with its
+    A model with its own ``save_pretrained`` (transformers) writes itself, as the reference model: with its
     ``config.json``, so that ``AutoModel.from_pretrained(directory)`` gives the reference model with the trained values.
-    Of any other model the directory holds ``model.safetensors``, or several files and their index. A collective: every
+    For other models the directory holds ``model.safetensors``, or several files and their index. A collective: every
     rank calls it, and the first one writes.
 
     Args:
         sch: the schedule, under which the model is trained without :func:`slapo_core.build`.
-        directory: made if it is not there.
-        max_shard_size: the largest file, in bytes, or as in ``"5GB"``; None is transformers' own limit, or no limit.
+        directory: made if it does not exist.
+        max_shard_size: the largest file, in bytes, or as in ``"5GB"``; None: transformers' default, or no limit.
 
     Raises:
         ArgumentError: not a schedule, or an invalid size.
@@ -286,7 +286,7 @@ def save_pretrained(
                 with writing(directory):
                     _write(sch, _tensors(weights), directory, max_shard_size)
     finally:
-        own_mesh = state.own_mesh  # of fully_shard, where the schedule has none: its ranks wait for the first one
+        own_mesh = state.own_mesh  # of fully_shard, without a schedule's mesh: its ranks wait for the first one
         for number in range(own_mesh.ndim if own_mesh is not None else 0):
             dist.barrier(own_mesh.get_group(number))  # type: ignore[union-attr]
     if differing is not None:
@@ -294,13 +294,12 @@ def save_pretrained(
 
 
 def _tensors(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Leave out what safetensors cannot hold, with a warning."""
+    """Leave out objects other than tensors, with a warning."""
     other = [key for key, value in weights.items() if not isinstance(value, torch.Tensor)]
     if other:
-        warnings.warn(
-            "not in the files, because get_extra_state() gives something else than a tensor, and safetensors hold "
-            f"tensors only: {', '.join(other)}; torch.save(slapo_core.state_dict(sch), file) holds it",
-            stacklevel=4,
+        warn_user(
+            "extra state of modules is not in the files, because safetensors hold tensors only: "
+            f"{', '.join(other)}; torch.save(slapo_core.state_dict(sch), file) includes it",
         )
     return {key: value for key, value in weights.items() if key not in other}
 
@@ -311,7 +310,7 @@ def _write(
     directory: str | os.PathLike[str],
     max_shard_size: int | str | None,
 ) -> None:
-    if sch.is_sealed:  # the reference model cannot be had any more, to write itself
+    if sch.is_sealed:  # without a reference model, which would write itself
         export_plain(weights, directory, max_shard_size)
         write_configurations(sch.model, Path(directory))
     elif callable(getattr(sch.model, "save_pretrained", None)):

@@ -1,18 +1,17 @@
-"""Schedulers of the learning rate: made of the user's factory, saved and resumed by name and as JSON."""
+"""Make learning-rate schedulers by the user's factory; save and resume them as JSON."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from slapo_core.errors import BuildError, OptimizerError
+from slapo_core.errors import BuildError, OptimizerError, warn_user
 
 NAME = "lr_scheduler"
-"""Of a scheduler's state in a checkpoint."""
+"""The name of a scheduler's state in a checkpoint."""
 
 _CALL = "build(sch, optimizer=..., lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000))"
 
@@ -25,14 +24,14 @@ def make_lr_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.opt
         optimizer: of torch, whose groups it sets.
 
     Raises:
-        OptimizerError: it made something else, a scheduler of another optimizer, or one that needs a metric.
+        OptimizerError: the factory made something else, a scheduler of another optimizer, or one that needs a metric.
     """
     if factory is None or optimizer is None:
         return None
     scheduler: Any = factory(optimizer)
     if not all(callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")):
         raise OptimizerError(
-            f"lr_scheduler must make a scheduler of the learning rate (got {type(scheduler).__name__})", hint=_CALL
+            f"lr_scheduler must make a learning-rate scheduler (got {type(scheduler).__name__})", hint=_CALL
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise OptimizerError(
@@ -40,15 +39,15 @@ def make_lr_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.opt
             hint="make it of engine.optimizer after build, and call its step(loss) after each evaluation",
         )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise OptimizerError("the scheduler of lr_scheduler has another optimizer than it was given", hint=_CALL)
+        raise OptimizerError("lr_scheduler made a scheduler of another optimizer than its argument", hint=_CALL)
     return scheduler
 
 
 def saved(scheduler: Any) -> dict[str, Any]:
-    """The state of a scheduler, as JSON under its name; nothing of None.
+    """Return the state of a scheduler, as JSON under its name; ``{}`` without one.
 
     Raises:
-        BuildError: it holds something that JSON has no place for.
+        BuildError: JSON cannot hold its state.
     """
     if scheduler is None:
         return {}
@@ -57,23 +56,21 @@ def saved(scheduler: Any) -> dict[str, Any]:
 
 
 def resume(scheduler: Any, runtime: Mapping[str, Any]) -> None:
-    """Load what :func:`saved` gave; warn where the scheduler goes on from where it is instead."""
+    """Load a :func:`saved` state, or warn that the scheduler keeps its own."""
     if scheduler is None:
         return
     kind, found = type(scheduler).__name__, runtime.get(NAME)
     if found is not None and found["kind"] == kind:
         scheduler.load_state_dict(_from_json(found["state"], scheduler.state_dict()))
         return
-    has = "no state of a scheduler" if found is None else f"the state of a {found['kind']}"
-    warnings.warn(
-        f"the checkpoint holds {has} of the learning rate: {kind} goes on from where it was before, and sets the "
-        "learning rate in the next step",
-        stacklevel=4,
+    has = "no state of a learning-rate scheduler" if found is None else f"the state of a {found['kind']}"
+    warn_user(
+        f"the checkpoint holds {has}: {kind} keeps its own state, and sets the learning rate in the next step",
     )
 
 
 def _to_json(value: Any, kind: str) -> Any:
-    """Mappings as lists of pairs, because their keys may be numbers."""
+    """Convert to JSON, with mappings as lists of pairs for numeric keys."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -84,12 +81,12 @@ def _to_json(value: Any, kind: str) -> Any:
         return value.item()
     raise BuildError(
         f"the state of the scheduler {kind} cannot be saved: it holds a {type(value).__name__}",
-        hint="a scheduler whose state_dict() holds numbers, strings, lists and dictionaries",
+        hint="use a scheduler with numbers, strings, lists and dictionaries in its state_dict()",
     )
 
 
 def _from_json(value: Any, present: Any) -> Any:
-    """A saved value, in the kind that the scheduler holds now."""
+    """Convert a saved value to the type of the scheduler's present one."""
     if isinstance(value, dict):
         known = present if isinstance(present, Mapping) else {}
         found = {key: _from_json(item, known.get(key)) for key, item in value["items"]}

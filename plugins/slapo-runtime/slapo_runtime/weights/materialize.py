@@ -1,4 +1,4 @@
-"""Materialize a scheduled model: read meta tensors from weights, or initialize them."""
+"""Materialize a scheduled model: read its tensors from weights, or initialize them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from slapo_core.errors import WeightsError
 from slapo_core.internals import Internals
-from slapo_runtime._exchange import exchange_device
 from slapo_runtime.correspondence import Correspondence
-from slapo_runtime.correspondence.state import ModelState
 from slapo_runtime.correspondence.storage import LiveTensor
 from slapo_runtime.initialization import Initializer, cannot_initialize
-from slapo_runtime.weights.files import MappingSource, SafetensorsSource, Source, check_names, read_tensor
+from slapo_runtime.ranks.exchange import exchange_device
 from slapo_runtime.weights.module_state import chosen, own_extra_states, set_extra_states
+from slapo_runtime.weights.sources import MappingSource, SafetensorsSource, WeightsSource, check_names, read_tensor
+from slapo_runtime.weights.state import ModelState
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 
 
 class Materialization:
-    """Give the model its values, one tensor after the other; it can be taken back.
+    """Give the model its values, one tensor after the other; it can be undone.
 
-    The largest things in memory beside the local shards are one full tensor, or those that a plugin merges into one.
-    Of tensors that weights overwrite in place, their former shards are kept on the CPU until :meth:`keep`.
+    The peak memory beside the local shards is one full tensor, or the full tensors that a plugin merges into one. The
+    former shards of tensors that weights overwrite in place are kept on the CPU until :meth:`keep`.
 
     Args:
         schedule: not sealed.
-        source: weights with the reference model's names, for every tensor of its state dict; None initializes what is
+        source: weights with the reference model's names, for every tensor of its state dict; None initializes tensors
             on the meta device.
-        device: where the tensors shall be; None leaves real ones where they are and puts the others beside them, or on
-            the mesh's device type.
-        seed: mixed into the seed of every tensor that is initialized.
+        device: of the tensors; None keeps the device of real tensors, and puts the others on the same, or on the mesh's
+            device type.
+        seed: mixed into the seed of every initialized tensor.
 
     Raises:
         WeightsError: the weights do not fit, or a tensor is unexplained.
     """
 
     def __init__(
-        self, schedule: Schedule, source: Source | None, *, device: torch.device | None = None, seed: int = 0
+        self, schedule: Schedule, source: WeightsSource | None, *, device: torch.device | None = None, seed: int = 0
     ) -> None:
         self.correspondence, self._reference = Correspondence.of(schedule)
         self.correspondence.check()
@@ -72,17 +72,17 @@ class Materialization:
         return self._reference
 
     def place(self, placement: Placement) -> None:
-        """Let this rank hold the tensors of its pipeline stages only, until it is taken back."""
+        """Limit this rank to the tensors of its pipeline stages, until :meth:`take_back`."""
         Internals(self._schedule).tree.tensors.placement = placement
 
     def run(self) -> Iterator[LiveTensor]:
         """Materialize the tensors in registration order, and yield each.
 
-        Those that only other ranks hold do not come: a placeholder without memory takes the place of one with values.
+        Tensors of other ranks alone are left out, and replaced by placeholders without memory.
 
         Raises:
-            WeightsError: tensors on the meta device cannot be initialized; all of them are named, after the others.
-            HookError: a plugin's answer does not fit.
+            WeightsError: tensors on the meta device cannot be initialized; with all of them, after the others.
+            HookError: a plugin's answer is invalid.
         """
         Internals(self._schedule).tree.tensors.keep_shapes(True)
         if any(self._reference[name].is_meta for name in self._wanted() if name not in self._names):
@@ -99,9 +99,9 @@ class Materialization:
             elif live.name not in self._failed:
                 yield live
         for spec in self.correspondence.dropped():
-            whole = self._whole(spec.name)
-            if whole is not None:
-                self.state.dropped[spec.name] = whole.to("cpu", copy=True)
+            full = self._full(spec.name)
+            if full is not None:
+                self.state.dropped[spec.name] = full.to("cpu", copy=True)
         self._initializers.clear()
         if self._failed:
             raise cannot_initialize(list(dict.fromkeys(self._failed)))
@@ -111,7 +111,7 @@ class Materialization:
         self.is_complete = True
 
     def take_back(self) -> None:
-        """Leave the model as it was before."""
+        """Restore the model."""
         with torch.no_grad():
             for tensor, before in self._overwritten:
                 tensor.copy_(before)
@@ -122,7 +122,7 @@ class Materialization:
         Internals(self._schedule).tree.tensors.keep_shapes(False)
 
     def keep(self) -> None:
-        """End it; what taking back would need is released."""
+        """Keep the values, and release the memory for :meth:`take_back`."""
         self._overwritten.clear()
         self._reference.clear()
         self._source = None
@@ -130,7 +130,7 @@ class Materialization:
         self._edit.entries.clear()
 
     def _wanted(self) -> Iterator[str]:
-        """First names of the reference tensors whose values this rank needs."""
+        """Yield the first names of the reference tensors that this rank needs."""
         for live in self.correspondence.live():
             if live.is_local:
                 yield from live.reference_names
@@ -161,10 +161,10 @@ class Materialization:
         return shard.to(self._target, live.tensor.dtype) if shard is not None else None
 
     def _shard(self, live: LiveTensor) -> torch.Tensor | None:
-        """This rank's shard, on the device where it was read or made."""
+        """Return this rank's shard, on its original device."""
         mesh, explained = self.correspondence.mesh, live.layout.origin in self.correspondence.survey.origins
         if not live.reference_names:
-            whole = self._initialize("scheduled", live.name, tuple(live.layout.shape))
+            full = self._initialize("scheduled", live.name, tuple(live.layout.shape))
         elif explained:
             name = live.reference_names[0]
             if self._source is not None and name in self._names:
@@ -174,34 +174,34 @@ class Materialization:
                 if shard is None:
                     self._failed += [name, live.name]
                 return shard
-            whole = self._whole(name)
+            full = self._full(name)
         else:
-            parts = {name: self._whole(name) for name in live.reference_names}
+            parts = {name: self._full(name) for name in live.reference_names}
             if any(part is None for part in parts.values()):
                 self._failed.append(live.name)
                 return None
             tensors = {name: part for name, part in parts.items() if part is not None}
-            whole = self.correspondence.translations.from_reference(live, tensors)
-        if whole is None:
+            full = self.correspondence.translations.from_reference(live, tensors)
+        if full is None:
             self._failed.append(live.name)
             return None
-        return live.layout.local(whole, mesh)
+        return live.layout.local(full, mesh)
 
-    def _whole(self, name: str) -> torch.Tensor | None:
-        """A reference tensor at its full size; None where no initializer fills it."""
+    def _full(self, name: str) -> torch.Tensor | None:
+        """Return a full reference tensor; None without an initializer."""
         spec = self.correspondence.survey.specs[name]
         if self._source is not None and name in self._names:
             return read_tensor(self._source, self._names[name], spec)
         reference = self._reference[name]
         if not reference.is_meta:
             return reference.detach()
-        whole = self._initialize("reference", name, spec.shape)
-        if whole is None:
+        full = self._initialize("reference", name, spec.shape)
+        if full is None:
             self._failed.append(name)
-        return whole
+        return full
 
     def _initialize(self, which: str, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Initialize a tensor of the reference model, or an added one of the scheduled model."""
+        """Initialize a reference tensor, or an added tensor of the scheduled model."""
         if which not in self._initializers:
             self._initializers[which] = Initializer(
                 self._schedule.model, Internals(self._schedule).hooks, seed=self._seed, is_reference=False
@@ -229,12 +229,11 @@ def _usual_device(schedule: Schedule, correspondence: Correspondence) -> torch.d
 # -- files in a model's published format ---------------------------------------------------------------------------
 
 
-def fitting(survey: Survey, source: Source, model: nn.Module) -> tuple[Source, dict[str, str]]:
-    """Return the source that has a model's names, and these as :func:`check_names` gives them.
+def fitting(survey: Survey, source: WeightsSource, model: nn.Module) -> tuple[WeightsSource, dict[str, str]]:
+    """Return the source with a model's names, and the names from :func:`check_names`.
 
-    Files in the format of a model of transformers, whose published names and shapes may be others than those of its
-    modules (``save_pretrained`` writes the published ones), are converted by its own ``from_pretrained``: a whole model
-    in the memory of this process.
+    Files of a transformers model may have published names and shapes that differ from its modules', as written by
+    ``save_pretrained``: its own ``from_pretrained`` converts them, with an entire model in the memory of this process.
 
     Raises:
         WeightsError: they do not fit.
@@ -247,8 +246,8 @@ def fitting(survey: Survey, source: Source, model: nn.Module) -> tuple[Source, d
         if source.buffers:
             raise WeightsError(
                 error.message,
-                hint=f"{', '.join(map(repr, source.buffers))} were resized or registered by the forward: "
-                f"build(sch, ...) without weights, and engine.load('{source.directory}')",
+                hint=f"the forward resized or registered {', '.join(map(repr, source.buffers))}: build(sch, ...) "
+                f"without weights, and engine.load('{source.directory}')",
             ) from error
         if not _is_of_transformers(model):
             raise
@@ -260,11 +259,11 @@ def _is_of_transformers(model: nn.Module) -> bool:
     return any(cls.__module__ == "transformers.modeling_utils" for cls in type(model).__mro__)
 
 
-def _converted(survey: Survey, source: SafetensorsSource, model: Any, error: WeightsError) -> Source:
+def _converted(survey: Survey, source: SafetensorsSource, model: Any, error: WeightsError) -> WeightsSource:
     """Read files by the model's own ``from_pretrained``.
 
     Raises:
-        WeightsError: it does not read all of the model, and no more, from them.
+        WeightsError: the files lack tensors of the model, or have further ones.
     """
     kind = type(model)
     types = [spec.dtype for spec in survey.specs.values() if spec.is_parameter and spec.dtype.is_floating_point]
@@ -276,13 +275,13 @@ def _converted(survey: Survey, source: SafetensorsSource, model: Any, error: Wei
                 source.directory, config=copy.deepcopy(model.config), dtype=dtype, output_loading_info=True
             )
     except Exception as cause:
-        text = f"{error.message}\n{own} does not read them either: {type(cause).__name__}: {cause}"
+        text = f"{error.message}\n{own} cannot read them, either: {type(cause).__name__}: {cause}"
         raise WeightsError(text, hint=error.hint) from cause
     left = {what: sorted(map(str, info.get(f"{what}_keys", ()))) for what in ("missing", "unexpected", "mismatched")}
     lines = [f"  - {what}: {', '.join(names)}" for what, names in left.items() if names]
     if lines:
         raise WeightsError(
             "\n".join([f"{source.label} do not fit the model, as {own} reads them:", *lines]),
-            hint="save them with model.save_pretrained(dir) of the same class and configuration",
+            hint="save them by model.save_pretrained(dir) of a model with the same class and configuration",
         )
     return MappingSource(read.state_dict(), label=f"{source.label}, read by {own},")

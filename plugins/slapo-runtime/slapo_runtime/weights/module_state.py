@@ -1,7 +1,7 @@
-"""State of modules beside their surveyed tensors: ``get_extra_state``, and buffers that a forward resizes or registers.
+"""Module state outside of the survey: ``get_extra_state``, and changed buffers.
 
-Both are known when they are read: the survey of the reference model follows the buffers before each use, and what
-modules keep by ``get_extra_state`` goes with a state dict under torch's key, with a checkpoint in its description.
+The survey of the reference model is updated for such buffers before each use. Extra state is saved in a state dict
+under torch's key, and in the description of a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import hashlib
 import io
 import itertools
 import pickle
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import WeightsError
-from slapo_core.internals import buffers_of, parameters_of
+from slapo_core.errors import WeightsError, warn_user
+from slapo_core.internals import buffers_of, module_index, parameters_of
 from slapo_runtime.correspondence.reference import TensorSpec, own_tensors
 from slapo_runtime.private import tree_map_only
-from slapo_runtime.world import gather_along
+from slapo_runtime.ranks.world import gather_along
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,10 +39,10 @@ Buffers = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def follow_buffers(correspondence: Correspondence) -> None:
-    """Let a survey have the buffers that forwards resized or registered: a collective over ``pp``.
+    """Update a survey for buffers that forwards resized or registered: a collective over ``pp``.
 
     Raises:
-        WeightsError: a sharded buffer has another shape now, for which there is no layout.
+        WeightsError: a sharded buffer has a new shape, for which there is no layout.
     """
     survey, placement, mesh = correspondence.survey, correspondence.placement, correspondence.mesh
     found = dict(_changed_buffers(correspondence))
@@ -63,7 +62,7 @@ def follow_buffers(correspondence: Correspondence) -> None:
             specs[origins[name]] = dataclasses.replace(specs[origins[name]], shape=shape, dtype=dtype)
             continue
         path, _, own_name = name.rpartition(".")
-        names = tuple(f"{alias}.{own_name}" if alias else own_name for alias in index.paths_of(path))
+        names = tuple(module_index.full_name(alias, own_name) for alias in index.paths_of(path))
         specs[name] = TensorSpec(name, shape, dtype, False, names)
         keys.update(dict.fromkeys(names, name))
         origins.update(dict.fromkeys(names, name))
@@ -77,7 +76,7 @@ def follow_buffers(correspondence: Correspondence) -> None:
 
 
 def _changed_buffers(correspondence: Correspondence) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Yield the persistent buffers that differ from the survey's, or are not in it."""
+    """Yield the persistent buffers that differ from the survey, or are missing in it."""
     survey, tree = correspondence.survey, correspondence.tree
     for path, own_name, tensor, is_persistent in own_tensors(tree.index.modules):
         module = tree.index.modules[path]
@@ -85,8 +84,8 @@ def _changed_buffers(correspondence: Correspondence) -> Iterator[tuple[str, tupl
             continue
         if tensor.is_meta and correspondence.placement is not None:  # another rank runs the module
             continue
-        name, shape = f"{path}.{own_name}" if path else own_name, tuple(tensor.shape)
-        tree.tensors.layout(tensor, name)  # adopts one of the former shape
+        name, shape = module_index.full_name(path, own_name), tuple(tensor.shape)
+        tree.tensors.layout(tensor, name)  # adopts a tensor of the former shape
         origin = survey.origins.get(name)
         if origin is None and id(module) in survey.modules:
             yield name, (shape, tensor.dtype)
@@ -95,10 +94,10 @@ def _changed_buffers(correspondence: Correspondence) -> Iterator[tuple[str, tupl
             layout = tree.tensors.layout(former, name) if former is not None else None
             if layout is not None and mesh is not None and any(mesh.size(dim) > 1 for dim, _ in layout.shards()):
                 raise WeightsError(
-                    f"the buffer '{name}' is sharded, and the forward gave it another shape, {shape}: no layout says "
-                    "which part of the full buffer it is",
+                    f"the buffer '{name}' is sharded, but the forward gave it another shape, {shape}: its layout is "
+                    "unknown",
                     path=path,
-                    hint="leave the buffer whole: shard the parameters only",
+                    hint="leave the buffer unsharded: shard the parameters only",
                 )
             if survey.specs[origin].shape != shape or survey.specs[origin].dtype != tensor.dtype:
                 yield name, (shape, tensor.dtype)
@@ -106,11 +105,11 @@ def _changed_buffers(correspondence: Correspondence) -> Iterator[tuple[str, tupl
 
 @contextlib.contextmanager
 def resized(correspondence: Correspondence, wanted: Mapping[str, tuple[list[int], str]]) -> Iterator[None]:
-    """Give buffers the shapes that a checkpoint has of them; after an error in the block, their former ones.
+    """Resize buffers to a checkpoint's shapes; restore them after an error.
 
     Args:
         correspondence: of the model.
-        wanted: shape and type by full name, as :func:`as_json` gives them.
+        wanted: shape and type by full name, from :func:`as_json`.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     survey, placement = correspondence.survey, correspondence.placement
@@ -162,13 +161,13 @@ def is_extra(key: str) -> bool:
 
 
 def extra_states(correspondence: Correspondence, *, compare: bool) -> dict[str, Any]:
-    """Return what modules keep by ``get_extra_state``, by the keys of the state dict, with tensors on the CPU.
+    """Return the modules' extra state by key, with tensors on the CPU.
 
-    A collective over ``pp``, where the rank that runs a module gives its state.
+    A collective over ``pp``: the rank that runs a module gives its state.
 
     Args:
         correspondence: of the model.
-        compare: warn where the ranks of ``tp`` differ, whose first one's state is saved: a collective over ``tp``.
+        compare: warn if it differs along ``tp``, where the first rank's is saved: a collective over ``tp``.
     """
     found = own_extra_states(correspondence)
     mesh, keys = correspondence.mesh, list(filter(is_extra, correspondence.survey.not_tensors))
@@ -183,10 +182,9 @@ def extra_states(correspondence: Correspondence, *, compare: bool) -> dict[str, 
         )
         differing = [key for key in by_rank[0] if len({theirs[key] for theirs in by_rank}) > 1]
         if differing:
-            warnings.warn(
-                f"what get_extra_state() gives differs between the ranks of 'tp', and the first one's is saved: "
+            warn_user(
+                f"get_extra_state() differs between the ranks of 'tp', and the first rank's is saved: "
                 f"{', '.join(differing)}",
-                stacklevel=6,
             )
     return {key: found[key] for key in keys if key in found}
 
@@ -199,7 +197,7 @@ def own_extra_states(correspondence: Correspondence) -> dict[str, Any]:
 
 
 def _modules(correspondence: Correspondence) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of this rank with a state of their own, by its key."""
+    """Yield the modules of this rank with extra state, by its key."""
     placement, mesh = correspondence.placement, correspondence.mesh
     for key in filter(is_extra, correspondence.survey.not_tensors):
         path = key.removesuffix(_SUFFIX).removesuffix(".")
@@ -215,7 +213,7 @@ def _has_extra(module: nn.Module) -> bool:
 
 
 def set_extra_states(correspondence: Correspondence, states: Mapping[str, Any]) -> None:
-    """Give modules what :func:`extra_states` gave."""
+    """Load the :func:`extra_states` into the modules."""
     for key, value in states.items():
         path = key.removesuffix(_SUFFIX).removesuffix(".")
         module = correspondence.tree.index.modules.get(path)
@@ -224,20 +222,18 @@ def set_extra_states(correspondence: Correspondence, states: Mapping[str, Any]) 
 
 
 def chosen(correspondence: Correspondence, states: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return the states that modules take of a source; a warning names those that it lacks."""
+    """Return the modules' states from a source; a warning names the missing ones."""
     own = [key for key, _ in _modules(correspondence)]
     lacking = [key for key in own if key not in states]
     if lacking:
-        warnings.warn(
-            f"{label} lack what set_extra_state() of these modules takes, so that they keep their own: "
-            f"{', '.join(lacking)}",
-            stacklevel=6,
+        warn_user(
+            f"{label} lack the extra state of these modules, which keep their own: {', '.join(lacking)}",
         )
     return {key: states[key] for key in own if key in states}
 
 
 def packed(states: Mapping[str, Any]) -> dict[str, str]:
-    """Encode states for the description of a checkpoint; a warning names those that it cannot hold."""
+    """Encode states for the description of a checkpoint; a warning names unsupported ones."""
     found, left_out = {}, []
     for key, value in states.items():
         content = _bytes(value)
@@ -248,17 +244,16 @@ def packed(states: Mapping[str, Any]) -> dict[str, str]:
             continue
         found[key] = base64.b64encode(content).decode()
     if left_out:
-        warnings.warn(
-            "not in the checkpoint, because torch.load(weights_only=True) does not read what get_extra_state() gives: "
-            f"{', '.join(left_out)}; give tensors, numbers, strings and containers of them, or register the class by "
-            "torch.serialization.add_safe_globals",
-            stacklevel=6,
+        warn_user(
+            "extra state that torch.load(weights_only=True) does not read is not in the checkpoint: "
+            f"{', '.join(left_out)}; return tensors, numbers, strings and containers of them from get_extra_state(), "
+            "or register the class by torch.serialization.add_safe_globals",
         )
     return found
 
 
 def unpacked(states: Mapping[str, str]) -> dict[str, Any]:
-    """Decode what :func:`packed` gave."""
+    """Decode :func:`packed` states."""
     return {
         key: torch.load(io.BytesIO(base64.b64decode(content)), weights_only=True) for key, content in states.items()
     }

@@ -1,4 +1,4 @@
-"""Make the optimizer, and check that it trains the engine's parameters and no others."""
+"""Make the optimizer, and check that it trains exactly the engine's parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from slapo_core.errors import OptimizerError
 from slapo_core.internals import describe
 from slapo_runtime.correspondence.storage import is_distributed
-from slapo_runtime.world import RankFact, World
+from slapo_runtime.ranks.facts import RankFact
+from slapo_runtime.ranks.world import World
 
 if TYPE_CHECKING:
     from slapo_core.layout import Mesh
@@ -28,8 +29,8 @@ ELEMENTWISE = {
 }
 """Optimizers, by package, whose update of an element depends on that element alone; exact classes, not subclasses."""
 
-_BY_PARAMETER = {"torch": ("Adafactor", "Muon"), "transformers": ("Adafactor",)}
-"""Those whose update of a parameter depends on that parameter alone."""
+BY_PARAMETER = {"torch": ("Adafactor", "Muon"), "transformers": ("Adafactor",)}
+"""Optimizers, by package, whose update of a parameter depends on that full parameter alone."""
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SAME_GROUPS = "let the factory make the same groups with the same settings on every rank, empty ones too"
@@ -45,21 +46,21 @@ def make_optimizer(
     is_part: bool = False,
     elementwise: bool = False,
 ) -> torch.optim.Optimizer | None:
-    """Call the factory with the engine's parameters, and check what it made.
+    """Call the factory with the engine's parameters, and check its optimizer.
 
     Args:
-        parameters: those to train, each once, by name.
+        parameters: of the engine, each once, by name.
         factory: the user's; None makes none.
-        originals: tensors that it must not take, by their identity: what to call them.
+        originals: foreign tensors, by identity, with their names for messages.
         split: the axes along which parameters are split over running ranks, by the parameters' identity.
-        is_part: whether other ranks train other parameters of the same model. Where this one has none, the optimizer
-            has the groups that the factory makes of any, all of them empty.
-        elementwise: whether the user says that an element's update depends on that element alone.
+        is_part: whether other ranks train other parameters of the same model. A rank without parameters gets an
+            optimizer with the factory's groups, all empty.
+        elementwise: whether the user declares the optimizer element-wise.
 
     Raises:
-        OptimizerError: it made something else, one whose ``step`` requires a closure, left out parameters that need
-            training, took foreign ones, or is not known to be element-wise where a parameter is split, or where other
-            ranks train other parameters.
+        OptimizerError: the factory made something else, or an optimizer whose ``step`` requires a closure, that omits
+            trained parameters, has foreign ones, or is not known to be element-wise where a parameter is split, or
+            where other ranks train other parameters.
     """
     if factory is None:
         return None
@@ -77,7 +78,7 @@ def make_optimizer(
         raise OptimizerError(
             f"the optimizer holds {len(foreign)} parameters that are not the engine's: "
             + ", ".join(_names_of(originals, foreign)),
-            hint="leave out what only other ranks hold: [p for name, p in model.named_parameters() if not p.is_meta]"
+            hint="leave out the parameters of other ranks: [p for name, p in model.named_parameters() if not p.is_meta]"
             if of_stages
             else f"use the parameters that the factory is given: {_CALL}",
         )
@@ -88,7 +89,7 @@ def make_optimizer(
     if left_out:
         raise OptimizerError(
             f"the optimizer does not hold {len(left_out)} parameters that require a gradient: {', '.join(left_out)}",
-            hint="give it all that the factory is given, or set requires_grad=False on those to freeze",
+            hint="give it all parameters of the factory's list, or freeze the others by requires_grad=False",
         )
     if not elementwise:
         _require_elementwise(optimizer, parameters, split, is_part=is_part)
@@ -96,13 +97,13 @@ def make_optimizer(
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose ``step`` requires a closure, which no engine gives it."""
+    """Refuse an optimizer whose ``step`` requires a closure."""
     parameters = inspect.signature(optimizer.step).parameters.values()
     required = [one.name for one in parameters if one.default is one.empty and one.kind in _POSITIONAL]
     if required:
         kind = type(optimizer).__name__
         raise OptimizerError(
-            f"{kind}.step() requires {', '.join(map(repr, required))}, and a training step of an engine calls step() "
+            f"{kind}.step() requires {', '.join(map(repr, required))}, but a training step of an engine calls step() "
             "without arguments, once for each batch",
             hint=f"torch.optim.AdamW or another optimizer without a closure; {kind} in a loop of your own, without "
             "build(): optimizer.step(closure)",
@@ -110,20 +111,20 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 _LOST = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
-"""Relative size of updates that rounding loses, by type: half of the distance to the next number, or less."""
+"""Relative size of updates lost to rounding, by type: at most half of the distance to the next number."""
 
 _ADAM = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
-"""Those of torch whose update of an element is about as large as the learning rate."""
+"""Optimizers of torch whose update of an element is about as large as the learning rate."""
 
 
 @torch.no_grad()
 def lost_updates(optimizer: torch.optim.Optimizer) -> str | None:
-    """Describe parameters in a 16-bit type that mostly do not change by an update of the size of the learning rate.
+    """Describe 16-bit parameters that lose updates to rounding.
 
-    A look at some elements of each parameter: half of them are larger than what such an update can change.
+    A sample of each parameter is examined: half of its elements must be too large for such an update to change them.
 
     Returns:
-        the problem and the ways out; None for other optimizers, types and learning rates.
+        the problem with hints; None for other optimizers, types and learning rates.
     """
     if type(optimizer).__name__ not in _ADAM or not type(optimizer).__module__.startswith("torch.optim"):
         return None
@@ -146,7 +147,7 @@ def lost_updates(optimizer: torch.optim.Optimizer) -> str | None:
         f"{rate:g}: rounding loses updates of that size in {lost / seen:.0%} of their elements, which then never "
         "change. Keep the parameters in float32 (from_pretrained(..., dtype=torch.float32)), and compute under "
         'torch.autocast("cuda", torch.bfloat16) or fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype='
-        'torch.bfloat16)); or take target="deepspeed" or "megatron" with bf16, which have main weights in float32; or '
+        'torch.bfloat16)); or use target="deepspeed" or "megatron" with bf16, which have main weights in float32; or '
         "an optimizer with stochastic rounding"
     )
 
@@ -218,15 +219,15 @@ def _require_elementwise(
     )
     if name is not None:
         where, instead = f"'{name}' is split over ranks, and each updates its shard alone", 'mesh={"dp": ...}'
-    elif is_part and kind.__name__ not in _BY_PARAMETER.get(package, ()):
+    elif is_part and kind.__name__ not in BY_PARAMETER.get(package, ()):
         where, instead = "each pipeline stage updates its own parameters alone", "a mesh without 'pp'"
     else:
         return
     raise OptimizerError(
-        f"{kind.__name__} is not known to be element-wise: {where}, which is right only where an element's update "
+        f"{kind.__name__} is not known to be element-wise: {where}, which is right only if an element's update "
         "depends on that element's own gradients",
         hint="use an element-wise optimizer (SGD, AdamW), or keep the parameters together: "
-        f"{instead}; if {kind.__name__} is element-wise, say so: build(..., elementwise=True)",
+        f"{instead}; if {kind.__name__} is element-wise, declare it: build(..., elementwise=True)",
     )
 
 

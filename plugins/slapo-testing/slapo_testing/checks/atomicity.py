@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slapo_core import Node
-from slapo_core.errors import PreconditionError
+from slapo_core.errors import PreconditionError, place
 from slapo_core.internals import Internals
 from slapo_core.primitive import Primitive, Violation
 from slapo_testing.bench import Bench, ScheduleSnapshot, prepare
@@ -107,7 +107,7 @@ def _precondition_error(bench: Bench, path: str, primitive: Primitive) -> Precon
 
 
 def _where(path: str) -> str:
-    return f"'{path}'" if path else "the root"
+    return place(path)
 
 
 class InjectedFault(Exception):  # noqa: N818 - raised into the primitive, never at a user

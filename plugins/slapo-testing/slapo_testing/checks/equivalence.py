@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_core.errors import RankFailedError, VerifyError
+from slapo_core.errors import RankFailedError, VerifyError, place
 from slapo_core.internals import hooks_of
 from slapo_runtime.launcher import run_ranks
 from slapo_testing.bench import Bench, build_inputs, build_model, call, prepare
@@ -85,13 +85,13 @@ def mesh_of_one_is_free(case: Case) -> None:
 def _costs(model: nn.Module) -> dict[str, str]:
     costs = {}
     for path, module in model.named_modules():
-        place = f"'{path}'" if path else "the root"
-        costs[f"module {place}"] = f"{type(module).__qualname__} {id(module)}"
-        costs[f"forward of {place}"] = (
+        where = place(path)
+        costs[f"module {where}"] = f"{type(module).__qualname__} {id(module)}"
+        costs[f"forward of {where}"] = (
             f"{type(module.__dict__.get('forward')).__name__} {id(module.__dict__.get('forward'))}"
         )
         for kind, hooks in hooks_of(module).items():
-            costs[f"{kind} hooks of {place}"] = ", ".join(getattr(f, "__qualname__", repr(f)) for f in hooks.values())
+            costs[f"{kind} hooks of {where}"] = ", ".join(getattr(f, "__qualname__", repr(f)) for f in hooks.values())
     return costs
 
 

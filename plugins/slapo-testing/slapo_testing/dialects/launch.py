@@ -20,7 +20,7 @@ from slapo_core.errors import RankFailedError, WeightsError
 from slapo_core.layout import MESH_DIMS, Mesh
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.storage import sharded_over
-from slapo_runtime.initializers import copy_on_meta
+from slapo_runtime.initialization.initializers import copy_on_meta
 from slapo_runtime.launcher import preload_modules, run_ranks
 from slapo_runtime.replicas import replicas_of
 from slapo_testing.bench import seeded

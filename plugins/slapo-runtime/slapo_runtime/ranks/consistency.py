@@ -1,4 +1,4 @@
-"""Compare ranks before a build and in the first steps: schedule, arguments, weights, batches, RNG states."""
+"""Compare ranks before a build and in the first steps."""
 
 from __future__ import annotations
 
@@ -8,64 +8,60 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slapo_core.errors import BuildError, HookError, RankMismatchError
+from slapo_core.errors import BuildError, RankMismatchError, place
 from slapo_core.internals import Internals, describe
 from slapo_core.layout import accelerator
 from slapo_core.primitive import Violation
 from slapo_runtime._skipped_forwards import ForwardWatch
-from slapo_runtime.world import RankFact, World, describe_tensor, first_difference, ranks_along
+from slapo_runtime.options import flat
+from slapo_runtime.ranks.facts import RankFact, describe_tensor, first_difference
+from slapo_runtime.ranks.world import World, ranks_along
 
 if TYPE_CHECKING:
     from slapo_core import Schedule
     from slapo_core.dialect import Plan
     from slapo_core.layout import Mesh
-    from slapo_runtime.build import Arguments
-    from slapo_runtime.correspondence.state import ModelState
-    from slapo_runtime.weights.files import Source
+    from slapo_runtime.build import UserArguments
+    from slapo_runtime.weights.sources import WeightsSource
+    from slapo_runtime.weights.state import ModelState
 
 
 def obligations(schedule: Schedule) -> tuple[Violation, ...]:
-    """Yield every reason why the schedule certainly trains a model other than the reference model.
+    """Return every reason why the schedule certainly trains a model other than the reference model.
 
     Raises:
         HookError: a plugin's ``slapo_check`` raised, or gave something else than violations.
     """
-    found: list[Violation] = []
-    for distribution, answer in Internals(schedule).hooks.call_each("slapo_check", schedule=schedule):
-        given = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, str) else [answer]
-        for item in given:
-            if not isinstance(item, Violation):
-                raise HookError(
-                    f"hook slapo_check of {distribution} must yield Violation objects (got {item!r})",
-                    plugin=distribution,
-                    hint='yield slapo_core.Violation("reduction is missing", hint="the call to add")',
-                )
-        found += given
-    return tuple(found)
+    hint = 'yield slapo_core.Violation("reduction is missing", hint="the call to add")'
+    found = Internals(schedule).hooks.collect("slapo_check", (Violation,), hint, schedule=schedule)
+    return tuple(violation for _, violation in found)
 
 
 def refuse_if_incomplete(schedule: Schedule, *, trains: bool = True) -> None:
-    """Refuse a schedule that certainly trains another model; without ``trains``, one that computes another output.
+    """Refuse a schedule that certainly trains another model, or, without ``trains``, computes another output.
 
     Raises:
-        BuildError: every reason is given.
+        BuildError: with every reason.
     """
     missing = [str(one) for one in obligations(schedule) if trains or not one.gradients_only]
     if missing:
-        start = "the schedule is incomplete"
-        lines = [f"{start}: {missing[0]}"] if len(missing) == 1 else [f"{start}:", *(f"  - {one}" for one in missing)]
-        raise BuildError("\n".join(lines))
+        raise BuildError(with_reasons("the schedule is incomplete", missing))
+
+
+def with_reasons(problem: str, reasons: Sequence[str]) -> str:
+    """Return the message of a problem with its reason, or with a list of them."""
+    return f"{problem}: {reasons[0]}" if len(reasons) == 1 else "\n  - ".join([f"{problem}:", *reasons])
 
 
 SAME_SCRIPT = "run the same script on the same installation on every rank"
-"""Hint where ranks disagree about a schedule."""
+"""Hint for ranks with different schedules."""
 
 
 def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
@@ -76,7 +72,7 @@ def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
     yield RankFact("the model", f"{type(schedule.model).__module__}.{type(schedule.model).__qualname__}")
     for record in schedule.records:
         arguments = ", ".join(f"{key}={describe(value)}" for key, value in record.primitive.arguments().items())
-        where = f"'{record.path}'" if record.path else "the root"
+        where = place(record.path)
         provider = f"{record.distribution} {record.version}"
         yield RankFact(f"step {record.index}", f"{record.name}({arguments}) at {where}, from {provider}")
     labels = {plugin.name: plugin.label for plugin in Internals(schedule).registry.plugins}
@@ -85,7 +81,7 @@ def schedule_facts(schedule: Schedule) -> Iterator[RankFact]:
 
 
 def _mesh(mesh: Mesh | None) -> str:
-    """Return the sizes of a mesh, and its ranks where they are not in ascending order."""
+    """Return the sizes of a mesh, and its ranks if they are not ascending."""
     grid = mesh.device_mesh.mesh if mesh is not None and mesh.device_mesh is not None else None
     if grid is None or grid.flatten().tolist() == sorted(grid.flatten().tolist()):
         return str(mesh)
@@ -96,7 +92,7 @@ OTHER = ("Python's random module", "NumPy's global generator")
 
 
 def torch_states() -> dict[str, bytes]:
-    """Return torch's RNG states: of the CPU and, once it is used, of the current GPU."""
+    """Return torch's RNG states of the CPU and of the current GPU in use."""
     states = {"the CPU": torch.get_rng_state()}
     device = accelerator()
     if device is not None:
@@ -105,7 +101,7 @@ def torch_states() -> dict[str, bytes]:
 
 
 def restore(states: Mapping[str, bytes]) -> None:
-    """Put torch's generators where :func:`torch_states` found them."""
+    """Restore the states that :func:`torch_states` returned."""
     for device, content in states.items():
         state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         if device == "the CPU":
@@ -115,7 +111,7 @@ def restore(states: Mapping[str, bytes]) -> None:
 
 
 def foreign_states() -> dict[str, str]:
-    """A digest of the random states that are not torch's; NumPy's where something has imported it."""
+    """Return digests of the RNG states outside of torch; NumPy's only if it is imported."""
     found = {OTHER[0]: repr(random.getstate())}
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     if numpy_random is not None:
@@ -125,7 +121,7 @@ def foreign_states() -> dict[str, str]:
 
 
 def synchronize(world: World, ranks: Sequence[int]) -> list[str]:
-    """Give ``ranks`` the first one's RNG states of torch, of the devices in use on each: a collective of ``world``.
+    """Give ``ranks`` the first one's RNG states of torch: a collective of ``world``.
 
     Returns:
         the devices on which the states differed.
@@ -153,19 +149,19 @@ def synchronize_and_warn(world: World, problem: str, *, stacklevel: int) -> list
     differing = synchronize(world, world.ranks)
     if differing:
         warnings.warn(
-            f"torch's random state on {' and '.join(differing)} {problem} on ranks "
-            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of their replicas: all of them "
-            f"have rank {world.ranks[0]}'s now; call torch.manual_seed(seed) with the same seed on all ranks of a "
-            "replica",
+            f"torch's RNG state on {' and '.join(differing)} {problem} on ranks "
+            f"{', '.join(map(str, world.ranks))}, which must drop the same elements of their replicas: it is set to "
+            f"rank {world.ranks[0]}'s now; call torch.manual_seed(seed) with the same seed on all ranks of a replica",
             stacklevel=stacklevel + 1,
         )
     others = world.gather(foreign_states())
     return [source for source in OTHER if len({foreign.get(source) for foreign in others} - {None}) > 1]
 
 
+_FROM_MODEL = "the values of the model"
 _SAME_WEIGHTS = {
-    "those of the model": "call torch.manual_seed(0) on every rank before the model is made, or pass weights=",
-    "a mapping": 'give every rank the same weights=, or the files they came from: weights="dir/with/safetensors"',
+    _FROM_MODEL: "call torch.manual_seed(0) on every rank before the model is made, or pass weights=",
+    "a mapping": 'give every rank the same weights=, or files: weights="dir/with/safetensors"',
     "a path": "give every rank a copy of the same files",
 }
 _LOG = logging.getLogger("slapo_runtime.build")
@@ -174,9 +170,9 @@ _LOG = logging.getLogger("slapo_runtime.build")
 def agree(
     world: World,
     schedule: Schedule,
-    arguments: Arguments,
+    arguments: UserArguments,
     plan: Plan,
-    source: Source | None,
+    source: WeightsSource | None,
     reference: Mapping[str, torch.Tensor],
 ) -> None:
     """Compare the schedule, the arguments of ``build`` and the weights over all ranks.
@@ -186,21 +182,21 @@ def agree(
         schedule: every rank's own, like all that follows.
         arguments: the user's arguments of ``build``.
         plan: the dialect's, with its options after defaults were filled in.
-        source: what the weights given were opened as; None without any.
+        source: the opened weights; None without any.
         reference: the tensors of the reference model by name.
 
     Raises:
-        RankMismatchError: on every rank; it names the first difference and the ranks.
+        RankMismatchError: on every rank, with the first difference and the ranks.
     """
     world.agree(chain(schedule_facts(schedule), build_facts(schedule, arguments, plan)), hint=SAME_SCRIPT)
     tensors = arguments.weights if isinstance(arguments.weights, Mapping) else reference if source is None else None
     world.agree(weights_facts(tensors, source), hint=_SAME_WEIGHTS[_kind(arguments.weights)])
 
 
-def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterator[RankFact]:
+def build_facts(schedule: Schedule, arguments: UserArguments, plan: Plan) -> Iterator[RankFact]:
     """Describe the arguments of ``build``, then the dialect's options, for comparison across ranks.
 
-    The arguments come first: a dialect fills in options by them, and what the user wrote is what is named.
+    The arguments come first: a dialect fills in options from them, and messages name the user's own arguments.
     """
     yield RankFact("the target of build", plan.target)
     optimizer, device = arguments.optimizer, arguments.device
@@ -214,12 +210,12 @@ def build_facts(schedule: Schedule, arguments: Arguments, plan: Plan) -> Iterato
     devices = {torch.device(device).type} if device is not None else {tensor.device.type for tensor in tensors}
     yield RankFact("the device of the model", ", ".join(sorted(devices)) or "none")
     for name in sorted(set(plan.config) - set(plan.notes)):
-        for key, value in _flat(plan.config[name]):
+        for key, value in flat(plan.config[name]):
             where = f", in {key}" if key else ""
             yield RankFact(f"option '{name}' of target '{plan.target}'{where}", describe(value))
 
 
-def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: Source | None) -> Iterator[RankFact]:
+def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: WeightsSource | None) -> Iterator[RankFact]:
     """Describe the given weights: tensors by checksum, files by shape."""
     if tensors is not None:
         for name, tensor in tensors.items():
@@ -229,25 +225,12 @@ def weights_facts(tensors: Mapping[str, torch.Tensor] | None, source: Source | N
             yield RankFact(f"the weights '{name}'", describe(tuple(shape)))
 
 
-def _flat(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested mappings, by keys with dots: ``("zero_optimization.stage", 1)``.
-
-    In their order: what a user wrote comes before what a dialect filled in because of it.
-    """
-    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
-        for name in value:
-            key = repr(name) if "." in name else name
-            yield from _flat(value[name], f"{before}.{key}" if before else key)
-    else:
-        yield before, value
-
-
 @contextlib.contextmanager
 def synchronized_rng(world: World, mesh: Mesh | None) -> Iterator[None]:
-    """Give the tensor-parallel ranks of a replica one random state, that of the first of them.
+    """Give the tensor-parallel ranks of a replica the RNG state of the first of them.
 
-    They then drop the same elements of their replicas, whatever each of them was seeded with. Replicas
-    (``dp``) go on drawing as they did. If the block fails, every rank has its own state again.
+    They then drop the same elements of their replicas, whatever their seeds. Replicas (``dp``) keep different states.
+    If the block fails, every rank's own state is restored.
     """
     if mesh is None or world.is_alone or mesh.size("tp") == 1:
         yield
@@ -257,7 +240,7 @@ def synchronized_rng(world: World, mesh: Mesh | None) -> Iterator[None]:
     differing = synchronize(world, row)
     if differing:
         _LOG.info(
-            "torch's random state on %s differed on ranks %s; all of them have rank %d's now",
+            "torch's RNG state on %s differed on ranks %s; it is now set to rank %d's",
             " and ".join(differing),
             ", ".join(map(str, row)),
             row[0],
@@ -271,11 +254,11 @@ def synchronized_rng(world: World, mesh: Mesh | None) -> Iterator[None]:
 
 
 def _kind(weights: Any) -> str:
-    return "those of the model" if weights is None else "a mapping" if isinstance(weights, Mapping) else "a path"
+    return _FROM_MODEL if weights is None else "a mapping" if isinstance(weights, Mapping) else "a path"
 
 
 _SAME_BATCH = (
-    "ranks of one replica (same 'dp' rank) take the same batch: give the loader and its sampler the same seed, "
+    "give the ranks of one replica (same 'dp' rank) the same batch: give the loader and its sampler the same seed, "
     'with num_replicas=mesh.size("dp") and rank=mesh.rank("dp")'
 )
 
@@ -284,9 +267,9 @@ class FirstSteps:
     """Compare batches and RNG states in the first training step and the first evaluation.
 
     Args:
-        mesh: the schedule's.
-        model: the scheduled one.
-        state: it is told whether a training step uses the RNG.
+        mesh: of the schedule.
+        model: the scheduled model.
+        state: its ``uses_rng`` is set if a training step uses the RNG.
     """
 
     def __init__(self, mesh: Mesh | None, model: nn.Module, state: ModelState) -> None:
@@ -295,11 +278,11 @@ class FirstSteps:
         self._training = self._evaluating = watched
 
     def training_is_over(self) -> None:
-        """The first training step has come to its end: no call after it is watched."""
+        """End the first training step: later calls are not compared."""
         self._training = False
 
     def end_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the first step of an optimizer be the end of the first training step."""
+        """End the first training step with the first step of an optimizer."""
         if not self._training:
             return
 
@@ -314,8 +297,8 @@ class FirstSteps:
         """Compare the ranks around one call of the model; do nothing after the first step.
 
         Raises:
-            RankMismatchError: on every rank of a replica, before the model runs: they were given other batches; or
-                after it: the model uses a foreign generator whose state differs between them.
+            RankMismatchError: on every rank of a replica: their batches differ, before the model runs; or, after it,
+                the model used a foreign generator whose state differs between them.
         """
         is_training = torch.is_grad_enabled()
         if not (self._training if is_training else self._evaluating):
@@ -331,7 +314,7 @@ class FirstSteps:
             with World(self._mesh, over="tp") if has_stages else contextlib.nullcontext(replica) as world:
                 differing = synchronize_and_warn(world, "was changed after build() and differs", stacklevel=7)
                 before = {**torch_states(), **foreign_states()}
-                yield  # a rank that raises leaves; what the others do then, only their groups know
+                yield  # if a rank raises, the others end by their process groups
                 after = {**torch_states(), **foreign_states()}
                 drew = {source for source, state in after.items() if before.get(source) != state}
                 anywhere = set().union(*world.gather(drew))
@@ -342,15 +325,15 @@ class FirstSteps:
                 raise RankMismatchError(
                     f"the model uses {source}, whose state differs on ranks {', '.join(map(str, world.ranks))}: "
                     "tensor-parallel ranks will diverge",
-                    hint="random.seed(0) and numpy.random.seed(0) on every rank of a replica (same place along 'dp')",
+                    hint="random.seed(0) and numpy.random.seed(0) on every rank of a replica (same 'dp' rank)",
                 )
 
     @contextlib.contextmanager
     def forward(self, schedule: Schedule) -> Iterator[Callable[[Any], None]]:
-        """Give a check of the loss, around one call of the model in the first training step.
+        """Give a check of the loss in the first training step.
 
         Raises:
-            MeshError: from the check: steps around a module were skipped.
+            MeshError: from the check, if steps around a module were skipped.
         """
         if not (self._training and torch.is_grad_enabled()):
             yield lambda loss: None
@@ -362,7 +345,7 @@ class FirstSteps:
             watch.close()
 
     def _compare(self, world: World, batch: Any, *, is_training: bool) -> None:
-        with world.together("looking at the batch"):
+        with world.together("describing the batch"):
             facts = [*batch_facts(batch), *(_mode_facts(self._model) if is_training else ())]
         by_rank = dict(zip(world.ranks, world.gather(facts), strict=True))
         message = first_difference(by_rank, {None: [world.ranks]})
@@ -380,7 +363,7 @@ def _mode_facts(model: nn.Module) -> Iterator[RankFact]:
         ("the parameters to train", [name for name, one in model.named_parameters() if one.requires_grad]),
     ):
         digest = hashlib.sha256(repr(names).encode()).hexdigest()[:8]
-        yield RankFact(what, f"{len(names)} of them, their names with digest {digest}")
+        yield RankFact(what, f"{len(names)}, names with digest {digest}")
 
 
 def batch_facts(batch: Any) -> Iterator[RankFact]:

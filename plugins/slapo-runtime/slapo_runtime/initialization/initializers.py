@@ -21,12 +21,12 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
 
 
 def copy_with(model: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A deep copy in which ``twin_of(tensor)`` stands wherever ``model`` has that parameter or buffer.
+    """Copy a model deeply, with ``twin_of(tensor)`` in place of each parameter and buffer.
 
     Args:
         model: it is only read.
-        twin_of: the parameter or buffer -> a plain tensor; a parameter's becomes a parameter. Python attributes of the
-            tensor are handed on.
+        twin_of: the parameter or buffer -> a plain tensor, which becomes a parameter for a parameter. Python attributes
+            of the tensor are copied.
     """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -38,17 +38,17 @@ def copy_with(model: nn.Module, twin_of: Callable[[torch.Tensor], torch.Tensor])
     return copies.deep_copy(model, memo)
 
 
-SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initializers leave it alone
+SKIP_MARK = "_is_hf_initialized"  # on a tensor: transformers' initializers skip it
 _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 @dataclass(frozen=True, eq=False)
 class InitializerCall:
-    """One call that gives tensors their values.
+    """One call that initializes tensors.
 
     Args:
-        module: the path of the module that it is for.
-        label: what to call it in a message, e.g. ``"Linear.reset_parameters() of 'fc1'"``.
+        module: the path of its module.
+        label: its name for messages, e.g. ``"Linear.reset_parameters() of 'fc1'"``.
         call: runs it.
     """
 
@@ -57,10 +57,10 @@ class InitializerCall:
     call: Callable[[], object] = field(repr=False)
 
     def run(self, tensor: str) -> None:
-        """Run it for the sake of one tensor.
+        """Run it for one tensor.
 
         Raises:
-            WeightsError: it raised.
+            WeightsError: the initializer raised.
         """
         try:
             self.call()
@@ -135,9 +135,9 @@ def _takes_two(method: Callable[..., object]) -> bool:
 
 
 class Rerun:
-    """Run a tensor's initializers on a copy of the model in which only that tensor has memory.
+    """Run a tensor's initializers on a copy of the model.
 
-    All others are on the meta device, where initializing costs nothing.
+    All other tensors are on the meta device, where initializing costs nothing.
 
     Args:
         model: a copy, all of it on the meta device.
@@ -149,13 +149,13 @@ class Rerun:
         self._initializers = Initializers(self._index)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The element type of a tensor."""
+        """Return the element type of a tensor."""
         return self._present(*_split(name)).dtype
 
     def value(self, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor | None:
-        """The tensor ``name``, of the full ``shape``; None if no initializer gives all of it.
+        """Return the initialized full tensor; None if no initializer sets all elements.
 
-        A tied tensor is initialized as its first place does it, if that can.
+        A tied tensor is initialized by its first module that can.
         """
         present = self._present(*_split(name))
         for path, own_name in self._sites.of(present):
@@ -191,7 +191,7 @@ class Rerun:
         return present
 
     def _place(self, path: str, own_name: str, full: torch.Tensor) -> list[journal.Assignment]:
-        """Put ``full`` into every place of the tensor."""
+        """Assign ``full`` to every name of the tensor."""
         present = self._present(path, own_name)
         value: torch.Tensor = full
         if isinstance(present, nn.Parameter):

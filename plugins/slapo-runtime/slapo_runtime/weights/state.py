@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slapo_core.errors import ReplicaError, WeightsError
-from slapo_runtime._exchange import exchange_device
+from slapo_core.errors import ReplicaError, WeightsError, warn_user
 from slapo_runtime.correspondence import Correspondence
 from slapo_runtime.correspondence.reference import TensorSpec
 from slapo_runtime.correspondence.storage import InPlace, LiveTensor, is_distributed
+from slapo_runtime.ranks.exchange import exchange_device
+from slapo_runtime.ranks.world import gather_along, together
 from slapo_runtime.replicas import DIVERGED, DIVERGED_LIVE, compare_all
-from slapo_runtime.weights.checkpoint import load_checkpoint, load_shards, save_checkpoint, shards_of
-from slapo_runtime.weights.files import Source, check_names, open_source, read_tensor
+from slapo_runtime.weights.checkpoint import load_checkpoint, save_checkpoint
 from slapo_runtime.weights.module_state import chosen, extra_states, follow_buffers, is_extra, set_extra_states
-from slapo_runtime.world import gather_along, together
+from slapo_runtime.weights.sharded_checkpoint import load_shards, shards_of
+from slapo_runtime.weights.sources import WeightsSource, check_names, open_source, read_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,16 +36,16 @@ _Copied = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 class ModelState:
     """The state of a scheduled model, by the reference model's names, shapes and layout.
 
-    The methods without an underscore are collectives where the mesh has several ranks: every rank calls them, in the
-    same order.
+    On a mesh with several ranks, methods without an underscore are collectives: every rank calls them, in the same
+    order.
 
     Args:
         correspondence: of live tensors to reference tensors.
-        dropped: the values of reference tensors that the schedule gave up, by first name, on the CPU.
-        uses_rng: whether a training step was seen to use torch's RNG.
-        storage: where a runtime keeps the tensors.
-        built: the types of the live tensors before a runtime took them, by name.
-        hint: the way out where replicas differ.
+        dropped: the values of reference tensors that steps dropped, by first name, on the CPU.
+        uses_rng: whether a training step used torch's RNG.
+        storage: of the tensors, by a runtime or the model.
+        built: the types of the live tensors before a runtime converted them, by name.
+        hint: for differing replicas.
     """
 
     correspondence: Correspondence
@@ -54,24 +54,23 @@ class ModelState:
     storage: TensorStorage = field(default_factory=InPlace)
     built: dict[str, torch.dtype] = field(default_factory=dict)
     hint: str = DIVERGED
-    _told: bool = False
+    _has_warned: bool = False
     _trained: dict[str, torch.dtype] = field(default_factory=dict)
 
     @classmethod
     def of(cls, schedule: Schedule) -> ModelState:
-        """The state of a schedule that is not sealed.
+        """Return the state of an unsealed schedule.
 
         Raises:
             SealedError: the originals were dropped.
-            WeightsError: an unexplained tensor; or one that the schedule dropped has no values, because it is
-                on the meta device.
+            WeightsError: a tensor is unexplained, or a dropped one is on the meta device, without values.
         """
         correspondence, tensors = Correspondence.of(schedule)
         correspondence.check()
         state = cls(correspondence, hint=DIVERGED_LIVE)
         for spec in correspondence.dropped():
             if tensors[spec.name].is_meta:
-                raise WeightsError(f"'{spec.name}' is on the meta device: it has no values for a state dict")
+                raise WeightsError(f"'{spec.name}' is on the meta device, without values for a state dict")
             state.dropped[spec.name] = tensors[spec.name].detach().to("cpu", copy=True)
         return state
 
@@ -84,8 +83,19 @@ class ModelState:
         """Return every live parameter and buffer once, in registration order."""
         return self.correspondence.live()
 
+    def sharded_axes(self, *, partitioned: bool = False) -> dict[int, list[int]]:
+        """Return the sharded axes of tensors by identity; ``partitioned`` adds all axes of parameters."""
+        found: dict[int, list[int]] = {}
+        for live in self.tensors():
+            if partitioned and live.is_parameter and live.is_local:
+                found[id(live.tensor)] = list(range(live.tensor.dim()))
+            for mesh_dim, axis in live.layout.shards():
+                if self.mesh is not None and self.mesh.size(mesh_dim) > 1:
+                    found.setdefault(id(live.tensor), []).append(axis)
+        return found
+
     def keep_in(self, storage: TensorStorage) -> None:
-        """Use a runtime's storage of tensors from now on; called by a dialect during the build.
+        """Use a runtime's storage of tensors; called by a dialect during the build.
 
         Tensors that it partitions over replicas are not compared along ``dp``, only along the other dimensions.
         """
@@ -101,43 +111,42 @@ class ModelState:
     ) -> None:
         """Compare replicas bit for bit: a collective over the mesh.
 
-        Parameters, and buffers but for the running statistics of replicas; the state and the settings of an optimizer;
-        and, where training steps use the RNG, torch's random state over ``tp``. Of a runtime that trains other
-        tensors than the forward computes with, both.
+        It compares parameters, buffers except for running statistics, the state and settings of an optimizer, and, if
+        training steps use the RNG, torch's RNG state over ``tp``; main copies of a runtime as well as the forward's.
 
         Args:
             optimizer: over the model's parameters.
-            repair: give every rank the values of the first one that holds a copy, with a warning that says what
-                differed, instead of an error.
+            repair: give every rank the values of the first one with a replica, with a warning about the differences,
+                instead of an error.
 
         Raises:
-            RankMismatchError: on every rank; it names the tensors, the ranks and what each of them holds. Also where
-                the forward computes with something else than what is trained.
+            RankMismatchError: on every rank, with the tensors, the ranks and their values; also for parameters that do
+                not match their main copies.
         """
         if self.correspondence.placement is not None:
             follow_buffers(self.correspondence)
-            with together(self.mesh, "looking for the values of this rank's tensors"):
+            with together(self.mesh, "checking the values of this rank's tensors"):
                 self._refuse_without_values()
         compare_all(
             self.correspondence, optimizer, storage=self.kept, random=self.uses_rng, repair=repair, hint=self.hint
         )
 
     def state_dict(self, *, rank0_only: bool = False, include_added: bool = False) -> dict[str, Any]:
-        """Return the reference model's state dict: copies on the CPU, in its keys' order and types.
+        """Return the reference model's state dict, as copies on the CPU.
 
-        What modules give by ``get_extra_state`` is in it, as in torch's, and has any type.
+        It includes the modules' extra state (``get_extra_state``), as in torch, which may have any type.
 
         Args:
             rank0_only: other ranks take part but return an empty dictionary.
-            include_added: also give what a step added, under its own name; without, a warning names it once.
+            include_added: include tensors that steps added, under their own names; else a warning names them once.
 
         Raises:
-            RankMismatchError: replicas differ between ranks of a tensor. It is compared where putting tensors together
-                takes all ranks anyway, and with ``rank0_only``.
+            RankMismatchError: replicas of a tensor differ. They are compared if gathering takes all ranks anyway, and
+                with ``rank0_only``.
         """
         self.check_unchanged()
-        differing = self.differing() if rank0_only or self.is_spread else None  # else other ranks may not call it
-        values = self.whole(rank0_only=rank0_only, include_added=include_added)
+        differing = self.differing() if rank0_only or self.is_spread else None  # else a single rank may call it
+        values = self.full_state(rank0_only=rank0_only, include_added=include_added)
         extra = extra_states(self.correspondence, compare=rank0_only or self.is_spread)
         if extra and (not rank0_only or self.is_first_rank):
             values |= extra
@@ -149,22 +158,22 @@ class ModelState:
         return values
 
     def differing(self, optimizer: torch.optim.Optimizer | OptimizerStorage | None = None) -> ReplicaError | None:
-        """Return the error of :meth:`check_replicas`; warn instead of differences within rounding."""
+        """Return the error of :meth:`check_replicas`; only warn of differences within rounding."""
         try:
             self.check_replicas(optimizer=optimizer)
         except ReplicaError as error:
             if not error.within_rounding:
                 return error
-            warnings.warn(
-                f"{error.message}\nthe differences are within rounding, so this is not an error", stacklevel=5
+            warn_user(
+                f"{error.message}\nthe differences are within rounding, so this is not an error",
             )
         return None
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor] | Source) -> None:
-        """The reverse: every rank copies its own shards into the live tensors.
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | WeightsSource) -> None:
+        """Load a :meth:`state_dict`: every rank copies its own shards into the live tensors.
 
         Raises:
-            WeightsError: missing or unexpected names, or other shapes; nothing was changed.
+            WeightsError: missing or unexpected names, or wrong shapes; nothing was changed.
         """
         self.check_unchanged()
         with together(self.mesh, "reading the state dict"):
@@ -182,15 +191,15 @@ class ModelState:
         """Save weights and optimizer state, for any schedule and target of the same model.
 
         Args:
-            directory: made if it is not there; a checkpoint in it is replaced as a whole.
+            directory: made if it does not exist; a checkpoint in it is replaced entirely.
             optimizer: over the model's parameters.
-            runtime: what else the runtime needs to go on, as JSON, by name: ``{"lr_scheduler": {...}}``. Under
-                ``"counters"`` comes what nothing depends on, such as how many steps there were.
+            runtime: the further state of the runtime, as JSON, by name: ``{"lr_scheduler": {...}}``; under
+                ``"counters"`` informative values, e.g. the number of steps.
 
         Raises:
-            ReplicaError: as :meth:`check_replicas` says; what was written is whole, with the first rank's values.
-            BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint, or writing
-                failed.
+            ReplicaError: as for :meth:`check_replicas`; the written checkpoint is complete, with the first rank's
+                values.
+            BuildError: the state of the optimizer or ``runtime`` cannot be saved, or writing failed.
         """
         self.check_unchanged()
         save_checkpoint(directory, self, optimizer, runtime or {})
@@ -202,20 +211,20 @@ class ModelState:
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         uses: Collection[str] = (),
     ) -> dict[str, Any]:
-        """Read what :meth:`save` wrote.
+        """Load a checkpoint of :meth:`save`.
 
         Args:
-            directory: that of :meth:`save`.
+            directory: of the checkpoint.
             optimizer: over the model's parameters.
-            uses: the names in ``runtime`` that the caller makes use of; a warning names the others of the checkpoint,
-                but for ``"counters"``.
+            uses: the names in ``runtime`` that the caller loads; a warning names the others of the checkpoint, except
+                ``"counters"``.
 
         Returns:
             the ``runtime`` of the checkpoint, ``{}`` without one.
 
         Raises:
             WeightsError: no complete checkpoint, or of another model; nothing was changed.
-            BuildError: the optimizer's state does not fit this optimizer; nothing was changed.
+            BuildError: the state does not fit this optimizer; nothing was changed.
         """
         return load_checkpoint(directory, self, optimizer, uses)
 
@@ -232,8 +241,8 @@ class ModelState:
             runtime: as for :meth:`save`.
 
         Raises:
-            RankMismatchError: as :meth:`check_replicas` says.
-            BuildError: the optimizer, or ``runtime``, holds something that has no place in a checkpoint.
+            RankMismatchError: as for :meth:`check_replicas`.
+            BuildError: the state of the optimizer or ``runtime`` cannot be saved.
         """
         self.check_unchanged()
         return shards_of(self, optimizer, runtime or {})
@@ -246,15 +255,15 @@ class ModelState:
         optimizer: torch.optim.Optimizer | OptimizerStorage | None = None,
         uses: Collection[str] = (),
     ) -> dict[str, Any]:
-        """The reverse of :meth:`shards`, which gave the description.
+        """Load :meth:`shards` with their description.
 
-        ``source`` is asked once, for all that this rank wants. Arguments, result and errors are those of :meth:`load`.
+        ``source`` is read once, for all shards of this rank. Arguments, result and errors are as for :meth:`load`.
         """
         return load_shards(self, description, source, optimizer, uses)
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank is the first of those that share the model."""
+        """Whether this rank is the first rank of the model."""
         if self.mesh is not None:
             return self.mesh.is_first_rank
         mesh = self.own_mesh
@@ -262,7 +271,7 @@ class ModelState:
 
     @property
     def own_mesh(self) -> DeviceMesh | None:
-        """The mesh of the model's DTensors, where the schedule has none."""
+        """The mesh of the model's DTensors, if the schedule has none."""
         meshes: Any = (live.tensor.device_mesh for live in self.tensors() if is_distributed(live.tensor))  # type: ignore[attr-defined]
         return next(meshes, None) if self.mesh is None else None
 
@@ -276,7 +285,7 @@ class ModelState:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def check_unchanged(self) -> None:
-        """Refuse a model that was changed outside of the schedule, and follow its buffers: a collective over ``pp``."""
+        """Refuse a model changed outside of the schedule, and update buffers: a collective."""
         self.correspondence.tree.tensors.check_unchanged()
         follow_buffers(self.correspondence)
 
@@ -286,18 +295,17 @@ class ModelState:
             raise WeightsError(
                 f"'{empty[0]}' is on the meta device, but this rank must hold its values"
                 + (f" ({len(empty) - 1} more are, too)" if empty[1:] else ""),
-                hint="slapo_core.build(sch, weights=state, optimizer=...) gives a model on the meta device its values; "
-                'in a loop of your own, first sch.model.to_empty(device="cpu"), and fill in the buffers that no state '
-                "dict holds",
+                hint="slapo_core.build(sch, weights=state, optimizer=...) materializes a model on the meta device; in "
+                'your own loop, first call sch.model.to_empty(device="cpu"), and fill in the non-persistent buffers',
             )
 
-    def whole(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
+    def full_state(self, *, rank0_only: bool, include_added: bool, as_trained: bool = False) -> dict[str, torch.Tensor]:
         """Return :meth:`state_dict` without comparing replicas.
 
         Args:
             rank0_only: as there.
             include_added: as there.
-            as_trained: in the precision that is trained, instead of the reference model's.
+            as_trained: in the trained precision, instead of the reference model's.
         """
         wanted = not rank0_only or self.is_first_rank
         specs = self.correspondence.survey.specs
@@ -320,11 +328,11 @@ class ModelState:
         return {key: full[origin] for key, origin in self.correspondence.survey.keys.items()} | added
 
     def _own_type(self, value: torch.Tensor, built: torch.dtype) -> torch.dtype:
-        """Return the reference model's type where a runtime keeps another, else the tensor's."""
+        """Return the reference model's type if a runtime stores the tensor, else the tensor's."""
         return built if self.kept is not None else value.dtype
 
-    def prepare(self, source: Source) -> Loading:
-        """Check a source against the model, and read all of this rank's shards; nothing is changed.
+    def prepare(self, source: WeightsSource) -> Loading:
+        """Compare a source with the model, and read this rank's shards.
 
         Raises:
             WeightsError: names or shapes do not fit.
@@ -342,16 +350,16 @@ class ModelState:
         return loading
 
     def read_translated(
-        self, source: Source, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
+        self, source: WeightsSource, names: Mapping[str, str], live: LiveTensor, specs: tuple[TensorSpec, ...]
     ) -> torch.Tensor:
-        """This rank's shard of a live tensor with the reference tensors ``specs``, from a source."""
+        """Read this rank's shard of a translated live tensor from a source."""
         tensors = {
             spec.name: read_tensor(source, names[spec.name], spec, wider=self.kept is not None) for spec in specs
         }
         return live.layout.local(self.correspondence.translations.from_reference(live, tensors), self.mesh)
 
     def _carried(self, wanted: bool, copied: _Copied) -> dict[str, torch.Tensor]:
-        """Whole values of the reference tensors that layouts explain, in the same order on every rank."""
+        """Gather the reference tensors of live tensors with layouts."""
         carriers: dict[str, LiveTensor] = {}
         for live, spec in self.correspondence.carried():
             carriers.setdefault(spec.name, live)
@@ -370,13 +378,13 @@ class ModelState:
         return full
 
     def full(self, live: LiveTensor) -> torch.Tensor:
-        """The whole value of a live tensor, on every rank, wherever it lives: a collective."""
+        """Gather the full value of a live tensor on every rank: a collective."""
         value = live.layout.full(self.storage.read(live), self.mesh) if live.is_local else None
         holders = self.correspondence.holders(live)
         return self.from_holders(value, tuple(live.layout.shape), self._type(live), holders)
 
     def _type(self, live: LiveTensor) -> torch.dtype:
-        """In which the ranks that hold a tensor give it."""
+        """Return a tensor's type on the ranks that hold it."""
         if self.kept is None:
             return live.tensor.dtype
         return self.storage.dtype(live) if live.is_local else self._trained.get(_key(live), live.tensor.dtype)
@@ -416,11 +424,10 @@ class ModelState:
         if not include:
             other = [key for key in self.correspondence.survey.not_tensors if not is_extra(key)]
             left_out = [live.name for live in added] + other
-            if left_out and not self._told:
-                self._told = True
-                warnings.warn(
-                    "not in the state dict, because the reference model does not have them: " + ", ".join(left_out),
-                    stacklevel=5,
+            if left_out and not self._has_warned:
+                self._has_warned = True
+                warn_user(
+                    "the state dict leaves out tensors that the reference model does not have: " + ", ".join(left_out),
                 )
             return {}
         found = {}
@@ -437,13 +444,13 @@ def _key(live: LiveTensor) -> str:
 
 @dataclass
 class Loading:
-    """Values that were read, to be assigned when every rank has its own.
+    """Read values, to be assigned when every rank has its own.
 
     Args:
-        state: whose values they are.
-        assignments: what puts this rank's shards into their places.
+        state: to assign to.
+        assignments: functions that assign this rank's shards.
         dropped: as in :class:`ModelState`.
-        extra: what modules take by ``set_extra_state``.
+        extra: for the modules' ``set_extra_state``.
     """
 
     state: ModelState
@@ -452,10 +459,11 @@ class Loading:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def take(self, live: LiveTensor, shard: torch.Tensor) -> None:
-        """Assign this rank's shard of a tensor, in the end."""
+        """Add this rank's shard of a tensor."""
         self.assignments.append(self.state.storage.loading(live, shard))
 
     def assign(self) -> None:
+        """Assign all values."""
         for assign in self.assignments:
             assign()
         self.state.dropped.update(self.dropped)

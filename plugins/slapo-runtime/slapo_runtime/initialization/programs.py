@@ -1,4 +1,4 @@
-"""Initialize tensors on the meta device: record initializers as programs, and run them for any shard.
+"""Record initializers of meta tensors as programs, and run them for any shard.
 
 A tensor is initialized in blocks, each by a generator seeded with the tensor's name and the block's number. Blocks
 depend on the full shape alone: every layout has the same values, and a rank computes only the blocks that overlap its
@@ -22,9 +22,16 @@ from torch.overrides import TorchFunctionMode
 from slapo_core.errors import HookError, WeightsError
 from slapo_core.internals import module_index
 from slapo_core.layout import Layout
-from slapo_runtime.initializers import SKIP_MARK, InitializerCall, Initializers, Rerun, copy_on_meta, copy_with
+from slapo_runtime.correspondence.storage import shard_ranges
+from slapo_runtime.initialization.initializers import (
+    SKIP_MARK,
+    InitializerCall,
+    Initializers,
+    Rerun,
+    copy_on_meta,
+    copy_with,
+)
 from slapo_runtime.private import TorchDispatchMode, storage_id, tree_leaves
-from slapo_runtime.weights.files import placed
 
 if TYPE_CHECKING:
     from slapo_core.internals import HookManager
@@ -42,7 +49,7 @@ class Write:
     Args:
         operation: e.g. ``torch.ops.aten.mul_.Tensor``; called with the elements and the arguments.
         arguments: numbers.
-        box: the elements that it was run on.
+        box: the written elements.
         value: the source of a copy, of the box's shape.
     """
 
@@ -64,14 +71,14 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Program:
+class InitProgram:
     """The operations that give a tensor its initial value.
 
     Args:
         shape: the tensor's full shape, in elements.
         dtype: its element type.
-        draw: the operation that draws all of it, e.g. ``torch.ops.aten.normal_.default``, and its numbers; None where
-            the first of ``writes`` gives all elements a value.
+        draw: the random operation for all elements, e.g. ``torch.ops.aten.normal_.default``, and its numbers; None if
+            the first of ``writes`` sets all elements.
         writes: the later operations, in order.
     """
 
@@ -81,18 +88,18 @@ class Program:
     writes: tuple[Write, ...]
 
     def shard(self, layout: Layout, mesh: Mesh | None, key: str) -> torch.Tensor:
-        """This rank's shard, on the CPU.
+        """Compute this rank's shard, on the CPU.
 
         Args:
             layout: of the tensor, with its full shape.
-            mesh: None for all of it.
-            key: decides the random numbers, together with the number of the block.
+            mesh: None for the full tensor.
+            key: seeds the random numbers, together with the number of the block.
         """
         zero = bool(layout.padding) or not layout.holds_values(mesh)
         make = torch.zeros if zero else torch.empty
         shard = make(layout.local_shape(mesh), dtype=self.dtype, device="cpu")
         if layout.holds_values(mesh):
-            axes = [placed(ranges) for ranges in layout.segments(mesh)]
+            axes = [shard_ranges(ranges) for ranges in layout.segments(mesh)]
             generator = torch.Generator(device="cpu")
             scratch = torch.empty(min(_BLOCK, math.prod(self.shape)), dtype=self.dtype, device="cpu")
             for number, box in enumerate(blocks(self.shape)):
@@ -108,7 +115,7 @@ class Program:
         key: str,
         scratch: torch.Tensor,
     ) -> None:
-        """Write the overlap of a shard and a block: in place if the block is contiguous in the shard."""
+        """Write the overlap of a shard and a block, if possible in place."""
         parts = list(itertools.product(*(_shared(ranges, *own) for ranges, own in zip(axes, box, strict=True))))
         if not parts:
             return
@@ -149,7 +156,7 @@ def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def seed_of(key: str) -> int:
-    """A seed for torch's generators."""
+    """Return a seed for torch's generators."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
 
 
@@ -183,20 +190,20 @@ _CHANGES = (
     *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default),
 )
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_LARGEST_COPY = 1 << 20  # elements: what is copied in is kept until the model has its values
+_LARGEST_COPY = 1 << 20  # elements: copied values are kept until the model is materialized
 _AROUND = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "share_memory_"})
 
-_Writes = list[Write | None]  # None: a write that is not understood
+_Writes = list[Write | None]  # None: an unsupported write
 
 
-def record(model: nn.Module) -> dict[str, Program]:
-    """Programs for the tensors of ``model`` that are on the meta device.
+def record(model: nn.Module) -> dict[str, InitProgram]:
+    """Record programs for the tensors of ``model`` on the meta device.
 
     Args:
         model: it is only read.
 
     Returns:
-        name -> program, for every name of each tensor that is understood; torch's random state stays as it was.
+        name -> program, for every name of each recorded tensor; torch's RNG state is restored.
     """
     names = [(name, tensor) for name, tensor in _named(model) if tensor.is_meta and tensor.numel()]
     if not names:
@@ -218,11 +225,11 @@ def record(model: nn.Module) -> dict[str, Program]:
     for _, tensor in _named(copied):
         tensor.__dict__.pop(SKIP_MARK, None)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-        return _Recording(index, twins).programs()
+        return _InitializerRecords(index, twins).programs()
 
 
-class _Recording:
-    """The writes of each initializer, by tensor.
+class _InitializerRecords:
+    """Record the writes of each initializer, by tensor.
 
     Args:
         index: of the copy.
@@ -235,7 +242,7 @@ class _Recording:
         self._initializers = Initializers(index)
         self._written: dict[InitializerCall, dict[int, _Writes] | None] = {}
 
-    def programs(self) -> dict[str, Program]:
+    def programs(self) -> dict[str, InitProgram]:
         found = {}
         for tensor, sites in self._tracked():
             program = self._program(tensor, sites)
@@ -247,7 +254,7 @@ class _Recording:
         tensors = {id(tensor): tensor for _, tensor in _named(self._index.modules[""]) if not tensor.is_meta}
         return [(tensor, self._sites.of(tensor)) for tensor in tensors.values()]
 
-    def _program(self, tensor: torch.Tensor, sites: tuple[tuple[str, str], ...]) -> Program | None:
+    def _program(self, tensor: torch.Tensor, sites: tuple[tuple[str, str], ...]) -> InitProgram | None:
         """Record the program of a tensor, from its first site with writes."""
         key = storage_id(tensor)
         for path, _ in sites:
@@ -266,31 +273,31 @@ class _Recording:
 
 def _written_by(initializer: InitializerCall, twins: Mapping[int, torch.Tensor]) -> dict[int, _Writes] | None:
     """Record the writes of one initializer; None if it did anything else or raised."""
-    recorder = _Recorder(twins)
+    recorder = _WriteRecorder(twins)
     try:
-        with recorder, _Guard(recorder):
+        with recorder, _MemoryGuard(recorder):
             initializer.call()
-    except (_NotUnderstoodError, Exception):  # noqa: BLE001 - it is run again on real memory, and raises there too
+    except (_NotUnderstoodError, Exception):  # noqa: BLE001 - the run on real memory raises it, too
         return None
     return None if recorder.gave_up else recorder.writes
 
 
 class _NotUnderstoodError(BaseException):
-    """Ends an initializer, past its own ``except Exception``."""
+    """End an initializer, past its own ``except Exception``."""
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes in-place operations on the tensors with the storages ``twins`` instead of running them."""
+class _WriteRecorder(TorchDispatchMode):
+    """Record in-place operations on tensors with the storages ``twins`` instead of running them."""
 
     def __init__(self, twins: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
         self.writes: dict[int, _Writes] = {}
         self.gave_up = False
-        self.has_used_rng = False  # numbers that are no tensor's own: what depends on them is not the same again
+        self.has_used_rng = False  # outside of the tensors: dependent values are not reproducible
         self._twins = twins
 
     def has(self, value: Any) -> bool:
-        """Whether ``value`` is one of the tensors, or a view of one."""
+        """Return whether ``value`` is one of the tensors, or a view of one."""
         return isinstance(value, torch.Tensor) and not value.is_meta and storage_id(value) in self._twins
 
     def give_up(self) -> None:
@@ -313,40 +320,40 @@ class _Recorder(TorchDispatchMode):
         self.has_used_rng |= torch.Tag.nondeterministic_seeded in func.tags
         result = func(*args, **kwargs)
         if self.has_used_rng and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
-            self.give_up()  # a number for Python, which may decide what is run next
+            self.give_up()  # a number for Python, which may decide on later operations
         return result
 
     def _note(self, func: Any, view: torch.Tensor, arguments: tuple[Any, ...]) -> None:
         key = storage_id(view)
-        whole = self._twins[key]
+        full = self._twins[key]
         if func in _COPIES:
-            write = self._copy(view, whole, *arguments[:1])
+            write = self._copy(view, full, *arguments[:1])
         elif func in (*_DRAWS, *_FILLS, *_CHANGES):
-            func(torch.empty(1, dtype=view.dtype, device="cpu"), *arguments)  # what it refuses is refused here too
-            write = _write(func, view, whole, arguments)
+            func(torch.empty(1, dtype=view.dtype, device="cpu"), *arguments)  # raises for invalid arguments
+            write = _write(func, view, full, arguments)
         else:
             self.give_up()
         self.writes.setdefault(key, []).append(write)
 
-    def _copy(self, view: torch.Tensor, whole: torch.Tensor, value: torch.Tensor) -> Write | None:
+    def _copy(self, view: torch.Tensor, full: torch.Tensor, value: torch.Tensor) -> Write | None:
         if value.is_meta:
             self.give_up()
         if self.has_used_rng:
             return None
         if not value.ndim:
-            return _write(_aten.fill_.Scalar, view, whole, (value.item(),))
-        box = _box(view, whole)
+            return _write(_aten.fill_.Scalar, view, full, (value.item(),))
+        box = _box(view, full)
         if box is None or view.numel() > _LARGEST_COPY:
             return None
         shape = [length for _, length in box]
-        copied = torch.empty(view.shape, dtype=whole.dtype, device="cpu").copy_(value)
+        copied = torch.empty(view.shape, dtype=full.dtype, device="cpu").copy_(value)
         return None if copied.isnan().any() else Write(_aten.copy_.default, (), box, copied.view(shape))
 
 
-class _Guard(TorchFunctionMode):
-    """Notices what reaches a tensor's memory without an operator."""
+class _MemoryGuard(TorchFunctionMode):
+    """Give up on accesses to a tensor's memory without an operator."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _WriteRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -357,10 +364,10 @@ class _Guard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _program_of(writes: _Writes, whole: torch.Tensor) -> Program | None:
-    """Return the last full write and its successors as a program; None if some write is unknown."""
-    everything = tuple((0, extent) for extent in whole.shape)
-    shape = tuple(whole.shape)
+def _program_of(writes: _Writes, full: torch.Tensor) -> InitProgram | None:
+    """Return the program from the last full write on; None for unknown writes."""
+    everything = tuple((0, extent) for extent in full.shape)
+    shape = tuple(full.shape)
     for position in range(len(writes) - 1, -1, -1):
         write = writes[position]
         if write is None:
@@ -369,33 +376,33 @@ def _program_of(writes: _Writes, whole: torch.Tensor) -> Program | None:
             continue
         rest = tuple(later for later in writes[position + 1 :] if later is not None)
         if write.operation in _DRAWS:
-            return Program(shape, whole.dtype, (write.operation, write.arguments), rest)
-        return Program(shape, whole.dtype, None, (write, *rest))
+            return InitProgram(shape, full.dtype, (write.operation, write.arguments), rest)
+        return InitProgram(shape, full.dtype, None, (write, *rest))
     return None
 
 
-def _write(func: Any, view: torch.Tensor, whole: torch.Tensor, arguments: tuple[Any, ...]) -> Write | None:
-    box = _box(view, whole)
+def _write(func: Any, view: torch.Tensor, full: torch.Tensor, arguments: tuple[Any, ...]) -> Write | None:
+    box = _box(view, full)
     given = [number for number in arguments if number is not None]
     if box is None or any(not isinstance(number, (int, float)) or not math.isfinite(number) for number in given):
         return None
-    if func in _DRAWS and (view.shape != whole.shape or not whole.is_floating_point()):
+    if func in _DRAWS and (view.shape != full.shape or not full.is_floating_point()):
         return None
     if func in _SCALINGS and 0 in arguments:
-        return None  # what comes out may not be a number
+        return None  # the result may be NaN
     return Write(func, arguments, box)
 
 
-def _box(view: torch.Tensor, whole: torch.Tensor) -> Box | None:
-    """Return the box of ``whole`` that a view covers; None if it does not cover one in order."""
-    if view.dtype != whole.dtype:
+def _box(view: torch.Tensor, full: torch.Tensor) -> Box | None:
+    """Return the box of ``full`` that a view covers in order, if any."""
+    if view.dtype != full.dtype:
         return None
-    if view.shape == whole.shape and view.stride() == whole.stride():
-        return tuple((0, extent) for extent in whole.shape)
+    if view.shape == full.shape and view.stride() == full.stride():
+        return tuple((0, extent) for extent in full.shape)
     dims = [(extent, stride) for extent, stride in zip(view.shape, view.stride(), strict=True) if extent != 1]
     offset = int(view.storage_offset())
     box = []
-    for extent, stride in zip(whole.shape, whole.stride(), strict=True):
+    for extent, stride in zip(full.shape, full.stride(), strict=True):
         start, offset = divmod(offset, stride)
         length = dims.pop(0)[0] if extent > 1 and dims and dims[0][1] == stride else 1
         if start + length > extent:
@@ -413,10 +420,10 @@ class Initializer:
 
     Args:
         model: the reference model, or the scheduled one for what its steps added.
-        hooks: of the schedule: a plugin that answers ``slapo_initialize`` comes before the model's own initialization.
+        hooks: of the schedule: a plugin's ``slapo_initialize`` precedes the model's own initialization.
         seed: mixed into the seed of every tensor.
-        is_reference: False for a scheduled model. Its tensors may be shards already, so that what one rank could find
-            out of them depends on the layout; all initializers are run again for each.
+        is_reference: False for a scheduled model. Its tensors may be shards, so that recorded programs would depend on
+            the layout: all initializers are run again for each tensor.
     """
 
     def __init__(self, model: nn.Module, hooks: HookManager, *, seed: int = 0, is_reference: bool = True) -> None:
@@ -428,18 +435,18 @@ class Initializer:
         self._rerun = Rerun(copy_on_meta(model)) if others else None
 
     def value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The initial value of one tensor, on the CPU; torch's random state stays as it was.
+        """Return the initial value of one tensor on the CPU; restore torch's RNG state.
 
         Args:
             name: the tensor's full name in the model, e.g. ``"encoder.layer.0.output.dense.weight"``.
             shape: its full shape, in elements.
 
         Returns:
-            None if no plugin and no initializer gives all of it.
+            None if no plugin and no initializer sets all elements.
 
         Raises:
             WeightsError: an initializer raised.
-            HookError: plugins disagree, or give something else than asked for.
+            HookError: plugins disagree, or give a wrong value.
         """
         return self.shard(name, Layout(name, shape), None)
 
@@ -448,17 +455,17 @@ class Initializer:
 
         Args:
             name: the tensor's full name in the model.
-            layout: where the rank's shard lies, and the full shape.
-            mesh: None for all of it.
+            layout: of the rank's shard, with the full shape.
+            mesh: None for the full tensor.
         """
         shape, key, program = tuple(layout.shape), f"{self._seed}:{name}", self._programs.get(name)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            whole = self._ask(name, shape, key, program.dtype if program is not None else self._again.dtype(name))
-            if whole is None and program is not None:
+            full = self._ask(name, shape, key, program.dtype if program is not None else self._again.dtype(name))
+            if full is None and program is not None:
                 return program.shard(layout, mesh, key)
-            if whole is None:
-                whole = self._again.value(name, shape, seed_of(key))
-        return layout.local(whole, mesh) if whole is not None else None
+            if full is None:
+                full = self._again.value(name, shape, seed_of(key))
+        return layout.local(full, mesh) if full is not None else None
 
     @property
     def _again(self) -> Rerun:
@@ -484,7 +491,7 @@ class Initializer:
 
 
 def cannot_initialize(names: list[str]) -> WeightsError:
-    """The error for tensors on the meta device that no initializer fills."""
+    """Make the error for tensors on the meta device without an initializer."""
     one = len(names) == 1
     return WeightsError(
         f"{'a tensor' if one else f'{len(names)} tensors'} on the meta device cannot be initialized, because no "

@@ -1,7 +1,7 @@
-"""Tensors sent between some of the ranks along a mesh dimension, over its process group.
+"""Send tensors between some of the ranks along a mesh dimension, over its process group.
 
-A group of one's own for each set of ranks would have to be made by all processes, of which a mesh may be a part; sends
-need none. What is summed is the same on all of them to the last bit, because each adds in the order of the ranks.
+All processes would have to make a group for each set of ranks, but a mesh may cover only some of them; sends need no
+further group. Sums are bitwise equal on all ranks, because each adds in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def exchange_device(mesh: Mesh) -> torch.device:
 
 
 def spread(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, places: Sequence[int]) -> None:
-    """Give ``tensor`` of the first of some ranks to the others, in place.
+    """Broadcast ``tensor`` from the first of some ranks to the others, in place.
 
     Args:
         tensor: contiguous, and of one shape and type on all of them.
-        mesh: one that runs.
-        mesh_dim: the ranks differ in their place along it.
-        places: along it, ascending; this rank's is among them.
+        mesh: with processes.
+        mesh_dim: the mesh dimension of the ranks.
+        places: their coordinates along it, ascending, with this rank's.
     """
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def collect(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, places: Sequence[in
 
 
 def sum_among(tensor: torch.Tensor, mesh: Mesh, mesh_dim: str, places: Sequence[int]) -> torch.Tensor:
-    """The sum of some ranks' tensors, as new memory; arguments as for :func:`spread`."""
+    """Return the sum of some ranks' tensors, as new memory; arguments as for :func:`spread`."""
     first, *others = collect(tensor, mesh, mesh_dim, places)
     total = first.clone()
     for other in others:

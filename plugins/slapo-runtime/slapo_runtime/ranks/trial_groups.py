@@ -19,22 +19,22 @@ from slapo_runtime.private import new_group_among, set_timeout
 
 T = TypeVar("T")
 
-# What gloo and NCCL say to a rank whose partner is gone; neither has an exception class of its own for it.
+# Messages of gloo and NCCL about a lost partner, for which neither has an exception class.
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset|was aborted)|broken pipe", re.IGNORECASE)
 _INSIDE = ("/slapo_verify/", "/slapo_runtime/", "/torch/")
-_SIGN_OF_LIFE = 3.0  # seconds that the other ranks get to say that they have lost the connection too
+_SIGN_OF_LIFE = 3.0  # seconds for the other ranks to report a lost connection, too
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of some rank, as text that can travel.
+    """An exception of some rank, as text that can be sent.
 
     Args:
-        rank: the global one.
+        rank: the global rank.
         kind: the exception's class, e.g. ``"ValueError"``.
-        text: what it says.
+        text: its message.
         where: the line of the user's code, e.g. ``"train.py:12"``; "" if there is none.
-        lost: whether it only says that another rank broke off a collective.
+        lost: whether it only reports a collective that another rank aborted.
     """
 
     rank: int
@@ -54,8 +54,8 @@ class Attempt(Generic[T]):
     Args:
         result: this rank's; None if it raised.
         error: this rank's own exception.
-        failures: what ranks raised by themselves, in the order of ranks; the same on every rank. Left out are those
-            that only lost the connection to a rank that had failed.
+        failures: the original exceptions, in the order of ranks; the same on every rank. Ranks that only lost the
+            connection to a failed rank are left out.
     """
 
     result: T | None
@@ -63,13 +63,13 @@ class Attempt(Generic[T]):
     failures: tuple[Failure, ...]
 
     def value(self) -> T:
-        """This rank's result, where no rank failed."""
+        """Return this rank's result, if no rank failed."""
         assert not self.failures
         return self.result  # type: ignore[return-value]
 
 
 def describe_failure(rank: int, error: BaseException) -> Failure:
-    """The exception as text, with the innermost line that is neither torch's nor ours."""
+    """Return an exception as text, with its innermost line outside of torch and slapo."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not any(part in frame.filename.replace("\\", "/") for part in _INSIDE)]
     where = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
@@ -77,10 +77,10 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
 
 
 def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Failure, ...]:
-    """Return the failures that are not consequences of another rank's; all, if every rank lost a connection.
+    """Return the original failures; all, if every rank lost a connection.
 
     Args:
-        failures: of each of ``ranks``; None of one that went well.
+        failures: of each rank; None of a successful one.
         ranks: all of them.
     """
     found = tuple(failure for failure in failures if failure is not None)
@@ -93,10 +93,10 @@ def causes(failures: Sequence[Failure | None], ranks: Sequence[int]) -> tuple[Fa
 
 
 def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:
-    """Make the error of a rank that lost the connection: it names the ranks that left or died.
+    """Make the error for a lost connection, with the ranks that left or died.
 
     Args:
-        store: where a rank that leaves early has written why, as ``"left <rank>"``.
+        store: with the reason of each rank that left early, as ``"left <rank>"``.
         rank: this process's.
         ranks: all of them.
     """
@@ -112,17 +112,17 @@ def lost_rank(store: Any, rank: int, ranks: Sequence[int]) -> RankFailedError:
                 break
             time.sleep(0.05)
         failures = failures or dict.fromkeys(silent, "no sign of life: the process ended, or hangs")
-    except RuntimeError as error:  # the process that keeps the store is gone too
-        failures = {min(ranks): f"the store of the process group is gone, which rank 0 keeps: {error}"}
-    told = "; ".join(f"rank {other}: {text}" for other, text in failures.items()) or "no rank says why"
+    except RuntimeError as error:  # the process with the store ended, too
+        failures = {min(ranks): f"the store of the process group, on rank 0, is lost: {error}"}
+    reasons = "; ".join(f"rank {other}: {text}" for other, text in failures.items()) or "no rank reports a reason"
     first = min(failures, default=None)
-    return RankFailedError(f"the connection to another rank is lost; {told}", failures=failures, first=first)
+    return RankFailedError(f"the connection to another rank is lost; {reasons}", failures=failures, first=first)
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as inner:  # noqa: BLE001 - the class of a user: its own text is what fails
+    except Exception as inner:  # noqa: BLE001 - __str__ of a user's class may raise
         return f"(str(error) raised {type(inner).__name__})"
 
 
@@ -131,7 +131,7 @@ def _says_lost(error: BaseException) -> bool:
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """The exception and those that it was raised from, or while handling."""
+    """Yield an exception, its causes and its contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -140,23 +140,23 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 SECONDS = 60.0
-"""That a rank waits in a collective for another one, at least."""
+"""The smallest timeout of a collective in a trial."""
 
-_TIMES = 10.0  # as long as what ran before
-_LOOK = 0.05  # seconds between two looks at what the others have published
+_TIMES = 10.0  # the timeout, in durations of an earlier trial
+_LOOK = 0.05  # seconds between two reads of the store
 
 
 class TrialMesh(Mesh):
     """The dimensions and ranks of a mesh, over new process groups with a timeout.
 
     A rank that raises leaves the others waiting in a collective. It drops its groups, which ends the others' wait at
-    once (gloo: unless something else holds them), or the timeout does. All ranks make them again then, under the same
-    names.
+    once (gloo: unless there are other references), or the timeout does. Then all ranks make the groups again, under
+    the same names.
 
     Args:
         mesh: of several running ranks, which all make it together.
-        store: in which no other code writes.
-        seconds: the timeout; None: the larger of 60 and ten times what :meth:`allow` was told.
+        store: for this mesh alone.
+        seconds: the timeout; None: the larger of 60 and ten times the duration of :meth:`allow`.
     """
 
     def __init__(self, mesh: Mesh, store: Any, seconds: float | None) -> None:
@@ -203,10 +203,10 @@ class TrialMesh(Mesh):
 
     @contextlib.contextmanager
     def watched(self, store: Any) -> Iterator[None]:
-        """Abort this rank's groups when another rank fails in a trial: for waits on the GPU.
+        """Abort this rank's groups when another rank fails in a trial.
 
-        NCCL waits on the GPU, and hears nothing of a group that another rank dropped: a thread of this rank looks into
-        the store, and ends its own groups before NCCL's watchdog would end the process.
+        NCCL waits on the GPU, and does not learn of a group that another rank dropped: a thread of this rank reads the
+        store, and aborts its own groups before NCCL's watchdog would end the process.
 
         Args:
             store: of this trial alone.
@@ -228,7 +228,7 @@ class TrialMesh(Mesh):
             thread.join()
 
     def _watch(self, store: Any, over: threading.Event) -> None:
-        deadline = float("inf")  # for those that wait for a rank that is done
+        deadline = float("inf")  # after a rank has finished
         while not over.wait(_LOOK):
             if deadline == float("inf") and store.check(["done"]):
                 deadline = time.monotonic() + 0.9 * self._seconds

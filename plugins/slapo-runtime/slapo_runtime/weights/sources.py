@@ -1,0 +1,286 @@
+"""Sources of full tensors by name: mappings and safetensors files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slapo_core.errors import WeightsError
+from slapo_core.layout import Layout
+from slapo_runtime.correspondence.storage import shard_ranges
+from slapo_runtime.weights.files import COMPLETE, INDEX_FILE, MANIFEST, SINGLE_FILE, located
+from slapo_runtime.weights.module_state import is_extra, unpacked
+
+if TYPE_CHECKING:
+    from slapo_core.layout import Mesh
+    from slapo_runtime.correspondence.reference import Survey, TensorSpec
+
+
+class WeightsSource(ABC):
+    """Full tensors by name; a rank reads its own shards.
+
+    Attributes:
+        extra: the modules' extra state (``get_extra_state``), by the keys of the state dict.
+    """
+
+    extra: Mapping[str, Any] = {}
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The name for messages, e.g. ``"weights 'checkpoints/bert'"``."""
+
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of all tensors, by name."""
+
+    @abstractmethod
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        """Read this rank's shard in the source's dtype, as new contiguous memory."""
+
+
+def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | WeightsSource) -> WeightsSource:
+    """Open the ``weights`` of ``build``.
+
+    Args:
+        weights: a directory with safetensors files, one such file, or a mapping of full tensors.
+
+    Raises:
+        WeightsError: there are no weights, or they cannot be read.
+    """
+    if isinstance(weights, WeightsSource):
+        return weights
+    if isinstance(weights, Mapping):
+        return MappingSource(weights)
+    if isinstance(weights, (str, os.PathLike)):
+        return SafetensorsSource(Path(weights))
+    raise WeightsError(
+        f"weights must be a directory, a .safetensors file or a mapping of tensors (got {type(weights).__name__})",
+        hint='build(sch, weights="dir/with/safetensors")',
+    )
+
+
+class MappingSource(WeightsSource):
+    """Full tensors in memory, e.g. a plain model's ``state_dict()``."""
+
+    def __init__(self, tensors: Mapping[str, Any], label: str = "the weights given") -> None:
+        self._label = label
+        self.extra = {name: value for name, value in tensors.items() if is_extra(name)}
+        tensors = {name: value for name, value in tensors.items() if name not in self.extra}
+        wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor)]
+        if wrong:
+            raise WeightsError(f"{label}: {', '.join(map(repr, wrong))} must be tensors (got other objects)")
+        on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if on_meta:
+            raise WeightsError(f"{label} are on the meta device, without values: {', '.join(on_meta)}")
+        self._tensors = tensors
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        return layout.local(self._tensors[name].detach(), mesh)
+
+
+class SafetensorsSource(WeightsSource):
+    """One file, or a directory: ``model.safetensors``, the only ``*.safetensors``, or several and their index."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = self.directory = path
+        self._files: dict[Path, Any] = {}
+        self._file_of: dict[str, Path] = {}
+        description = _description_of(path)
+        self.extra = unpacked(description.get("extra", {}))
+        self.buffers: Mapping[str, Any] = description.get("buffers", {})  # that forwards resized or registered
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file, names in self._find(path).items():
+            handle = self._open(file)
+            present = set(handle.keys())
+            absent = sorted(names - present) if names is not None else []
+            if absent:
+                raise WeightsError(f"{file} lacks tensors that {INDEX_FILE} lists: {', '.join(absent)}")
+            for name in sorted(present if names is None else names):
+                if is_extra(name):
+                    self.extra = {**self.extra, name: handle.get_tensor(name).clone()}
+                    continue
+                self._file_of[name] = file
+                self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+
+    @property
+    def label(self) -> str:
+        return f"weights '{self._path}'"
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        handle = self._files[self._file_of[name]]
+        if layout.shape:
+            shard = _read_segments(handle.get_slice(name), layout, mesh)
+        else:
+            shard = handle.get_tensor(name).clone()
+        return shard if layout.holds_values(mesh) else shard.zero_()
+
+    def _open(self, file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            self._files[file] = safe_open(file, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{file} cannot be read as safetensors: {error}") from error
+        return self._files[file]
+
+    @staticmethod
+    def _find(path: Path) -> dict[Path, set[str] | None]:
+        """Return the files to read, each with its names; None takes all."""
+        if path.is_file():
+            return {path: None}
+        if not path.is_dir():
+            raise WeightsError(f"no weights found at '{path}': no such file or directory")
+        if (path / INDEX_FILE).is_file():
+            return _read_index(path / INDEX_FILE)
+        for file in (path / COMPLETE / SINGLE_FILE, path / SINGLE_FILE):
+            if file.is_file():
+                return {file: None}
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) == 1:
+            return {files[0]: None}
+        if not files:
+            raise WeightsError(
+                f"no weights found in '{path}': no *.safetensors file",
+                hint="save them with model.save_pretrained(dir), or with safetensors.torch.save_file(state_dict, file)",
+            )
+        raise WeightsError(
+            f"'{path}' holds {len(files)} safetensors files and no {INDEX_FILE}: "
+            + ", ".join(file.name for file in files),
+            hint="name the file: weights='dir/file.safetensors'",
+        )
+
+
+class Wider(WeightsSource):
+    """A source that prefers some tensors in a wider type.
+
+    Args:
+        source: all tensors.
+        wider: some of them, by first names.
+        names: name in the source -> first name.
+    """
+
+    def __init__(self, source: WeightsSource, wider: WeightsSource, names: Mapping[str, str]) -> None:
+        self._source, self._wider, self._names = source, wider, names
+
+    @property
+    def label(self) -> str:
+        return self._source.label
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._source.shapes()
+
+    def read(self, name: str, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+        first = self._names.get(name, name)
+        if first in self._wider.shapes():
+            return self._wider.read(first, layout, mesh)
+        return self._source.read(name, layout, mesh)
+
+
+def _description_of(directory: Path) -> dict[str, Any]:
+    """Return the description of an engine's checkpoint; empty for other directories and for files."""
+    file = located(directory, MANIFEST, last=MANIFEST)
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise WeightsError(f"{file} is not the description of a checkpoint: {error}") from error
+
+
+def _read_index(file: Path) -> dict[Path, set[str] | None]:
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(name), str(shard)) for name, shard in weight_map.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{file} is not an index of safetensors files: {type(error).__name__}: {error}") from error
+    files: dict[Path, set[str] | None] = {}
+    for name, shard in pairs:
+        if Path(shard).name != shard:
+            raise WeightsError(f"{file} places '{name}' in '{shard}', outside of its directory")
+        names = files.setdefault(file.parent / shard, set())
+        assert names is not None
+        names.add(name)
+    return files
+
+
+def _read_segments(stored: Any, layout: Layout, mesh: Mesh | None) -> torch.Tensor:
+    """Read only this rank's ranges, with zeros for padding.
+
+    The result is a copy: safetensors maps the file, and later writes into it would reach the model.
+    """
+    shard: torch.Tensor | None = None
+    for ranges in itertools.product(*(shard_ranges(axis) for axis in layout.segments(mesh))):
+        stops = [min(start + length, extent) for (_, start, length), extent in zip(ranges, layout.shape, strict=True)]
+        starts = [min(start, stop) for (_, start, _), stop in zip(ranges, stops, strict=True)]
+        part = stored[tuple(map(slice, starts, stops))]
+        if shard is None:
+            shard = torch.zeros(layout.local_shape(mesh), dtype=part.dtype, device="cpu")
+        own = tuple(slice(at, at + extent) for (at, _, _), extent in zip(ranges, part.shape, strict=True))
+        shard[own] = part
+    assert shard is not None
+    return shard
+
+
+def check_names(survey: Survey, source: WeightsSource) -> dict[str, str]:
+    """Compare a source's names and shapes with the reference model's.
+
+    Returns:
+        first name of each tensor of the state dict -> its name in the source.
+
+    Raises:
+        WeightsError: with every missing name, unexpected name and wrong shape.
+    """
+    shapes = source.shapes()
+    names: dict[str, str] = {}
+    wrong: list[str] = []
+    hint = "give the names and shapes of the reference model's state_dict(), independent of the schedule"
+    for spec in survey.specs.values():
+        if not spec.keys:
+            continue
+        found = [key for key in spec.keys if key in shapes]
+        if not found:
+            tied = f" (tied with {', '.join(spec.keys[1:])})" if spec.keys[1:] else ""
+            wrong.append(f"missing: {spec.keys[0]} {spec.shape}{tied}")
+            continue
+        names[spec.name] = found[0]
+        if not spec.is_parameter and shapes[found[0]] != spec.shape:
+            path, _, own_name = spec.name.rpartition(".")
+            hint = (
+                "for a buffer that the forward resizes, engine.load(directory) uses the shape of the checkpoint; else "
+                f"resize it first: model.get_submodule('{path}').{own_name} = state['{found[0]}'].clone()"
+            )
+        wrong += [
+            f"wrong shape: {key} must be {spec.shape} (got {shapes[key]})" for key in found if shapes[key] != spec.shape
+        ]
+    wrong += [f"unexpected: {name} {shape}" for name, shape in shapes.items() if name not in survey.keys]
+    wrong += [f"unexpected: {name}" for name in source.extra if name not in survey.not_tensors]
+    if wrong:
+        raise WeightsError(
+            "\n".join([f"{source.label} do not fit the model:", *(f"  - {line}" for line in wrong)]), hint=hint
+        )
+    return names
+
+
+def read_tensor(source: WeightsSource, name: str, spec: TensorSpec, *, wider: bool = False) -> torch.Tensor:
+    """Read a full tensor in the model's type; ``wider`` keeps a wider type."""
+    value = source.read(name, Layout(spec.name, spec.shape), None)
+    dtype = torch.promote_types(value.dtype, spec.dtype) if wider else spec.dtype
+    return value.to("cpu", dtype)
