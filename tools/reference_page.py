@@ -16,8 +16,8 @@ from docstring_markdown import sections, signature, tidy
 import slapo_core
 import slapo_testing as testing
 from slapo_core import errors
-from slapo_core.internals import NodeGroup
 from slapo_core.plugins import current_registry
+from slapo_core.tree.selection import NodeGroup
 from slapo_graph import patterns
 from slapo_graph.protocol import Flag, Guard, Recorded, Untraceable, check
 from slapo_runtime.context import BuildContext

@@ -50,7 +50,7 @@ def test_continuous_integration_checks_and_tests() -> None:
     assert {"check", "test"} <= called((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
 
 
-def test_what_does_not_exist_is_found() -> None:
+def test_missing_paths_are_found() -> None:
     page = "$ make nothing\nrun: make test\n`tools/release.py --frobnicate` and tests/nowhere, tests/core\n"
     assert called(page) - targets() == {"nothing"}
     assert list(missing_paths(page)) == ["tests/nowhere"]

@@ -47,7 +47,7 @@ def slapo(*arguments: str) -> str:
         pytest.param(slapo("device", "show", "h100"), id="slapo device show"),
     ],
 )
-def test_nothing_heavy_is_imported(code: str) -> None:
+def test_commands_import_no_heavy_library(code: str) -> None:
     assert heavy_modules_after(code) == []
 
 

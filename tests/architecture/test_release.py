@@ -50,7 +50,7 @@ def test_versions_requirements_and_changelog_agree(capsys: pytest.CaptureFixture
         (CHANGELOG, "## [0.1.0]", "## [0.0.9]", "no section for 0.1.0"),
     ],
 )
-def test_what_disagrees_is_an_error(
+def test_disagreeing_versions_are_an_error(
     file: str, old: str, new: str, says: str, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (tree / file).read_text()

@@ -39,6 +39,12 @@ TEXT = {
     r"seeded anew|made anew|begins? anew": "again",
     r"what replicas hold|keeps elsewhere": "the replicas' copies; main weights",
     r"(?<!there )is no (?!longer\b|more\b|less\b|other\b|need\b|point\b|way\b)[a-z]+": "is not a ...",
+    r"wholes?(?! numbers?)": "full, unsharded; entire model; all of ...",
+    r"forms? of (a|an|the|its|this|that|these|each) (batch|batches|inputs?|arguments?|call|calls|values?)": (
+        "input signature"
+    ),
+    r"those of|what (is|are)": "a noun",
+    r"(is|are) (held|said|told)": "a noun, or an active verb",
     r"he|his|him|himself|somebody|nobody|everybody": "you, or no person",
     r"(optim|initial|material|normal|serial|synchron|quant|general|special|recogn)is(e|ed|es|ing|ation|er|ers)": "-ize",
     r"parallelis(e|ed|es|ing|ation)|behaviours?|colours?|honours?|favours?|neighbours?|centres?": "American spelling",
@@ -57,6 +63,8 @@ NAMES = {
     r"closed_calls?": "opaque_calls",
     r"spoil(ed|t)?": "abort, invalidate",
     r"masters": "main_weights",
+    r"wholes?": "full",
+    r"forms?": "signature (of inputs), alternative (of a pattern)",
 }
 """Part of an identifier between underscores -> the term to use."""
 
@@ -97,6 +105,10 @@ def findings(source: str) -> Iterator[tuple[int, str, str]]:
         ('hint = f"{x}: the masters of {y}"\n', "masters"),
         ("def take(own_pieces): ...\n", "own_pieces"),
         ('"""Optimisers."""\n', "Optimisers"),
+        ('"""Gather the whole\n    tensor."""\n', "whole"),
+        ("x = 1  # those of the root\n", "those of"),
+        ('"""What is kept."""\n', "What is"),
+        ("def take(batch_form): ...\n", "batch_form"),
     ],
 )
 def test_a_phrase_is_found_in_any_text_and_name(source: str, phrase: str) -> None:

@@ -70,7 +70,7 @@ def sch() -> Iterator[slapo.Schedule]:
         yield slapo.create_schedule(model())
 
 
-def test_what_was_found_out_is_recorded_saved_and_replayed(sch: slapo.Schedule) -> None:
+def test_bound_arguments_are_recorded_saved_and_replayed(sch: slapo.Schedule) -> None:
     sch["1"].replace(nn.Linear(3, 9, bias=False), drop="bias")
     sch.apply(Largest())
     assert sch.records[-1].primitive == Largest("1")

@@ -78,7 +78,7 @@ def test_without_the_random_state_gradients_differ() -> None:
     assert any(not torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_what_checkpoint_promises_follows_from_whether_it_keeps_the_random_state() -> None:
+def test_equivalence_of_checkpoint_follows_preserve_rng_state() -> None:
     sch = slapo.create_schedule(MLP(dropout=0.0))
     sch["layers.0"].checkpoint()
     assert sch.records[0].primitive.equivalence == slapo.Equivalence.EXACT

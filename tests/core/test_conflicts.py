@@ -25,7 +25,7 @@ def registry(fake_distributions: FakeEnvironment) -> Registry:
     return fake_distributions.registry()
 
 
-def test_both_plugins_are_in_conflict_and_say_about_what(registry: Registry, message: Messages) -> None:
+def test_conflict_names_both_plugins_and_the_entry(registry: Registry, message: Messages) -> None:
     first, second = registry.plugins
     assert (first.state, second.state) == ("conflict", "conflict")
     message(first.reason, "'acme.pad'", "second")
@@ -33,7 +33,7 @@ def test_both_plugins_are_in_conflict_and_say_about_what(registry: Registry, mes
 
 
 @pytest.mark.parametrize("name", ["pad", "acme.pad"])
-def test_neither_is_used(registry: Registry, name: str, message: Messages) -> None:
+def test_conflicting_plugins_are_not_used(registry: Registry, name: str, message: Messages) -> None:
     with pytest.raises(UnusablePluginError) as caught:
         registry.resolve("primitives", name)
     message(caught, "'acme.pad'", "first 1.0 and second 1.0", "SLAPO_DISABLE_PLUGINS=first")

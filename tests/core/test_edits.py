@@ -51,7 +51,7 @@ def test_a_child_that_the_same_primitive_replaced_cannot_be_edited(kind: str, me
     sch["0.1"].apply(HookAll())  # which is there again
 
 
-def test_what_stands_at_a_replaced_path_can_be_edited() -> None:
+def test_replacement_can_be_edited() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
     sch = slapo.create_schedule(model)
     new = nn.Sequential(nn.Linear(4, 4))

@@ -55,7 +55,7 @@ def test_tied_tensors_are_named() -> None:
     assert sch.records[0].effects == ("weight (10, 8) -> (5, 8), tp: S(0), tied with out.weight",)
 
 
-def test_what_changes_below_the_node_has_its_path_and_is_folded() -> None:
+def test_changes_below_the_node_have_paths_and_are_folded() -> None:
     def freeze(node, edit):
         for name in ("query", "key"):
             edit.set_requires_grad(node[name], "weight", False)

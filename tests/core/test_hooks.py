@@ -170,7 +170,7 @@ def test_an_unusable_plugin_cannot_be_named_although_it_has_no_hooks(
     assert manager.active == ()
 
 
-def test_one_hooks_module_of_two_distributions_is_refused_for_the_second(fake_distributions: FakeEnvironment) -> None:
+def test_hooks_module_shared_by_two_distributions_is_refused(fake_distributions: FakeEnvironment) -> None:
     one = with_hooks("acme-hooks", DOCTOR.format("x"))
     fake_distributions.install(one, FakeDistribution("beta-hooks", "1.0", one.entry_points))
     manager = HookManager(fake_distributions.registry())
@@ -322,7 +322,7 @@ def test_suggestions_that_are_none_are_blamed(fake_distributions: FakeEnvironmen
     message(refused, "slapo_suggest of acme-hooks", "Suggestion", "got 'sum it'")
 
 
-def test_one_plugin_that_answers_twice_is_an_error(fake_distributions: FakeEnvironment) -> None:
+def test_plugin_answering_twice_is_an_error(fake_distributions: FakeEnvironment) -> None:
     twice = f"{MATERIALIZE.format(1)}@hookimpl(specname='slapo_initialize')\ndef more(name): return 2\n"
     with pytest.raises(HookError, match=r"acme-hooks 1\.0 and by acme-hooks 1\.0"):
         hooks_of(fake_distributions, twice).call("slapo_initialize", **TENSOR)

@@ -118,7 +118,7 @@ def test_the_processs_registry_is_kept_until_its_surroundings_change(
     assert "acme.pad" not in current_registry().names("primitives")
 
 
-def test_it_decorates_with_and_without_parentheses(isolated_registry: Registry) -> None:
+def test_register_primitive_works_with_and_without_parentheses(isolated_registry: Registry) -> None:
     one, other = make("my.one", qualname="One"), make("my.other", qualname="Other")
     assert register_primitive(one) is one
     assert register_primitive()(other) is other

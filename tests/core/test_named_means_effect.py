@@ -121,7 +121,7 @@ def test_a_refusal_that_is_no_violation_names_the_plugin(
     message(caught, "slapo_preconditions of odd-slapo", "Violation", f"got {shown}")
 
 
-def test_one_violation_needs_no_list(fake_distributions: FakeEnvironment) -> None:
+def test_single_violation_needs_no_list(fake_distributions: FakeEnvironment) -> None:
     source = "from slapo_core import hookimpl, Violation\n@hookimpl\ndef slapo_preconditions():\n"
     source += "    return Violation('not on Mondays')\n"
     points = {"slapo.v1.hooks": {"odd": "odd_hooks"}}

@@ -95,7 +95,7 @@ def test_document_holds_every_step() -> None:
         (1j, "", "builtins.complex"),
     ],
 )
-def test_what_json_cannot_carry_names_argument_and_record(value: Any, where: str, kind: str, message: Messages) -> None:
+def test_serialization_error_names_argument_and_record(value: Any, where: str, kind: str, message: Messages) -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
     sch["layers.0"].checkpoint()

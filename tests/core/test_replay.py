@@ -188,9 +188,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         (_document(primitive="core.checkpoint", arguments={}), "checkpointed already"),
     ],
 )
-def test_what_cannot_be_replayed_says_why_and_leaves_the_model_untouched(
-    document: Any, word: str, message: Messages
-) -> None:
+def test_failed_replay_explains_and_leaves_the_model_unchanged(document: Any, word: str, message: Messages) -> None:
     model = MLP()
     before = ModelSnapshot(model)
     told = set()

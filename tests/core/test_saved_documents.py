@@ -127,7 +127,7 @@ def test_a_document_of_format_1_is_replayed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_it_holds_the_records_that_the_steps_give_now(name: str) -> None:
+def test_saved_documents_equal_current_records(name: str) -> None:
     applied = schedule({"tp": 1})
     WRITTEN[name](applied)
     sch = slapo.replay(Encoder(), SAVED / f"{name}.json", mesh={"tp": 1}, example_inputs=IDS)

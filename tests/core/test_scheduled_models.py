@@ -71,7 +71,7 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def test_of_two_schedules_of_a_model_only_one_takes_steps(message: Messages) -> None:
+def test_second_schedule_of_a_model_is_refused(message: Messages) -> None:
     model = two_layers()
     first, second = slapo.create_schedule(model), slapo.create_schedule(model)
     first["0"].apply(Halve())

@@ -404,7 +404,7 @@ def test_parameters_set_by_the_user_after_the_start_are_changed_and_never_missed
     assert model.head.weight is assigned
 
 
-def test_training_after_undoing_all_equals_the_untouched_model() -> None:
+def test_training_after_undoing_all_equals_the_reference_model() -> None:
     for name, make in MODELS.items():
         reference, model = make().double(), make().double()
         reference.eval()

@@ -172,7 +172,7 @@ def program(readme: Path) -> str:
 
 
 @pytest.mark.slow
-def test_nothing_undeclared_is_there(clean: CleanEnvironment) -> None:
+def test_installation_has_no_undeclared_files(clean: CleanEnvironment) -> None:
     code = "import importlib.util as u; print([n for n in ('matplotlib', 'transformers') if u.find_spec(n)])"
     assert clean.python("-c", code) == "[]\n"
 

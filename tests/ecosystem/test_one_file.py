@@ -38,7 +38,7 @@ def imported(source: str) -> set[str]:
     return found
 
 
-def test_it_has_at_most_500_lines_and_imports_torch_and_the_standard_library_only() -> None:
+def test_program_has_at_most_500_lines_and_imports_torch_only() -> None:
     source = FILE.read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 500
     assert imported(source) - sys.stdlib_module_names == {"torch"}

@@ -13,7 +13,7 @@ FREE = ("hooks", "hookspecs", "renamed")
 """Groups in which a name means nothing, or is another's former name."""
 
 
-def test_what_a_user_is_told_to_install_is_what_this_repository_has() -> None:
+def test_install_hints_name_existing_distributions() -> None:
     root = Path(__file__).parents[2]
     files = [root / "pyproject.toml", *(root / "plugins").glob("*/pyproject.toml")]
     projects = [tomllib.loads(file.read_text())["project"] for file in files]

@@ -203,7 +203,7 @@ def test_the_comparison_of_messages_can_fail(shown: str, got: str, same: bool) -
     assert says(shown, got) is same
 
 
-def test_what_is_left_out_is_left_out() -> None:
+def test_left_out_rows_are_unsupported() -> None:
     assert left_out("f(1, packed=3)\n", "packed=3") == "f(1)\n"
     assert left_out("def g():\n    f(1)  # one\n    h()\n", "f(1)") == "def g():\n    pass\n    h()\n"
     with pytest.raises(AssertionError, match="nothing in the program"):

@@ -177,7 +177,7 @@ def test_parameters_that_move_or_are_replaced_are_the_ones_that_are_read(device:
 
 
 @pytest.mark.gpu(2.9)
-def test_what_a_captured_call_takes(device: torch.device, measured: Any) -> None:
+def test_time_of_a_captured_call(device: torch.device, measured: Any) -> None:
     """Twelve blocks of short kernels, forward and backward: numbers for the tables."""
     model = stack(device, layers=12)
     (x,) = batches(1, device=device)

@@ -54,7 +54,7 @@ def gpt2(device: torch.device) -> nn.Module:
 
 @pytest.mark.gpu(5)
 @pytest.mark.parametrize("flatten", [False, True])
-def test_what_recorded_layers_cost_the_host(device: torch.device, measured: Any, flatten: bool) -> None:
+def test_host_time_of_traced_layers(device: torch.device, measured: Any, flatten: bool) -> None:
     """GPT-2 in bfloat16 with one sequence: the time in which a step is enqueued, a layer; and the same gradients."""
     ids = torch.arange(32, device=device).reshape(1, 32)
     batch = {"input_ids": ids, "labels": ids}

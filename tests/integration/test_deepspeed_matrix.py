@@ -21,7 +21,7 @@ UNCLIPPED = DeepSpeedCell("gpt2", "dp 2", zero=1, max_grad_norm=1.1 * MAX_GRAD_N
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.breadth)])
-def test_deepspeed_trains_the_scheduled_model_as_torch_trains_the_untouched_one(world_size: int) -> None:
+def test_deepspeed_trains_the_scheduled_model_as_torch_trains_the_reference_one(world_size: int) -> None:
     found = differing([*SAMPLE, UNCLIPPED], world_size)
     if world_size == 2:
         assert_clipping_shows(found.pop(str(UNCLIPPED)))

@@ -67,7 +67,7 @@ def test_numbers_of_steps_that_one_flat_tensor_cannot_hold(found: Found, message
     assert not is_unchanged
 
 
-def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
+def test_misplaced_state_changes_training(found: Found) -> None:
     """The comparison that every other test here relies on."""
     for rank in found:
         faults = rank["faults"].get()

@@ -61,7 +61,7 @@ _SAMPLE = {
     [("checkpoint", "trace", "fuse"), ("trace", "checkpoint", "fuse"), ("trace", "fuse", "checkpoint")],
     ids=", ".join,
 )
-def test_what_is_around_a_part_of_a_flat_graph_goes_around_a_graph_of_its_own(order: tuple[str, ...]) -> None:
+def test_wrapped_parts_of_a_flat_graph_get_their_own_graph(order: tuple[str, ...]) -> None:
     at, model, batch = FAMILIES["bert"], model_of("bert"), batch_of("bert")
     before = ModelSnapshot(model)
     sch = slapo.create_schedule(model, example_inputs=batch)

@@ -303,7 +303,7 @@ def test_patterns_match_as_before_where_megatron_runs_without_gpu() -> None:
     assert run_ranks(matches_where_megatron_runs_without_gpu, world_size=1) == [[1, 1]]
 
 
-def test_what_the_engine_keeps_and_sends_is_told_apart() -> None:
+def test_memory_and_messages_of_the_engine_are_listed_apart() -> None:
     found = {name: estimate(DEEPSPEED[name], "deepspeed") for name in ("ZeRO-0", "ZeRO-1", "ZeRO-3")}
     memory = {name: one.memory for name, one in found.items()}
     assert memory["ZeRO-0"].optimizer > memory["ZeRO-1"].optimizer  # the master partition, and half of the moments
@@ -322,7 +322,7 @@ NOT_KNOWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("target", NOT_KNOWN)
-def test_what_is_not_known_is_said(target: str) -> None:
+def test_unknown_values_are_listed(target: str) -> None:
     with pytest.raises(slapo.BuildError, match="cannot simulate"):
         estimate(NOT_KNOWN[target], target)
 

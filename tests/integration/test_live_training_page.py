@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training-a-live-model.md").read_te
 
 
 @pytest.mark.ranks
-def test_the_program_trains_and_what_it_saves_is_the_untouched_model(tmp_path: Path) -> None:
+def test_the_program_trains_and_what_it_saves_is_the_reference_model(tmp_path: Path) -> None:
     from transformers import BertForMaskedLM
 
     program = "".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL))  # with saving and resuming

@@ -38,7 +38,7 @@ UNCLIPPED = MegatronCell("gpt2", "dp 2", max_grad_norm=1.1 * MAX_GRAD_NORM)
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.breadth), 4])
-def test_megatron_trains_the_scheduled_model_as_torch_trains_the_untouched_one(world_size: int) -> None:
+def test_megatron_trains_the_scheduled_model_as_torch_trains_the_reference_one(world_size: int) -> None:
     found = differing([*SAMPLE, UNCLIPPED, sequence_cells()[0], file_cells()[-1]], world_size)
     if world_size == 2:
         assert_clipping_shows(found.pop(str(UNCLIPPED)))

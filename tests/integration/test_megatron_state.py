@@ -23,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("case", LOW)
-def test_what_is_trained_is_what_is_saved_and_loaded(found: Found, case: str) -> None:
+def test_trained_state_round_trips(found: Found, case: str) -> None:
     dtype = str(LOW[case][2])
     for rank in found:
         one = rank[case]
@@ -81,7 +81,7 @@ def test_the_scale_of_the_loss_goes_on_where_it_was(found: Found) -> None:
         assert rank["scales"]["told"] == "fine"
 
 
-def test_what_is_loaded_into_the_wrong_place_shows(found: Found) -> None:
+def test_misplaced_state_changes_training(found: Found) -> None:
     """The comparison that every other test here relies on."""
     for rank in found:
         assert rank["faults"]["nullcontext"] == ("fine", 0)

@@ -47,7 +47,7 @@ def test_an_unmodified_model_keeps_every_promise_of_the_core(name: str) -> None:
 
 
 @pytest.mark.ranks
-def test_one_generic_schedule_splits_families_over_two_processes() -> None:
+def test_generic_schedule_shards_families_over_two_processes() -> None:
     answers = run_ranks(verify_on_ranks, (*SPLIT, SPLIT_WRONGLY), world_size=2, timeout=180)
     assert answers[0] == answers[1]
     wrong = answers[0].pop(SPLIT_WRONGLY)

@@ -35,7 +35,7 @@ def test_every_layer_has_its_matches_and_their_replacements_are_verified(name: s
     assert row.verified == "ok"
 
 
-def test_what_is_missed_has_its_reason_and_weights_that_only_leave_are_none() -> None:
+def test_misses_have_a_reason() -> None:
     missed = patterns_in(subject("bloom"))
     assert missed.found["fusion.sdpa"] == (0, 2)
     assert "calls of the pattern are there" in missed.missed["fusion.sdpa"]

@@ -261,7 +261,7 @@ def test_outputs_are_put_together_along_the_axis_of_the_samples_or_not_at_all(ra
         assert "the micro-batches cannot be combined" in found["gathered"]
 
 
-def test_what_cannot_be_run_is_refused_on_every_rank_alike(ranks: list[dict[str, Any]], message: Messages) -> None:
+def test_unsupported_runs_are_refused_on_every_rank(ranks: list[dict[str, Any]], message: Messages) -> None:
     first, second = (found["refusals"] for found in ranks)
     assert first == second
     words = [
@@ -345,7 +345,7 @@ def on_ranks(names: list[str]) -> list[bool]:
 
 
 @pytest.mark.breadth
-def test_what_is_left_out_is_found() -> None:
+def test_omissions_are_found() -> None:
     names = ["the sum over ties", "a micro-batch", "a value that is sent"]
     assert np_any(run_ranks(on_ranks, names, world_size=2)) == [True] * 3
     assert np_any(run_ranks(on_ranks, ["the mean over replicas"], world_size=4)) == [True]

@@ -371,7 +371,7 @@ def test_a_first_step_that_fails_on_one_rank_leaves_no_rank_waiting(results: lis
 
 
 @pytest.mark.ranks
-def test_what_a_step_added_must_have_the_same_values_on_every_rank(results: list[dict[str, Any]]) -> None:
+def test_tensors_added_by_a_step_must_agree_on_every_rank(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["added_with_other_values"].startswith("RankMismatchError: replicas of 'drop.weight' differ")
 

@@ -80,7 +80,7 @@ def schedule_llama(schedule: slapo.Schedule) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_a_rewritten_model_is_the_untouched_one(name: str) -> None:
+def test_a_rewritten_model_is_the_reference_one(name: str) -> None:
     torch.manual_seed(0)
     model = {"bert": bert, "gpt2": gpt2, "llama": llama}[name]()
     untouched = copy.deepcopy(model)

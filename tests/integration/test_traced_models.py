@@ -45,7 +45,7 @@ def test_flattened_blocks_too(name: str) -> None:
     assert traces(subject(name), flatten=True) == f"ok: {TRACED[name]}"
 
 
-def test_what_is_not_traced_has_a_reason_with_the_line_of_the_model() -> None:
+def test_untraced_models_have_a_reason_with_a_line() -> None:
     result = traces(subject("falcon_mamba"), flatten=True)
     assert result.startswith("refused: 0/2; backbone.layers.0: the graph of it was recorded with ")
     assert "shape[2] == 12, and this call has 7" in result

@@ -29,7 +29,7 @@ SAMPLE = {
 
 
 @pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.breadth), *list(SAMPLE)[1:]])
-def test_a_model_in_stages_is_the_untouched_model(name: str) -> None:
+def test_a_model_in_stages_is_the_reference_model(name: str) -> None:
     assert cut_verifies(subject(name)) == SAMPLE[name]
 
 

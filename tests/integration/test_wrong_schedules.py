@@ -65,7 +65,7 @@ RIGHT = (
 
 
 @pytest.mark.ranks
-def test_one_case_of_each_of_many_classes_is_caught_and_blamed_on_the_right_steps() -> None:
+def test_sampled_wrong_schedules_are_blamed_on_the_right_steps() -> None:
     answers = run_ranks(run_cases, WRONG, world_size=2, timeout=600, compare=False)
     for mine, other in zip(*answers, strict=True):
         assert mine.outcome == other.outcome, mine.name

@@ -284,7 +284,7 @@ def test_values_that_are_no_configuration_are_refused(config: Any, words: tuple[
     message(refusal(config), *words)
 
 
-def test_nothing_is_a_configuration_of_defaults() -> None:
+def test_config_none_gives_defaults() -> None:
     assert planned(None) == planned({})
     nothing = dict.fromkeys(("zero_optimization", "optimizer", "scheduler", "bf16", "train_batch_size"))
     assert planned({**nothing, "gradient_clipping": None}) == planned({})

@@ -25,7 +25,7 @@ def marks_of(shards: int, tp: int) -> list[bool]:
     return [getattr(one.tensor, name, False) for name in SHARDED]
 
 
-def test_of_a_shard_that_several_ranks_hold_the_first_is_counted() -> None:
+def test_replicated_shard_is_counted_on_its_first_rank() -> None:
     assert [any(marks_of(2, tp)) for tp in range(4)] == [True, False, True, False]
     assert all(all(marks_of(4, tp)) for tp in range(4))
 

@@ -118,7 +118,7 @@ def _by_hand(way: str) -> tuple[list[float], float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_the_same_loop_by_hand(name: str) -> None:
+def test_training_equals_a_hand_written_loop(name: str) -> None:
     _, way, allowed = CASES[name]
     ranks = [rank[name].get() for rank in _found()]
     losses, evaluated, masters = _by_hand(way)

@@ -225,7 +225,7 @@ def test_compile_refuses_invalid_calls(step: Compile, word: str) -> None:
     assert word in str(refused.value)
 
 
-def test_it_is_refused_twice_and_where_nothing_is_called(message: Messages) -> None:
+def test_repeated_compile_and_uncalled_modules_are_refused(message: Messages) -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()

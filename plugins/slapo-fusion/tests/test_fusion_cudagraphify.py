@@ -420,7 +420,7 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize("kind", ["attribute", "buffer", "argument", "result", "hook", "device"])
 @pytest.mark.usefixtures("on_cpu")
-def test_what_a_replay_would_leave_out_is_refused_at_the_first_call(kind: str, message: Messages) -> None:
+def test_side_effects_are_refused_before_the_capture(kind: str, message: Messages) -> None:
     model, x = nn.Sequential(Counts(kind)), torch.randn(4, 6)
     slapo.create_schedule(model)["0"].apply(Cudagraphify())
     words = {"attribute": "'calls'", "buffer": "'total'", "argument": "writes to", "result": "slice"}

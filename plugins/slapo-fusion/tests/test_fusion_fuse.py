@@ -182,7 +182,7 @@ def test_a_compiler_that_raises_is_named_and_the_model_is_intact(
     torch.testing.assert_close(gradients(sch.model, x), expected)
 
 
-def test_of_a_backend_that_raises_the_cause_is_named_and_not_its_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_errors_name_their_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(graph: Any, inputs: Any) -> Any:
         raise AttributeError("no such kernel")
 
@@ -269,7 +269,7 @@ def test_they_pass_through_torch_compile_too(
     assert len(runs) == (0 if when == "compiling" else 2)
 
 
-def test_what_the_model_itself_refuses_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_model_do_not_blame_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sum(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return F.gelu(x + y)
@@ -328,7 +328,7 @@ def test_a_match_across_layers_is_found_from_the_root() -> None:
 
 @pytest.mark.slow
 @pytest.mark.breadth
-def test_inductor_draws_the_same_dropout_as_the_untouched_model(
+def test_inductor_draws_the_same_dropout_as_the_reference_model(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path_factory.getbasetemp()

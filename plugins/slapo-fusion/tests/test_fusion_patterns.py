@@ -42,7 +42,7 @@ def traced(function: Any, inputs: tuple[Tensor, ...]) -> slapo.Schedule:
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_what_people_write_is_found_and_its_replacement_computes_the_same(case: str) -> None:
+def test_common_spellings_match_and_replacements_agree(case: str) -> None:
     name, function, inputs = FOUND[case]
     sch = traced(function, inputs)
     matches = sch["op"].find(name)
@@ -56,7 +56,7 @@ def test_what_people_write_is_found_and_its_replacement_computes_the_same(case: 
 
 
 @pytest.mark.parametrize("case", NOT_FOUND)
-def test_what_is_only_close_to_a_pattern_is_not_found(case: str) -> None:
+def test_near_misses_do_not_match(case: str) -> None:
     name, function, inputs = NOT_FOUND[case]
     sch = traced(function, inputs)
     assert list(sch["op"].find(name)) == []

@@ -179,13 +179,13 @@ def check_graphs() -> None:
 
 @pytest.mark.breadth
 @pytest.mark.ranks
-def test_what_is_compiled_around_collectives_agrees_with_the_untouched_model() -> None:
+def test_compiled_regions_around_collectives_equal_the_reference() -> None:
     run_ranks(check_compile, world_size=2, timeout=600)  # compiling: minutes on a busy machine
 
 
 @pytest.mark.breadth
 @pytest.mark.ranks
-def test_what_is_decomposed_and_fused_beside_collectives_agrees_with_the_untouched_model() -> None:
+def test_decomposed_and_fused_layers_beside_collectives_equal_the_reference() -> None:
     run_ranks(check_graphs, world_size=2)
 
 

@@ -37,7 +37,7 @@ def test_a_region_at_the_end_of_what_is_checkpointed(compiler: str) -> None:
 
 
 @pytest.mark.parametrize("backend", sampled(["eager", "aot_eager"]))
-def test_what_is_checkpointed_inside_of_what_is_compiled_draws_the_same_again(backend: str) -> None:
+def test_checkpoint_inside_a_compiled_module_restores_the_rng_state(backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).train()
     sch = slapo.create_schedule(model, example_inputs=torch.randn(2, 3, 8))

@@ -30,7 +30,7 @@ def test_example_calls_are_taken_once() -> None:
     assert Counted.calls.call_count == 3  # once for each layer: one run
 
 
-def test_it_is_taken_in_the_middle_of_an_edit() -> None:
+def test_example_call_is_recorded_during_an_edit() -> None:
     """The edits made so far are as they were afterwards, though an earlier step changed the same place."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sch = slapo.create_schedule(model, example_inputs=torch.ones(1, 2))

@@ -198,7 +198,7 @@ def test_patterns_with_several_results() -> None:
 # -- overlaps ------------------------------------------------------------------------------------------------------
 
 
-def test_of_overlapping_matches_the_first_in_the_graph_counts() -> None:
+def test_first_of_overlapping_matches_wins() -> None:
     def graph(x: torch.Tensor) -> Any:
         for _ in range(5):
             x = F.relu(x)

@@ -62,7 +62,7 @@ def test_regular_expression_given_as_text_gets_a_hint(schedule: slapo.Schedule, 
     assert "re.compile" not in repr(schedule.find("nothing"))
 
 
-def test_where_takes_the_nodes_that_a_function_accepts(schedule: slapo.Schedule) -> None:
+def test_where_filters_nodes_by_a_function(schedule: slapo.Schedule) -> None:
     def is_shared(node: fx.Node) -> bool:
         return node.op == "call_module" and len(node.users) == 1
 

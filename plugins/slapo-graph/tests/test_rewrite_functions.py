@@ -90,7 +90,7 @@ def test_a_function_is_the_computation() -> None:
     slapo.verify(schedule, X)
 
 
-def test_one_step_at_the_root_rewrites_every_place_below() -> None:
+def test_root_step_rewrites_every_match() -> None:
     model, untouched, schedule = stack()
     schedule.replace(bias_gelu, schedule.find(biased))
     assert [record.path for record in schedule.records] == ["blocks.0", "blocks.1", ""]

@@ -304,7 +304,7 @@ def test_one_run_finds_the_scheduled_arguments_of_all_modules() -> None:
         assert len(layer.graph.variants) == 1
 
 
-def test_where_the_scheduled_model_does_not_run_so_far_the_steps_to_complete_are_named(message: Messages) -> None:
+def test_incomplete_schedule_names_its_unfinished_steps(message: Messages) -> None:
     sch = slapo.create_schedule(Biased(), example_inputs=X)
     sch["layers.0.table"].replace(nn.Linear(8, 2), drop=["weight", "bias"])
     sch["layers.2.out"].replace(nn.Linear(2, 8), drop=["weight"])
@@ -359,7 +359,7 @@ class CachingLayer(nn.Module):
         return self.linear(past.update(x))
 
 
-def test_where_a_cache_stops_a_trace_use_cache_is_named() -> None:
+def test_trace_error_of_a_cache_suggests_use_cache() -> None:
     sch = slapo.create_schedule(Caching(), example_inputs=torch.zeros(2, 4))
     with pytest.raises(slapo.TraceError, match="KeyCache") as refused:
         sch["layer"].trace(flatten=True)

@@ -40,7 +40,7 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_held_elsewhere_counts(name: str, flatten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_held_by_other_objects_are_guarded(name: str, flatten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holders, "TENSORS", {"gain": torch.tensor(2.0)})
     forward, change = CHANGES[name]
     torch.manual_seed(0)

@@ -94,7 +94,7 @@ def _dialect(sch: slapo.Schedule) -> Any:
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
 @pytest.mark.parametrize("bias", [False, True])
-def test_that_of_torch_trains_as_the_plain_model(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_implementation_trains_as_the_plain_model(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Model(bias=bias)
     model, asked = copy.deepcopy(plain), []
     real = F.linear_cross_entropy
@@ -112,7 +112,7 @@ def test_that_of_torch_trains_as_the_plain_model(bias: bool, monkeypatch: pytest
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [-100, 0])
-def test_that_of_torch_learns_nothing_of_ignored_labels_alone(reduction: str, ignored: int) -> None:
+def test_torch_implementation_gives_zero_gradients_for_ignored_labels(reduction: str, ignored: int) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (7, 3), (7,))]
     hidden, weight, bias = tensors
@@ -129,7 +129,7 @@ def test_that_of_torch_learns_nothing_of_ignored_labels_alone(reduction: str, ig
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
-def test_one_that_cannot_serve_a_loss_raises_and_nothing_else_is_taken() -> None:
+def test_unsupported_loss_raises_without_a_fallback() -> None:
     model = Model(softcaps=True)
     scheduled(model, implementation="torch")
     with pytest.raises(ArgumentError, match="softcapping") as raised:
@@ -145,7 +145,7 @@ def test_one_that_cannot_serve_a_loss_raises_and_nothing_else_is_taken() -> None
 
 
 @pytest.mark.parametrize(("name", "reason"), [("liger", "GPU"), ("cce", "GPU"), ("nothing", "no installed plugin")])
-def test_one_that_cannot_serve_here_is_refused_when_it_is_named(name: str, reason: str) -> None:
+def test_unsupported_implementation_is_refused_by_name(name: str, reason: str) -> None:
     model = Model()
     with pytest.raises(PreconditionError, match=reason):
         scheduled(model, implementation=name)
@@ -176,7 +176,7 @@ def test_one_that_cannot_serve_here_is_refused_when_it_is_named(name: str, reaso
         (Chunked, {"ranks": 8, "is_even": False, "has_operations": True, "device": "mps"}, None),
     ],
 )
-def test_what_each_refuses_has_a_reason(
+def test_refusals_of_implementations_have_a_reason(
     implementation: type[Implementation], situation: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor_parallel = object()
@@ -256,7 +256,7 @@ def test_cce_is_called_by_names_and_its_loss_has_the_type_of_the_model(monkeypat
     assert called == {"ignore_index": -100, "reduction": "mean"}
 
 
-def test_one_of_a_third_party_is_asked_and_takes_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_third_party_implementation_replaces_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubled(Implementation):
         name = "doubled"
 

@@ -63,7 +63,7 @@ def test_marks_follow_the_layout_of_a_parameter() -> None:
         assert marks_on(one) == dict(zip(names, wanted, strict=True)), name
 
 
-def test_of_a_shard_that_several_ranks_hold_the_first_is_marked() -> None:
+def test_replicated_shard_is_marked_on_its_first_rank() -> None:
     found = []
     for tp in range(4):
         one = live("w", (4, 6), ("tp", Shard(0)), shard_counts=(("tp", 2),))
@@ -219,7 +219,7 @@ def test_without_marks_the_norm_leaves_out_pieces(name: str) -> None:
         assert unmarked[0] < 0.98 * marked[0]  # and nothing told
 
 
-def test_packed_parameters_and_summands_count_as_in_the_untouched_model() -> None:
+def test_packed_parameters_and_summands_count_as_in_the_reference_model() -> None:
     wanted = [norm_of(rows(step)) for step in range(2)]
     for rank in found():
         for target in ("torch", "megatron"):

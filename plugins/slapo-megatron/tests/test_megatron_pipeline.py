@@ -99,7 +99,7 @@ def untouched() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.breadth)])
-def test_stages_train_as_the_untouched_model(ranks: int) -> None:
+def test_stages_train_as_the_reference_model(ranks: int) -> None:
     losses, norms, state = untouched()
     found = run_ranks(on_rank, CASES[ranks], world_size=ranks)
     for name, (mesh, _, _) in CASES[ranks].items():

@@ -131,7 +131,7 @@ def wanted() -> Steps:
 
 
 @pytest.mark.parametrize("name", list(CASES)[:4])
-def test_it_trains_as_the_untouched_model(name: str) -> None:
+def test_training_equals_the_reference_model(name: str) -> None:
     same([rank[name] for rank in found()], wanted())
 
 

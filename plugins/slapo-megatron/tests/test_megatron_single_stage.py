@@ -98,5 +98,5 @@ def test_replicas_of_pieces_train_as_one_process(name: str) -> None:
     same([rank[name] for rank in found(4)], untouched())
 
 
-def test_one_process_trains_as_the_untouched_model() -> None:
+def test_one_process_trains_as_the_reference_model() -> None:
     same([rank["alone"] for rank in found(1)], untouched())

@@ -171,7 +171,7 @@ def by_hand(way: str, *, is_ruled: bool) -> tuple[list[float], float, dict[str, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_the_same_loop_by_hand(name: str) -> None:
+def test_training_equals_a_hand_written_loop(name: str) -> None:
     way, _, _, factory = CASES[name]
     losses, evaluated, masters = by_hand(way, is_ruled=factory is None)
     for rank in found():

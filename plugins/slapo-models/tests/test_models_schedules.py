@@ -279,7 +279,7 @@ def saved() -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [2, *(pytest.param(tp, marks=pytest.mark.breadth) for tp in (1, 4, 8))])
-def test_one_file_is_replayed_estimated_and_verified_at_each_size(tp: int) -> None:
+def test_schedule_file_is_replayed_estimated_and_verified_at_each_size(tp: int) -> None:
     sch = slapo.replay(eight_heads(), saved(), mesh={"tp": tp}, example_inputs=TOKENS)
     assert slapo.replay(eight_heads(), sch.to_json(), example_inputs=TOKENS).to_json() == sch.to_json()
     (kind,) = sch.estimate(timeout=PATIENCE).kinds
@@ -314,7 +314,7 @@ def check_grouped(sch: slapo.Schedule, kv_heads: int, tp: int) -> None:
 @pytest.mark.breadth
 @pytest.mark.ranks
 @pytest.mark.parametrize(("tp", "kv_heads"), [*((tp, kv) for tp in (1, 2, 4, 8) for kv in (2, 4, 8)), (16, 8)])
-def test_one_schedule_is_right_with_fewer_and_more_kv_heads_than_ranks(tp: int, kv_heads: int) -> None:
+def test_schedule_is_right_with_fewer_and_more_kv_heads_than_ranks(tp: int, kv_heads: int) -> None:
     sch = slapo.create_schedule(grouped(kv_heads), mesh={"tp": tp}, example_inputs=TOKENS)
     FAMILIES["llama"].apply(sch, **EVERYTHING)
     check_grouped(sch, kv_heads, tp)
@@ -346,7 +346,7 @@ def added(document: str, sch: slapo.Schedule, point: Any) -> None:
 @pytest.mark.breadth
 @pytest.mark.ranks
 @pytest.mark.parametrize("most", [2, 8])
-def test_one_file_is_tuned_over_sizes(most: int, tmp_path: Path) -> None:
+def test_schedule_file_is_tuned_over_sizes(most: int, tmp_path: Path) -> None:
     result = slapo_tune.tune(
         eight_heads,
         functools.partial(sizes_of_ranks, most),
@@ -369,7 +369,7 @@ def test_one_file_is_tuned_over_sizes(most: int, tmp_path: Path) -> None:
 @pytest.mark.breadth
 @pytest.mark.ranks
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_one_file_is_fitted_at_each_size(tp: int) -> None:
+def test_schedule_file_is_fitted_at_each_size(tp: int) -> None:
     sch = slapo.replay(eight_heads(), saved(), mesh={"tp": tp}, example_inputs=TOKENS)
     peak = sch.estimate(timeout=PATIENCE).memory.total
     fit = sch.fit(memory=peak - 1, timeout=PATIENCE)

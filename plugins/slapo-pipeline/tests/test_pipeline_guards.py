@@ -134,7 +134,7 @@ def test_new_values_and_frozen_parameters_are_followed_between_two_micro_batches
     assert torch.is_grad_enabled()
 
 
-def test_global_names_autocast_and_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_check_globals_autocast_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     made = cut(Model(), ["a"], **CALL)
     made.run(CALL)
     with torch.autocast("cpu"), pytest.raises(GuardError, match="another autocast setting"):

@@ -44,7 +44,7 @@ def t5() -> tuple[nn.Module, list[str], dict[str, Any]]:
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("make", [gpt2, bert, t5])
-def test_stages_in_turn_are_the_untouched_model(make: Any, train: bool) -> None:
+def test_stages_in_turn_are_the_reference_model(make: Any, train: bool) -> None:
     torch.manual_seed(0)
     model, cuts, batch = make()
     ids = torch.randint(0, 64, (2, 5))

@@ -138,7 +138,7 @@ def test_values_that_skip_stages_are_relayed_and_the_batch_is_not() -> None:
     assert [stage.inputs for stage in made.partition.stages] == [("x",), (), (), ("x",)]
 
 
-def test_one_tensor_as_two_arguments_is_two_arguments() -> None:
+def test_tensor_passed_twice_stays_two_arguments() -> None:
     class Two(Base):
         def forward(self, x: Any, y: Any) -> Any:
             return self.b(self.a(x)) * y

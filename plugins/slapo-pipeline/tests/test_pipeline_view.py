@@ -64,7 +64,7 @@ stage 1 -> 2: 396 bytes
 output: logits (stage 2), hidden.0 (stage 0), loss (stage 2)"""
 
 
-def test_it_prints_stages_boundaries_ties_and_output():
+def test_view_prints_stages_boundaries_ties_and_output():
     sch = schedule()
     sch.pipeline_split(stages=3)
     stages = slapo_pipeline.stages(sch)
@@ -77,7 +77,7 @@ def test_it_prints_stages_boundaries_ties_and_output():
     assert sch.records[-1].primitive.after == ("layer.0", "layer.1")
 
 
-def test_it_is_data():
+def test_view_is_data():
     sch = schedule()
     sch["layer.0"].pipeline_split()
     stages = slapo_pipeline.stages(sch)

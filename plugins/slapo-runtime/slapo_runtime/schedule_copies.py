@@ -194,17 +194,17 @@ def sent(schedule: Schedule, *, strip: Callable[[Iterable[nn.Module]], None] = _
     without_output_hooks(model)
     for module in model.modules():
         module.__dict__.pop("extra_repr", None)  # of torchao: pickle refuses the function, which is for people only
-    whole = []
+    sendable = []
     for step in steps:
         if isinstance(step, SerializationError):
             raise step
-        whole.append(step)
-    values = [value for step in whole for value in step.primitive.arguments().values()]
+        sendable.append(step)
+    values = [value for step in sendable for value in step.primitive.arguments().values()]
     strip([model, *(value for value in values if isinstance(value, nn.Module))])
-    for step in whole:
+    for step in sendable:
         for name, value in step.primitive.arguments().items():
             _require_sendable(step, name, value)
-    return Sent(model, tuple(whole), Internals(schedule).plugins, schedule.example_inputs)
+    return Sent(model, tuple(sendable), Internals(schedule).plugins, schedule.example_inputs)
 
 
 def _require_sendable(step: Record, name: str, value: Any) -> None:
@@ -227,7 +227,7 @@ def _require_sendable(step: Record, name: str, value: Any) -> None:
 def installed_modules(model: nn.Module) -> list[str]:
     """List the modules of installed packages that define the model, to preload them for all processes.
 
-    Those of the user's own are not among them: they may change while the server of the processes lives.
+    The user's own modules are left out: they may change while the server of the processes lives.
     """
     installed = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib")})
     names = dict.fromkeys(type(module).__module__ for module in model.modules())

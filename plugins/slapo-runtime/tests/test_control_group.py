@@ -50,7 +50,7 @@ def counted() -> dict[str, int]:
 
 
 @pytest.mark.ranks
-def test_one_group_serves_every_save_load_and_agreement_of_a_mesh() -> None:
+def test_control_group_is_shared_by_save_load_and_checks() -> None:
     calls = ("build", "save", "load", "state_dict", "check_replicas", "save again")
     assert run_ranks(counted, world_size=4) == [{"live state_dict": 1, **dict.fromkeys(calls, 0)}] * 4
 

@@ -85,7 +85,7 @@ def test_two_tensor_parallel_ranks_save_and_one_process_goes_on(tmp_path: Path) 
 
 
 @pytest.mark.ranks
-def test_one_process_saves_and_tensor_parallel_ranks_go_on(tmp_path: Path) -> None:
+def test_checkpoint_of_one_process_resumes_on_tensor_parallel_ranks(tmp_path: Path) -> None:
     save_after_three(None, str(tmp_path))
     for state in run_ranks(go_on_to_six, {"tp": 2}, str(tmp_path), world_size=2):
         check(state)

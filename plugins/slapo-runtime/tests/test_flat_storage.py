@@ -43,7 +43,7 @@ def test_a_parameter_without_axes_has_its_place_too() -> None:
     assert mine.state(vector) == {}
 
 
-def test_one_number_of_steps_is_shared_and_others_are_refused() -> None:
+def test_step_counts_must_agree() -> None:
     _, number, vector, mine = stored()
     states = {number: {"step": torch.tensor(1.0)}, vector: {"step": torch.tensor(2.0)}}
     with pytest.raises(BuildError, match=r"'number' and 2\.0 for 'vector', but A runtime keeps one number"):

@@ -133,7 +133,7 @@ def test_torch_loads_the_state_into_the_reference_model() -> None:
                 assert torch.equal(plain.optimizer.state[one][key], value)
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(message: Messages) -> None:
+def test_incompatible_state_is_refused_and_changes_nothing(message: Messages) -> None:
     run, other = Run("alone", "AdamW"), Run("alone", "SGD")
     run.steps(0, 1)
     other.steps(0, 1)

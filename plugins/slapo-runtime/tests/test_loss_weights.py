@@ -199,7 +199,7 @@ def test_a_later_step_without_items_is_refused_and_changes_nothing(message: Mess
     assert engine.eval_step(full(0)).loss.isnan()  # as torch's means over nothing are
 
 
-def test_both_ways_at_once_are_refused() -> None:
+def test_loss_weights_given_twice_are_refused() -> None:
     engine = slapo.build(slapo.create_schedule(model()), optimizer=sgd, loss_weight=count)
     with pytest.raises(slapo.BuildError, match="num_items_in_batch"):
         engine.train_step({**full(0), "num_items_in_batch": count(full(0))})

@@ -134,7 +134,7 @@ def test_a_rank_that_was_sent_gradients_gives_them_back_even_if_nothing_depends_
 
 
 @pytest.mark.parametrize("values", [{}, {"ids": torch.arange(3)}, {"h": torch.ones(3), "mask": torch.ones(()).bool()}])
-def test_one_floating_tensor_goes_and_comes_back_whatever_crosses(values: dict[str, torch.Tensor]) -> None:
+def test_packed_messages_carry_a_floating_tensor(values: dict[str, torch.Tensor]) -> None:
     """Megatron waits for a gradient of every message, and knows one type of all."""
     for grads in (True, False):
         with torch.set_grad_enabled(grads):

@@ -44,5 +44,5 @@ def test_a_parameter_that_is_unfrozen_is_refused_on_replicas(message: Messages) 
     message(text, "'0.bias' was unfrozen", "engine.load(directory)")
 
 
-def test_one_process_trains_it() -> None:
+def test_one_process_trains_the_unfrozen_model() -> None:
     assert unfrozen(None) == "trained"

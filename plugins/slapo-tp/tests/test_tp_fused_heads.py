@@ -421,7 +421,7 @@ def test_an_attention_gets_a_configuration_of_its_own() -> None:
     assert attention.config is reference.config
 
 
-def test_what_fused_heads_refuse_and_what_to_write_instead(message: Messages) -> None:
+def test_fused_head_refusals_carry_the_corrected_call(message: Messages) -> None:
     phi: Any = slapo.create_schedule(phi3(), mesh={"tp": 4})
     phi["model.layers.0.self_attn"].shard_attribute("config.num_attention_heads")
 

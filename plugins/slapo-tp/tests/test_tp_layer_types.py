@@ -41,7 +41,7 @@ def page() -> dict[str, Any]:
     return names
 
 
-def test_what_is_known_of_a_layer_follows_its_split(page: dict[str, Any]) -> None:
+def test_layer_attributes_follow_the_shard(page: dict[str, Any]) -> None:
     model = page["schedule"]({"tp": 2}).model
     assert (model.lora_up.out_features, model.lora_down.in_features, model.int8_up.out_features) == (16, 16, 16)
     assert (model.lora_up.in_features, model.lora_down.out_features) == (16, 16)
@@ -106,7 +106,7 @@ def test_an_axis_that_cannot_be_split_is_refused(page: dict[str, Any], message: 
         (Doubled, (Axis("vocabulary"), Axis("output")), "has a vocabulary"),
     ],
 )
-def test_what_cannot_be_registered_is_refused(layer_class: Any, axes: Any, word: str, message: Messages) -> None:
+def test_invalid_registrations_are_refused(layer_class: Any, axes: Any, word: str, message: Messages) -> None:
     with pytest.raises(slapo.ArgumentError) as refused:
         register_layer(layer_class, LayerType("Other", axes))
     message(refused, word)

@@ -125,7 +125,7 @@ def test_build_asks_for_a_reduction_and_tells_of_the_sequence(size: int, message
 
 @MESHES
 @pytest.mark.parametrize("enter", ["words", "layers.0"])
-def test_what_the_refusals_ask_for_is_accepted(enter: str, size: int) -> None:
+def test_corrected_calls_of_refusals_are_accepted(enter: str, size: int) -> None:
     sch: Any = slapo.create_schedule(Model(), mesh={"tp": size})
     inside(sch)
     sch["words"].shard("weight", axis=0)

@@ -220,7 +220,7 @@ def check_other_models() -> None:
 
 @pytest.mark.breadth
 @pytest.mark.ranks
-def test_one_kv_head_and_qwen3_with_biases_and_norms() -> None:
+def test_single_kv_head_and_qwen3_with_biases_and_norms() -> None:
     run_ranks(check_other_models, world_size=4)
 
 
@@ -406,7 +406,7 @@ def test_undo_takes_everything_back_and_redo_shares_again() -> None:
     assert before.differences(reference) == []
 
 
-def test_one_matrix_after_the_other_is_shared_alike() -> None:
+def test_packed_matrices_are_sharded_alike() -> None:
     holder = nn.Sequential(nn.Linear(3, 8))
     full = holder[0].weight.detach().clone()
     sch: Any = slapo.create_schedule(holder, mesh={"tp": 4}, rank=2)
@@ -423,7 +423,7 @@ def test_attributes_follow_the_shards() -> None:
         assert (attention.num_key_value_heads, attention.repeats) == (kv, groups)
 
 
-def test_what_shards_refuses_and_what_to_write_instead(message: Messages) -> None:
+def test_shards_refusals_carry_the_corrected_call(message: Messages) -> None:
     norm = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(8, 8), nn.Embedding(8, 8), nn.MultiheadAttention(8, 2))
     fused = model()
     fused.layers[0].qkv = nn.Linear(8, 32)

@@ -125,7 +125,7 @@ def check_qwen3() -> None:
 
 
 @pytest.mark.ranks
-def test_qwen3_whose_norms_work_on_the_ranks_own_heads_is_the_untouched_model() -> None:
+def test_qwen3_whose_norms_work_on_the_ranks_own_heads_is_the_reference_model() -> None:
     run_ranks(check_qwen3, world_size=2)
 
 

@@ -114,7 +114,7 @@ FURTHER = [pytest.param(name, marks=pytest.mark.breadth) for name in ("shard(wei
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("first", ["shard(weight, 0)", *FURTHER])
-def test_what_follows_a_split_is_judged_alike_at_every_world_size(first: str) -> None:
+def test_obligations_are_equal_at_every_world_size(first: str) -> None:
     assert differing(((first, *rest) for rest in itertools.product(STEPS, repeat=2)), (1, 2)) == []
 
 

@@ -112,7 +112,7 @@ def test_invalid_stages_are_refused_with_their_plugin(
     message(caught, "cut-slapo 1.0" if live is None else "live-slapo 1.0", *words)
 
 
-def test_a_value_that_is_sent_further_than_it_is_read_is_no_mistake(cut: Make) -> None:
+def test_value_sent_beyond_its_last_reader_is_accepted(cut: Make) -> None:
     assert slapo.verify(cut(live=WRONG_LIVENESS["another"]), batch(), optimizer_steps=0).optimizer_steps == 0
 
 

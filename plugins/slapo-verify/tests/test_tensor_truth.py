@@ -88,7 +88,7 @@ def test_a_tensor_that_nobody_explains_is_refused_by_build_and_by_verify(
     slapo.verify(sch, x)
 
 
-def test_what_a_step_says_it_drops_keeps_its_untouched_value() -> None:
+def test_dropped_tensors_keep_their_reference_values() -> None:
     model = Net()
     bias = model.first.bias.detach().clone()
     sch = slapo.create_schedule(model)

@@ -130,7 +130,7 @@ def test_a_step_that_is_wrong_for_one_sample_only_is_found_and_blamed() -> None:
     assert slapo.verify(right, torch.randn(1, 4)).notes == ()
 
 
-def test_one_sample_that_the_untouched_model_does_not_take_is_left_out_and_the_larger_batch_is_compared() -> None:
+def test_batch_of_one_that_the_reference_refuses_is_left_out() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     sch = slapo.create_schedule(model)
     sch["0"].checkpoint()
@@ -210,7 +210,7 @@ class KeepsTheFirst(nn.GELU):
         return super().forward(input) + (self.kept - mean)
 
 
-def test_what_a_step_keeps_of_one_batch_and_uses_for_the_next_is_found() -> None:
+def test_state_kept_across_batches_is_found() -> None:
     sch = slapo.create_schedule(Net())
     sch["act"].replace(lambda old: KeepsTheFirst())
     error = failure(sch, torch.randn(3, 4), optimizer_steps=0)

@@ -57,7 +57,7 @@ class Router(nn.Linear):
         return out
 
 
-def test_what_an_earlier_forward_left_on_a_module_is_copied_without_its_graph() -> None:
+def test_outputs_kept_on_a_module_are_copied_without_their_graph() -> None:
     """Deepcopy refuses a tensor with a graph, also the weight that the older weight_norm computes."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(Router(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))

@@ -115,7 +115,7 @@ def test_whatever_is_raised_is_told(case: str, text: str, found: Found) -> None:
         assert f": {text.format(last=last)}" in first
 
 
-def test_of_ranks_that_raise_the_same_the_first_one_is_named(found: Found) -> None:
+def test_first_of_equal_errors_is_named(found: Found) -> None:
     for rank in found:
         text = rank["two ranks"][0].message
         assert " raises on rank 0 " in text

@@ -184,7 +184,7 @@ def test_a_replacement_that_is_right_in_every_type_agrees(dtype: torch.dtype) ->
     assert counts == {"own output": 1, "own buffer": 0, "own gradient": 6, "own evaluation output": 1}
 
 
-def test_what_the_untouched_model_cannot_do_in_its_own_types_is_said() -> None:
+def test_unsupported_types_of_the_reference_are_reported() -> None:
     model = three_layers(torch.float32)
     model[2] = branching(torch.float32, "raises", torch.float32)
     report = slapo.verify(slapo.create_schedule(model), torch.randn(3, 4))

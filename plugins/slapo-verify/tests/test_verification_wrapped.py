@@ -182,7 +182,7 @@ def test_a_constructor_may_hold_a_module() -> None:
 
 
 @pytest.mark.parametrize("place", ["class", "cache"])
-def test_what_cannot_be_copied_is_refused_by_name(place: str) -> None:
+def test_uncopyable_modules_are_refused_by_name(place: str) -> None:
     model: Any = Net()
     block, before = model.block, model.block.forward
     if place == "class":
