@@ -88,9 +88,7 @@ def test_the_architecture_page_lists_each_member() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize(
-    "folder", ["plugins/*/slapo_*", "plugins/*/tests", "tests/*", "benchmarks", "examples"]
-)
+@pytest.mark.parametrize("folder", ["plugins/*/slapo_*", "plugins/*/tests", "tests/*", "benchmarks", "examples"])
 def test_distributions_and_tests_do_not_go_around(folder: str) -> None:
     found = {
         f"{file.relative_to(ROOT)}: {detour}"

@@ -77,7 +77,7 @@ def train_two_steps(
 ) -> None:
     """What the engine of target ``"torch"`` does; ``between`` is called after each step."""
     # With the fake group ranks have nothing to compare: the look at a split model's first batch is left out.
-    with mock.patch.object(Guards, "_follow_forward", return_value=None):
+    with mock.patch.object(Guards, "_check_ranks", return_value=None):
         for _ in range(2):
             _step(model, micro_batches(batch, accumulate), optimizer)
             between()
